@@ -253,13 +253,7 @@ def to_wire(spec: SteeringSpec) -> SteeringWire:
         wire["is_shared"] = True
     elif spec.decode is not None:
         wire["decode"] = _vectors_wire(spec.decode)
-    first, second = spec.prefill_program, spec.decode_program
-    if first is not None:
-        wire["prefill_program"] = first.to_wire()
-    if first is not None and second is not None and first.key == second.key:
-        wire["is_program_shared"] = True
-    elif second is not None:
-        wire["decode_program"] = second.to_wire()
+    wire.update(programs_to_wire(spec.prefill_program, spec.decode_program))
     if spec.prefill_ops:
         wire["prefill_ops"] = operations_to_wire(spec.prefill_ops)
     if spec.prefill_ops and spec.decode_ops is spec.prefill_ops:
@@ -279,9 +273,23 @@ def to_wire(spec: SteeringSpec) -> SteeringWire:
     return wire
 
 
-PROGRAM_KEYS = (
-    *("prefill_program", "decode_program", "is_program_shared", "prefill_ops", "decode_ops", "are_ops_shared"),
-    *("prefill_features", "decode_features", "are_features_shared", "gates"),
+def programs_to_wire(prefill: Program | None, decode: Program | None) -> SteeringWire:
+    """Return the wire form of the programs of both phases."""
+    wire: SteeringWire = {}
+    if prefill is not None:
+        wire["prefill_program"] = prefill.to_wire()
+    if prefill is not None and decode is not None and prefill.key == decode.key:
+        wire["is_program_shared"] = True
+    elif decode is not None:
+        wire["decode_program"] = decode.to_wire()
+    return wire
+
+
+PROGRAM_KEYS = frozenset(
+    (
+        *("prefill_program", "decode_program", "is_program_shared", "prefill_ops", "decode_ops", "are_ops_shared"),
+        *("prefill_features", "decode_features", "are_features_shared", "gates"),
+    )
 )
 """Keys of a `SteeringWire` that the engine core replaces where it makes the programs."""
 
@@ -295,8 +303,8 @@ def from_wire(wire: Mapping[str, Any]) -> SteeringSpec:
     second = first if wire.get("is_program_shared") else _program(wire.get("decode_program"))
     prefill_ops = operations_from_wire(wire["prefill_ops"]) if "prefill_ops" in wire else ()
     decode_ops = operations_from_wire(wire["decode_ops"]) if "decode_ops" in wire else ()
-    prefill_features = edits_from_wire(wire.get("prefill_features", []))
-    decode_features = edits_from_wire(wire.get("decode_features", []))
+    prefill_features = edits_from_wire(wire["prefill_features"]) if "prefill_features" in wire else ()
+    decode_features = edits_from_wire(wire["decode_features"]) if "decode_features" in wire else ()
     return SteeringSpec(
         prefill=prefill,
         decode=decode,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Demand, Load
-from headgate.steering.programs.codes import CODE, CODE_MASK, Code, is_of_feature, is_of_gate
+from headgate.steering.programs.codes import CODE, CODE_MASK, Code, is_of_feature
 from headgate.steering.programs.feature_edits import too_many_changes
 from headgate.steering.programs.gate_codes import SCORE_KIND_MASK, ScoreKind
 from headgate.steering.programs.program import Program
@@ -116,9 +114,14 @@ def check_phases(
     """
     checked: list[list[int]] = []
     for programs in phases:
-        if (listed := [id(program) for program in programs]) not in checked:
+        if programs and (listed := [id(program) for program in programs]) not in checked:
             check_programs(programs, limits, field, where)
             checked.append(listed)
+
+
+_FIRST_OF_GATES, _RECONSTRUCT = int(Code.SCORE), int(Code.RECONSTRUCT)
+_UNIT, _UNIT_MASK = Code.SCORE | ScoreKind.UNIT, CODE_MASK | SCORE_KIND_MASK
+"""Python compares members of an enumeration several times as slowly as numbers."""
 
 
 def check_programs(
@@ -135,20 +138,23 @@ def check_programs(
     Raises:
         RequestError: Names `field`.
     """
-    entries, features, units = Counter[Site](), Counter[Site](), Counter[Site]()
+    entries: dict[Site, int] = defaultdict(int)
+    features: dict[Site, int] = defaultdict(int)
+    units: dict[Site, int] = defaultdict(int)
     reconstructed: set[Site] = set()
     num_changes = 0
     for program in programs:
         if max(program.kinds) < Code.RECONSTRUCT:
-            entries.update(dict(program.runs))
+            for site, count in program.runs:
+                entries[site] += count
             continue
         num_changes += program.num_changes
-        units.update(unit_counts(program))
-        kinds = program.codes[:, CODE] & CODE_MASK
-        for site, code in zip(program.sites, kinds.tolist(), strict=True):
-            if is_of_gate(code):
-                continue  # the columns of gates limit these
-            if code == Code.RECONSTRUCT:
+        for site, code in zip(program.sites, program.codes[:, CODE].tolist(), strict=True):
+            kind = code & CODE_MASK
+            if kind >= _FIRST_OF_GATES:  # the columns of gates limit these
+                if code & _UNIT_MASK == _UNIT:
+                    units[site] += 1
+            elif kind == _RECONSTRUCT:
                 if site in reconstructed:
                     raise RequestError(field, f"{where}, rows are reconstructed twice at {site.name}")
                 reconstructed.add(site)
@@ -156,14 +162,13 @@ def check_programs(
                 features[site] += 1
             else:
                 entries[site] += 1
-    _check_written(programs, field, where)
+    _check_written([program for program in programs if program.changes_features], field, where)
     _check_changes(num_changes, limits.features, field, where)
     _check_counts(entries, features, units, limits, field, where)
 
 
-def _check_written(programs: Sequence[Program], field: str, where: str) -> None:
-    """Refuse a feature that is changed twice at a site."""
-    changing = [program for program in programs if program.changes_features]
+def _check_written(changing: Sequence[Program], field: str, where: str) -> None:
+    """Refuse a feature that programs change twice at a site."""
     # One program has each row once, so that the row's number tells as much as its bytes.
     written = [program.written_rows if len(changing) == 1 else program.written_features for program in changing]
     seen: set[tuple[Site, int | bytes]] = set()
@@ -174,7 +179,12 @@ def _check_written(programs: Sequence[Program], field: str, where: str) -> None:
 
 
 def _check_counts(
-    entries: Counter[Site], features: Counter[Site], units: Counter[Site], limits: Limits, field: str, where: str
+    entries: Mapping[Site, int],
+    features: Mapping[Site, int],
+    units: Mapping[Site, int],
+    limits: Limits,
+    field: str,
+    where: str,
 ) -> None:
     for what, limit, counts, flag in (
         ("operations", limits.entries, entries, "--max-steering-ops-per-site"),
@@ -188,15 +198,6 @@ def _check_counts(
                 f"{where}, the {what} at {crowded.name} make {counts[crowded]} entries, at most {limit} fit; the "
                 f"operator sets {flag}",
             )
-
-
-def unit_counts(program: Program) -> Counter[Site]:
-    """Return how many entries of MLP probes a program has at each site."""
-    if Code.SCORE not in program.kinds:
-        return Counter()
-    codes = program.codes[:, CODE]
-    (units,) = np.nonzero((codes & CODE_MASK == Code.SCORE) & (codes & SCORE_KIND_MASK == ScoreKind.UNIT))
-    return Counter(program.sites[at] for at in units.tolist())
 
 
 def _check_changes(num_changes: int, limit: int, field: str, where: str) -> None:

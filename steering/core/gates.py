@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple, cast
 
 import msgspec
@@ -16,7 +15,7 @@ from headgate.steering.core.content import Limits, check_phases, check_programs
 from headgate.steering.core.kept_programs import KeptPrograms, bytes_of
 from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeRegistry
-from headgate.steering.core.resolved import Named, Resolved, module_programs, resolved_of
+from headgate.steering.core.resolved import NO_LATCHES, NOTHING_BROUGHT, Brought, Resolved, resolved_of
 from headgate.steering.core.rules.registry import KeptRule, kept_rule
 from headgate.steering.core.saes.registry import SaeRegistry
 from headgate.steering.features.sparse_coder import SparseCoder
@@ -24,7 +23,7 @@ from headgate.steering.gates.conversations import Conversation, ConversationLatc
 from headgate.steering.gates.gate import FeatureReading, Gate, ModuleThen, NamedProbe
 from headgate.steering.gates.lowering import GatedPrograms, Own, lower_gates
 from headgate.steering.gates.rule import Rule
-from headgate.steering.gates.wire import gates_to_wire
+from headgate.steering.gates.wire import GatesWire, gates_to_wire
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
@@ -211,21 +210,28 @@ class Owned(NamedTuple):
 _NO_OWN: tuple[Own, Own] = ((None, None), (None, None))
 
 
+class Ungated(NamedTuple):
+    """A request's steering without its gates.
+
+    Attributes:
+        spec: As it came, with the gates.
+        own: Its own programs for prefill and decode.
+        brought: By the modules that it names.
+    """
+
+    spec: SteeringSpec = SteeringSpec()
+    own: tuple[Program | None, Program | None] = (None, None)
+    brought: Brought = NOTHING_BROUGHT
+
+
 def gated(
-    spec: SteeringSpec,
-    static: Resolved,
-    named: Named,
-    content: GateContent,
-    limits: Limits,
-    num_prompt: int,
-    owned: Owned,
+    static: Ungated, wire: GatesWire | None, content: GateContent, limits: Limits, num_prompt: int, owned: Owned
 ) -> Resolved:
     """Return a request's steering with its gates.
 
     Args:
-        spec: The request's, with gates.
-        static: The same without them.
-        named: Modules that it names, with the scale of each.
+        static: The request's.
+        wire: The gates as they came; None if they did not.
         content: Gives probes, modules and SAEs by name.
         limits: Of what its programs hold at one site.
         num_prompt: Tokens of its prompt.
@@ -234,37 +240,39 @@ def gated(
     Raises:
         RequestError: Naming the field of a gate.
     """
+    gates = static.spec.gates
     if not content.max_gates:
         raise RequestError(
-            spec.gates[0].where,
+            gates[0].where,
             "this engine takes no gates: its layers lie on several pipeline stages; start it with tensor parallelism",
         )
-    keys = owned.keys(spec.gates, content)
-    made = _lowered(spec, static, named, content, owned, keys)
-    programs: tuple[Program | None, ...] = (made.prefill, made.decode)
-    if not made.takes_own:
-        both = zip(static.own, (made.prefill, made.decode), strict=True)
-        programs = tuple(program if own is None else joined([own, program]) for own, program in both)
-    brought: Brought = ([], []) if made.takes_own else module_programs(named)
-    pairs = zip(programs, brought, strict=True)
-    acting = [[*(one for one, _ in others), *([program] if program else [])] for program, others in pairs]
-    check_phases(acting, limits, spec.gates[0].where)
-    static_spec, modules = (SteeringSpec(), []) if made.takes_own else (spec, named)
-    resolved = resolved_of(static_spec, (programs[0], programs[1]), modules, num_prompt)
-    return replace(resolved, takes_own=made.takes_own, latch_keys=keys)
+    keys = owned.keys(gates, content)
+    made = _lowered(static, gates_to_wire(gates) if wire is None else wire, content, owned, keys)
+    if made.takes_own:
+        static = Ungated()
+    first, second = static.own
+    prefill = made.prefill if first is None else joined([first, made.prefill])
+    is_alike = second is first and made.decode is made.prefill
+    decode = prefill if is_alike else made.decode if second is None else joined([second, made.decode])
+    own = prefill, decode
+    check_phases(static.brought.acting(own), limits, gates[0].where)
+    return resolved_of(
+        static.spec, own, static.brought, num_prompt, takes_own=made.takes_own, latch_keys=keys or NO_LATCHES
+    )
 
 
 def _lowered(
-    spec: SteeringSpec, static: Resolved, named: Named, content: GateContent, owned: Owned, keys: Mapping[str, LatchKey]
+    static: Ungated, wire: GatesWire, content: GateContent, owned: Owned, keys: Mapping[str, LatchKey]
 ) -> GatedPrograms:
     """Return the programs of a request's gates, found by their content if nothing else decides what they are."""
-    if keys or any(gate.then.attenuate is not None for gate in spec.gates):
-        return lower_gates(spec.gates, content, content.dtype, _own(spec, static, named), owned.latched(keys))
-    key = hashlib.sha256(msgspec.msgpack.encode(gates_to_wire(spec.gates))).digest()
+    gates = static.spec.gates
+    if keys or any(gate.then.attenuate is not None for gate in gates):
+        return lower_gates(gates, content, content.dtype, _own(static), owned.latched(keys))
+    key = hashlib.sha256(msgspec.msgpack.encode(wire)).digest()
     registered = content.registered
     made = owned.lowered.find(key, registered)
     if made is None:
-        made = lower_gates(spec.gates, content, content.dtype, _NO_OWN, {})
+        made = lower_gates(gates, content, content.dtype, _NO_OWN, {})
         if content.registered.is_same(registered):
             owned.lowered.keep(key, registered, made)
     return made
@@ -285,10 +293,9 @@ def lowered_rule(
     Raises:
         RequestError: Naming the field of the rule.
     """
-    nothing: tuple[Own, Own] = ((None, None), (None, None))
     pairs = []
     for column in (first, 0):
-        made = lower_gates([rule.gate], content, content.dtype, nothing, {}, column)
+        made = lower_gates([rule.gate], content, content.dtype, _NO_OWN, {}, column)
         pairs.append((made.prefill, made.decode))
     if any(program.num_changes for program in pairs[0]):
         raise RequestError(
@@ -304,16 +311,13 @@ def lowered_rule(
     return kept_rule(rule, pairs[0], pairs[1], first)
 
 
-Brought = tuple[list[tuple[Program, float]], list[tuple[Program, float]]]
-
-
-def _own(spec: SteeringSpec, static: Resolved, named: Named) -> tuple[Own, Own]:
+def _own(static: Ungated) -> tuple[Own, Own]:
     """Return a request's static steering by phase, with that of the modules that it names."""
-    brought = module_programs(named)
+    spec, own, brought = static
     found = []
     for phase, vectors in enumerate((spec.prefill, spec.decode)):
-        parts = [((module.prefill, module.decode)[phase], scale) for module, scale in named]
-        programs = [one for program, scale in brought[phase] if (one := program.scaled(scale)) is not None]
-        programs += [] if (own := static.own[phase]) is None else [own]
+        parts = brought.vectors[phase]
+        programs = [one for program, scale in brought.programs[phase] if (one := program.scaled(scale)) is not None]
+        programs += [] if (last := own[phase]) is None else [last]
         found.append((weighted_sum([(vectors, 1.0), *parts]), joined(programs) if programs else None))
     return found[0], found[1]

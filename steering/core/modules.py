@@ -77,19 +77,20 @@ class ModuleRegistry:
 
     Attributes:
         lock: Guards everything here.
+        by_name: All modules; another object after each change.
     """
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self._modules: dict[str, Module] = {}
+        self.by_name: Mapping[str, Module] = {}
         self._users: Counter[bytes] = Counter()
         self._of_request: dict[str, frozenset[bytes]] = {}
         self._unused: set[bytes] = set()
 
     def put(self, module: Module) -> None:
         """Register a module, in place of an earlier one of its name."""
-        earlier = self._modules.get(module.name)
-        self._modules[module.name] = module
+        earlier = self.by_name.get(module.name)
+        self.by_name = {**self.by_name, module.name: module}
         self._use(_contents(module))
         if earlier is not None:
             self._disuse(_contents(earlier))
@@ -101,13 +102,13 @@ class ModuleRegistry:
             RequestError: If there is none of that name.
         """
         module = self.find(name, field)
-        del self._modules[name]
+        self.by_name = {other: kept for other, kept in self.by_name.items() if other != name}
         self._disuse(_contents(module))
         return module
 
     def all(self) -> tuple[Module, ...]:
         """Return all modules, in the order of their names."""
-        return tuple(self._modules[name] for name in sorted(self._modules))
+        return tuple(self.by_name[name] for name in sorted(self.by_name))
 
     def find(self, name: str, field: str) -> Module:
         """Return the module of that name.
@@ -115,9 +116,9 @@ class ModuleRegistry:
         Raises:
             RequestError: If there is none of that name.
         """
-        module = self._modules.get(name)
+        module = self.by_name.get(name)
         if module is None:
-            known = ", ".join(sorted(self._modules)) or "none"
+            known = ", ".join(sorted(self.by_name)) or "none"
             raise RequestError(field, f"unknown steering module {name!r}; registered: {known}")
         return module
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from headgate.steering.core.rules.registry import NO_RULES, RuleKeys
 from headgate.steering.gates.conversations import LatchKey
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import SteeringSpec
+from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 Parts = tuple[tuple[bytes, float], ...]
 """Content keys of modules' vectors or programs, and their scales."""
@@ -56,44 +57,120 @@ class Resolved:
         return self.prefill_parts, self.decode_parts, self.prefill_programs, self.decode_programs
 
 
-Named = list[tuple[Module, float]]
+Named = Sequence[tuple[Module, float]]
+"""Modules that a request names, with the scale of each."""
+
+NO_LATCHES: Mapping[str, LatchKey] = {}
+
+
+class Brought(NamedTuple):
+    """Content that modules bring which a request names, by phase and in the order of their names, with its scales.
+
+    Attributes:
+        named: The modules.
+        vectors: Of the prefill and of the decode phase.
+        programs: The same.
+    """
+
+    named: Named = ()
+    vectors: tuple[Sequence[tuple[PhaseVectors, float]], Sequence[tuple[PhaseVectors, float]]] = ((), ())
+    programs: tuple[Sequence[tuple[Program, float]], Sequence[tuple[Program, float]]] = ((), ())
+
+    @classmethod
+    def by(cls, named: Named) -> Brought:
+        """Return what modules bring; those of scale 0 bring nothing."""
+        if not named:
+            return NOTHING_BROUGHT
+        acting = [(module, scale) for module, scale in named if scale != 0]
+        vectors = (
+            [(module.prefill, scale) for module, scale in acting if module.prefill],
+            [(module.decode, scale) for module, scale in acting if module.decode],
+        )
+        programs = (
+            [(module.prefill_program, scale) for module, scale in acting if module.prefill_program],
+            [(module.decode_program, scale) for module, scale in acting if module.decode_program],
+        )
+        return cls(named, vectors, programs)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether it is the same in both phases."""
+        return not self.named or all(phases[0] == phases[1] for phases in (self.vectors, self.programs))
+
+    @property
+    def keys(self) -> frozenset[bytes]:
+        """Of all contents."""
+        return frozenset(content.key for phases in self[1:] for phase in phases for content, _ in phase)
+
+    def acting(self, own: tuple[Program | None, Program | None]) -> list[list[Program]]:
+        """Return the programs that act together in each phase: these, and a request's own."""
+        pairs = zip(own, self.programs, strict=True)
+        return [[*(one for one, _ in others), *([program] if program else [])] for program, others in pairs]
+
+
+NOTHING_BROUGHT = Brought()
 
 
 def resolved_of(
-    spec: SteeringSpec, own: tuple[Program | None, Program | None], named: Named, num_prompt: int
+    spec: SteeringSpec,
+    own: tuple[Program | None, Program | None],
+    brought: Brought,
+    num_prompt: int,
+    *,
+    takes_own: bool = False,
+    latch_keys: Mapping[str, LatchKey] = NO_LATCHES,
 ) -> Resolved:
     """Return the request's share of slots and its block keys, with what it takes from the modules that it names.
 
     Args:
-        spec: The request's vectors, and the names and scales of modules.
-        own: Its own programs for prefill and decode.
-        named: Those modules, with the scale of each.
+        spec: The request's vectors.
+        own: Its own programs for prefill and decode; `check_positions` has seen their positions.
+        brought: By the modules that it names.
         num_prompt: Tokens of its prompt, which decide the rows of operations that are limited to positions.
+        takes_own: See `Resolved`.
+        latch_keys: See `Resolved`.
     """
-    prefill = [(module.prefill, scale) for module, scale in named if module.prefill and scale != 0]
-    decode = [(module.decode, scale) for module, scale in named if module.decode and scale != 0]
-    programs = module_programs(named)
-    loads = [
-        load_of(vectors, parts, [*found, *([(program, 1.0)] if program else [])])
-        for vectors, program, parts, found in zip(
-            (spec.prefill, spec.decode), own, (prefill, decode), programs, strict=True
-        )
-    ]
-    block_keys = [
-        _block_key(load, program, num_prompt, is_decode=phase == 1)
-        for phase, (load, program) in enumerate(zip(loads, own, strict=True))
-    ]
+    (prefill, decode), (programs, later_programs) = brought.vectors, brought.programs
+    first = second = _load_of(spec.prefill, own[0], prefill, programs)
+    if not (spec.decode is spec.prefill and own[1] is own[0] and brought.is_alike):
+        second = _load_of(spec.decode, own[1], decode, later_programs)
     return Resolved(
-        prefill=block_keys[0],
-        decode=block_keys[1],
-        prefill_parts=tuple((vectors.key, scale) for vectors, scale in prefill),
-        decode_parts=tuple((vectors.key, scale) for vectors, scale in decode),
-        demand=Demand(*loads),
-        prefill_programs=tuple((program.key, scale) for program, scale in programs[0]),
-        decode_programs=tuple((program.key, scale) for program, scale in programs[1]),
+        prefill=_block_key(first, own[0], num_prompt, is_decode=False),
+        decode=_block_key(second, own[1], num_prompt, is_decode=True),
+        prefill_parts=_parts(prefill),
+        decode_parts=_parts(decode),
+        demand=Demand(first, second),
+        prefill_programs=_parts(programs),
+        decode_programs=_parts(later_programs),
         own=own,
-        named=tuple(named),
+        takes_own=takes_own,
+        latch_keys=latch_keys,
+        named=tuple(brought.named),
     )
+
+
+def _load_of(
+    vectors: PhaseVectors | None,
+    program: Program | None,
+    parts: Sequence[tuple[PhaseVectors, float]],
+    programs: Sequence[tuple[Program, float]],
+) -> Load | None:
+    return load_of(vectors, parts, programs if program is None else [*programs, (program, 1.0)])
+
+
+def _parts(contents: Sequence[tuple[PhaseVectors | Program, float]]) -> Parts:
+    return tuple([(content.key, scale) for content, scale in contents])
+
+
+def check_positions(own: tuple[Program | None, Program | None], num_prompt: int) -> None:
+    """Check the positions to which operations of a request are limited.
+
+    Raises:
+        RequestError: If there are none such in its prompt.
+    """
+    for program in own:
+        for selector in () if program is None else program.groups:
+            selector.resolve(num_prompt, "steering_ops.positions")
 
 
 def check_scales(named: Named, field: str) -> None:
@@ -110,15 +187,6 @@ def check_scales(named: Named, field: str) -> None:
             )
 
 
-def module_programs(named: Named) -> tuple[list[tuple[Program, float]], list[tuple[Program, float]]]:
-    """Return the programs of both phases that modules bring, in the order in which the modules are named."""
-    acting = [(module, scale) for module, scale in named if scale != 0]
-    return (
-        [(module.prefill_program, scale) for module, scale in acting if module.prefill_program],
-        [(module.decode_program, scale) for module, scale in acting if module.decode_program],
-    )
-
-
 def _block_key(load: Load | None, program: Program | None, num_prompt: int, *, is_decode: bool) -> bytes | None:
     """Return the key of the KV that a phase makes.
 
@@ -127,12 +195,10 @@ def _block_key(load: Load | None, program: Program | None, num_prompt: int, *, i
     """
     if load is None or program is None:
         return None if load is None else load.key
-    for selector in program.groups:
-        selector.resolve(num_prompt, "steering_ops.positions")
-    if not (program.groups or program.is_decided_at_prompt_end or (is_decode and program.has_gates)):
+    is_gated = is_decode and program.has_gates
+    if not (is_gated or program.groups or program.is_decided_at_prompt_end):
         return load.key
-    phase = b"decode" if is_decode and program.has_gates else b""
-    return hashlib.sha256(load.key + num_prompt.to_bytes(8, "little") + phase).digest()
+    return hashlib.sha256(load.key + num_prompt.to_bytes(8, "little") + (b"decode" if is_gated else b"")).digest()
 
 
 BLOCK_KEY_TAG = "headgate"

@@ -21,14 +21,15 @@ from headgate.steering.core.content import (
     demand_of,
     described,
 )
-from headgate.steering.core.gates import GateContent, LoweredGates, Owned, gated
+from headgate.steering.core.gates import GateContent, LoweredGates, Owned, Ungated, gated
 from headgate.steering.core.modules import Module, ModuleRegistry
 from headgate.steering.core.probes import ProbeRegistry
-from headgate.steering.core.resolved import Resolved, check_scales, module_programs, resolved_of
+from headgate.steering.core.resolved import Brought, Resolved, check_positions, check_scales, resolved_of
 from headgate.steering.core.rules.registry import RuleRegistry
 from headgate.steering.core.saes.registry import SaeRegistry
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.layout import COLUMNS_PER_GATE
+from headgate.steering.gates.wire import GatesWire
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
@@ -275,6 +276,7 @@ class SteeringState:
         num_prompt: int,
         field: str = "steering_module_ref",
         owner: str = "",
+        gates: GatesWire | None = None,
     ) -> Resolved:
         """Resolve the names in a request's spec to content, and keep that content until `release`.
 
@@ -284,6 +286,7 @@ class SteeringState:
             num_prompt: Length of its prompt, for positions of operations.
             field: The name that errors about modules tell.
             owner: Name of the client's key; empty without one. Conversations of gates are its own.
+            gates: Those of the spec as they came; None if they did not.
 
         Raises:
             RequestError: On an unknown name, if the sum could leave what the model's dtype can hold, on operations that
@@ -295,20 +298,18 @@ class SteeringState:
             named = [(self._registry.find(ref.name, field), ref.scale) for ref in spec.modules]
             check_limit(largest + sum(abs(scale) * module.peak for module, scale in named), self._dtype, field)
             check_scales(named, field)
-            resolved = resolved_of(spec, self._programs(spec, features), named, num_prompt)
-            pairs = zip(resolved.own, module_programs(named), strict=True)
-            acting = [[*(one for one, _ in brought), *([own] if own else [])] for own, brought in pairs]
-            check_phases(acting, self.limits, field)
-            parts = frozenset(key for found in resolved.parts for key, _ in found)
-            self._registry.hold(req_id, parts)
-            modules = {module.name: module for module in self._registry.all()} if spec.gates else {}
-            version = self.version
+            own = self._programs(spec, features)
+            check_positions(own, num_prompt)
+            brought = Brought.by(named)
+            check_phases(brought.acting(own), self.limits, field)
+            self._registry.hold(req_id, brought.keys)
+            modules, version = self._registry.by_name, self.version
         if not spec.gates:
-            return resolved
+            return resolved_of(spec, own, brought, num_prompt)
         try:
             content = GateContent(self.steerable, self.probes, self.saes, modules, version)
             owned = Owned(owner, self.latches, self._lowered_gates)
-            return gated(spec, resolved, named, content, self.limits, num_prompt, owned)
+            return gated(Ungated(spec, own, brought), gates, content, self.limits, num_prompt, owned)
         except BaseException:
             self.release(req_id)
             raise

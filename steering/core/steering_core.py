@@ -29,7 +29,7 @@ from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import Note
 from headgate.steering.requests.trace import Trace, join_notes
-from headgate.steering.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
+from headgate.steering.spec import PROGRAM_KEYS, from_wire, programs_to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 
@@ -126,13 +126,15 @@ class SteeringCore:
         spec = from_wire(shared)
         self.state.rules.add(req_id, spec.rules, num_prompt)
         try:
-            resolved = self.state.resolve(req_id, spec, num_prompt, owner=wire.get("owner", ""))
+            owner, gates = wire.get("owner", ""), wire.get("gates")
+            resolved = self.state.resolve(req_id, spec, num_prompt, owner=owner, gates=gates)
         except BaseException:
             self.state.rules.forget(req_id)
             raise
         self._resolved[req_id] = resolved
         is_traced = bool(wire.get("trace"))
-        taken = dict(shared)
+        replaced = PROGRAM_KEYS if spec.is_to_lower else ()
+        taken = {name: value for name, value in shared.items() if name not in replaced}
         if self._readings.add(req_id, spec.gates, resolved, num_prompt, is_traced=is_traced):
             taken["counted"] = True
         names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
@@ -140,13 +142,10 @@ class SteeringCore:
             if found:
                 taken[name] = [list(part) for part in found]
         if spec.is_to_lower:
-            for name in PROGRAM_KEYS:
-                taken.pop(name, None)
             if resolved.takes_own:
                 for name in ("prefill", "decode", "is_shared"):
                     taken.pop(name, None)
-            prefill, decode = resolved.own
-            taken.update(to_wire(SteeringSpec(prefill_program=prefill, decode_program=decode)))
+            taken.update(programs_to_wire(*resolved.own))
         if self._controllers is not None:
             static = Static.of(resolved, None if resolved.takes_own else spec.decode)
             self._controllers.add(req_id, num_prompt, spec.rules, static, is_traced=is_traced)

@@ -37,6 +37,8 @@ def check_this_token(gate: Gate, reads: Collection[Site], writes: Collection[Sit
     """
     if gate.scope is not Scope.THIS:
         return
+    if all(is_reached(write, read) for read in reads for write in writes):
+        return
     for read, write in product(sort_sites(reads), sort_sites(writes)):
         if not is_reached(write, read):
             raise RequestError(
@@ -56,6 +58,8 @@ def check_reads(gate: Gate, reads: Collection[Site]) -> None:
     Raises:
         RequestError: Naming its condition, if it reads both in the attention and in the MLP of a layer.
     """
+    if len(reads) < 2:
+        return
     for one, other in product(sort_sites(reads), repeat=2):
         if one.layer == other.layer and one.hook in _ATTENTION and other.hook in _MLP:
             raise RequestError(

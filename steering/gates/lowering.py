@@ -20,7 +20,7 @@ from headgate.capture.schema.sites import Site, sort_sites
 from headgate.steering.gates.checks import check_reads, check_this_token, is_reached
 from headgate.steering.gates.gate import Always, Condition, Gate, Leaf, Negation, Then
 from headgate.steering.gates.layout import GateColumn, Layout, layout_of, num_columns
-from headgate.steering.gates.readings import Content, Score, read_score
+from headgate.steering.gates.readings import Content, Score, read_score, weights_of
 from headgate.steering.programs.codes import CODE_MASK, EVERYWHERE, Code, Flag, change_index, with_change
 from headgate.steering.programs.gate_codes import (
     EARLY,
@@ -30,9 +30,10 @@ from headgate.steering.programs.gate_codes import (
     gate_column,
     gate_field,
 )
-from headgate.steering.programs.lowering import lower
+from headgate.steering.programs.lowering import lower, lower_entries
 from headgate.steering.programs.operations import Method, Operation
-from headgate.steering.programs.program import Entry, Program, entries_of
+from headgate.steering.programs.program import Entry, Program, entries_of, moved
+from headgate.steering.programs.stored_vectors import StoredVectors, vectors_of
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
@@ -79,7 +80,9 @@ def lower_gates(
             that cannot act where the gate writes, a vector that cannot be used, too large a change.
     """
     layout = layout_of(gates, first)
-    scores = {score.column: read_score(score.reading, content, dtype) for score in layout.scores}
+    operations = [operation for gate in gates for operation in gate.then.operations]
+    vectors = StoredVectors([*weights_of(gates), *vectors_of(operations)], dtype)
+    scores = {score.column: read_score(score.reading, content, vectors) for score in layout.scores}
     made, zeros = _Entries(), np.zeros(content.hidden_size, STORAGE[dtype])
     for column, score in scores.items():
         for entry in score.at(column):
@@ -87,8 +90,8 @@ def lower_gates(
     attenuating: list[_Placed] = []
     for gated in layout.gates:
         placed = _Placed(gated, _reads(gated.gate, layout, scores))
-        thens = then_programs(placed.gate.then, content, dtype)
-        written = sort_sites({site for then in thens if then is not None for site in then.sites})
+        effects = _effects(placed.gate.then, content, vectors)
+        written = sort_sites({entry.site for effect in effects for entry in effect.entries})
         if placed.gate.then.attenuate is not None:
             written = sort_sites({site for vectors, program in own for site in _sites_of(vectors, program)})
             attenuating.append(placed)
@@ -99,7 +102,7 @@ def lower_gates(
         evaluation = _Evaluation(placed, layout, scores)
         root = evaluation.put(placed.gate.when)
         made.evaluate(evaluation.finish(root, latched.get(placed.gate.name, math.nan), zeros))
-        made.write(placed, thens)
+        made.write(placed, effects)
     if attenuating:
         made.attenuate(attenuating, own, dtype)
     prefill = Program.from_entries(_marked(made.phases[PREFILL].entries), dtype, made.phases[PREFILL].groups)
@@ -195,6 +198,32 @@ def then_programs(then: Then, content: Content, dtype: StoredType) -> list[Progr
     if any(operation.references for operation in then.operations):
         return [lower(then.operations, dtype, content.vectors(phase)) for phase in (PREFILL, DECODE)]
     return [lower(then.operations, dtype) if then.operations else None] * 2
+
+
+class _Effect(NamedTuple):
+    """The steering that a gate turns on in one phase, at full strength."""
+
+    entries: Sequence[Entry] = ()
+    groups: Sequence[PositionSelector] = ()
+    num_changes: int = 0
+    reconstructs: bool = False
+
+    @classmethod
+    def of(cls, program: Program | None) -> _Effect:
+        if program is None:
+            return cls()
+        return cls(entries_of(program), program.groups, program.num_changes, program.reconstructs)
+
+
+def _effects(then: Then, content: Content, vectors: StoredVectors) -> tuple[_Effect, _Effect]:
+    """Return what a gate turns on by phase: one object where both phases are alike."""
+    if then.operations and not any(operation.references for operation in then.operations):
+        # They become entries of the gates' program, and no program of their own before.
+        both = _Effect(*lower_entries(then.operations, vectors))
+        return both, both
+    prefill, decode = then_programs(then, content, vectors.dtype)
+    first = _Effect.of(prefill)
+    return first, first if decode is prefill else _Effect.of(decode)
 
 
 def joined_entries(
@@ -294,11 +323,11 @@ class _Phase:
         self.groups: list[PositionSelector] = []
         self.num_changes = 0
 
-    def take(self, program: Program) -> list[Entry]:
-        """Return the entries of a program, with its groups and changes counted behind those that are here."""
-        entries = entries_of(program, len(self.groups), self.num_changes)
-        self.groups.extend(program.groups)
-        self.num_changes += program.num_changes
+    def take(self, effect: _Effect) -> Sequence[Entry]:
+        """Return the entries of an effect, with its groups and changes counted behind those that are here."""
+        entries = moved(effect.entries, len(self.groups), self.num_changes)
+        self.groups.extend(effect.groups)
+        self.num_changes += effect.num_changes
         return entries
 
 
@@ -324,15 +353,13 @@ class _Entries:
         for entry in entries:
             self.add(entry)
 
-    def write(self, placed: _Placed, thens: Sequence[Program | None]) -> None:
+    def write(self, placed: _Placed, effects: tuple[_Effect, _Effect]) -> None:
         """Add what a gate turns on."""
-        self.are_alike &= thens[PREFILL] is thens[DECODE]
-        for phase, program in enumerate(thens):
-            if program is None:
-                continue
-            if program.reconstructs:
+        self.are_alike &= effects[PREFILL] is effects[DECODE]
+        for phase, effect in enumerate(effects):
+            if effect.reconstructs:
                 raise RequestError(f"{placed.gate.where}.then", "a gate cannot turn a reconstruction on in part")
-            for entry in self.phases[phase].take(program):
+            for entry in self.phases[phase].take(effect):
                 is_early = placed.is_early(entry.site)
                 self.are_alike &= not is_early
                 if phase == DECODE or not is_early:
@@ -347,7 +374,7 @@ class _Entries:
             if program is not None:
                 if program.reconstructs:
                     raise RequestError(f"{gates[0].gate.where}.then.attenuate", "there is no part of a reconstruction")
-                entries += phase.take(program)
+                entries += phase.take(_Effect.of(program))
             is_decode = phase is self.phases[DECODE]
             phase.entries[:0] = [entry._replace(code=entry.code | Flag.ATTENUATED) for entry in entries]
             for site in dict.fromkeys(entry.site for entry in entries):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,14 +11,14 @@ from headgate.capture.probes.probe import Activation, Probe, ProbeKind
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.sparse_coder import SparseCoder
-from headgate.steering.gates.gate import FeatureReading, InlineProbe, ModuleThen, NamedProbe, Reading
+from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, ModuleThen, NamedProbe, Reading
 from headgate.steering.programs.codes import Code, with_change
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.feature_lowering import reading_entry
 from headgate.steering.programs.gate_codes import ScoreKind, Unit
-from headgate.steering.programs.lowering import split_row
 from headgate.steering.programs.operations import Float32Row, Lookup, ModuleVector
 from headgate.steering.programs.program import Entry, Program
+from headgate.steering.programs.stored_vectors import Stored, StoredVectors, store
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
@@ -95,14 +95,14 @@ class Score(NamedTuple):
         return [entry._replace(code=with_change(entry.code, column)) for entry in self.entries]
 
 
-def read_score(reading: Reading, content: Content, dtype: StoredType) -> Score:
+def read_score(reading: Reading, content: Content, vectors: StoredVectors) -> Score:
     """Return the entries of a reading.
 
     Args:
         reading: Of a gate.
         content: Gives probes, modules and SAEs by name.
-        dtype: The model's. Where it is narrower than float32, a weight is stored as two rows: the rounded one, and
-            what rounding took from it.
+        vectors: With `weights_of` the gates. Where the model's dtype is narrower than float32, a weight is stored as
+            two rows: the rounded one, and what rounding took from it.
 
     Raises:
         RequestError: Naming the field of the gate, if the reading cannot be made here.
@@ -111,32 +111,41 @@ def read_score(reading: Reading, content: Content, dtype: StoredType) -> Score:
         probe = content.probe(reading)
         _check_probe(probe, reading)
         check_site(probe.site, content.op_sites, reading.where)
-        return Score(probe_entries(probe, dtype), probe.threshold)
+        return Score(probe_entries(probe, vectors.dtype), probe.threshold)
     if isinstance(reading, InlineProbe):
         check_site(reading.site, content.op_sites, reading.where)
-        weight = _weight(reading, content)
-        return Score((_score(reading.site, weight, reading.bias, reading.is_cosine, dtype),), None)
+        weight = vectors.of(_weight(reading, content))
+        return Score((_score(reading.site, weight, reading.bias, reading.is_cosine),), None)
     coder, site = content.coder(reading)
     check_site(site, content.op_sites, reading.where)
-    entry = reading_entry(coder, site, reading.feature, dtype)
+    entry = reading_entry(coder, site, reading.feature, vectors.dtype)
     return Score((entry._replace(code=Code.SCORE | ScoreKind.ACTIVATION | entry.code),), None)
+
+
+def weights_of(gates: Iterable[Gate]) -> list[Float32Row]:
+    """Return the weights of probes that gates bring; those of modules are left out."""
+    readings = [leaf.reading for gate in gates for leaf in gate.leaves]
+    weights = [reading.weight for reading in readings if isinstance(reading, InlineProbe)]
+    return [weight for weight in weights if not isinstance(weight, ModuleVector)]
 
 
 def probe_entries(probe: Probe, dtype: StoredType) -> tuple[Entry, ...]:
     """Return the entries of a probe of one class, without the column."""
     bias = float(probe.biases[0])
     if probe.hidden is None:
-        return (_score(probe.site, probe.weight[0], bias, probe.kind is ProbeKind.COSINE, dtype),)
+        (weight,) = store([probe.weight[0]], dtype)
+        return (_score(probe.site, weight, bias, probe.kind is ProbeKind.COSINE),)
     unit = Code.SCORE | ScoreKind.UNIT | _UNITS[probe.hidden.activation]
     entries = []
-    for row, shift, weight in zip(
+    for row, shift, factor in zip(
         probe.hidden.weight, probe.hidden.bias.tolist(), probe.weight[0].tolist(), strict=True
     ):
-        if weight and row.any():
-            read = _score(probe.site, row, shift, False, dtype)
-            entries.append(read._replace(code=unit, params=(*read.params, weight)))
-        elif weight:  # Its value is the same for all rows.
-            bias += weight * float(probe.hidden.activation.apply(np.array([shift]))[0])
+        if factor and row.any():
+            (stored,) = store([row], dtype)
+            read = _score(probe.site, stored, shift, False)
+            entries.append(read._replace(code=unit, params=(*read.params, factor)))
+        elif factor:  # Its value is the same for all rows.
+            bias += factor * float(probe.hidden.activation.apply(np.array([shift]))[0])
     total = Entry(probe.site, Code.SCORE | ScoreKind.UNIT | Unit.SUM, None, None, (0.0, 0.0, bias))
     return (*entries, total)
 
@@ -178,10 +187,10 @@ def _weight(reading: InlineProbe, content: Content) -> Float32Row:
     raise RequestError(reading.where, f"module {weight.module!r} has no vector at {weight.site.name}")
 
 
-def _score(site: Site, weight: Float32Row, bias: float, is_cosine: bool, dtype: StoredType) -> Entry:
-    whole, rest = split_row(weight, dtype)
-    scale = 1 / float(np.linalg.norm(weight.astype(np.float64))) if is_cosine else 1.0
+def _score(site: Site, weight: Stored, bias: float, is_cosine: bool) -> Entry:
+    rest = weight.rest()
+    scale = 1 / float(np.linalg.norm(weight.values)) if is_cosine else 1.0
     code = Code.SCORE | (ScoreKind.COSINE if is_cosine else ScoreKind.LINEAR)
-    lower = None if rest is None else rest.row
-    params = (scale * whole.factor, 0.0 if rest is None else scale * rest.factor, bias)
-    return Entry(site, code, whole.row, lower, params)
+    lower = None if rest is None else rest.stored
+    params = (scale * weight.factor, 0.0 if rest is None else scale * rest.factor, bias)
+    return Entry(site, code, weight.stored, lower, params)

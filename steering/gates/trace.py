@@ -61,9 +61,9 @@ class Writes(NamedTuple):
 def writes_of(program: Program | None) -> Writes:
     """Return the gates that multiply entries of a phase's program."""
     fields = set() if program is None else set(program.codes[:, GROUP].tolist())
-    found = {(gate_column(field), bool(field & EARLY)) for field in fields if gate_column(field) >= 0}
-    late, early = (frozenset(column for column, is_early in found if is_early == wanted) for wanted in (False, True))
-    return Writes(late, early)
+    gated = [field for field in fields if gate_column(field) >= 0]
+    late = frozenset([gate_column(field) for field in gated if not field & EARLY])
+    return Writes(late, frozenset([gate_column(field) for field in gated if field & EARLY]))
 
 
 class GateSource(NamedTuple):
@@ -85,7 +85,8 @@ class GateSource(NamedTuple):
     def of(cls, layout: Layout, programs: tuple[Program | None, Program | None]) -> GateSource:
         """Make it of the columns and of the programs of both phases."""
         key = b"".join(program.key for program in programs if program is not None)
-        return cls(layout, writes_of(programs[0]), writes_of(programs[1]), key)
+        prefill = writes_of(programs[0])
+        return cls(layout, prefill, prefill if programs[1] is programs[0] else writes_of(programs[1]), key)
 
     @classmethod
     def nothing(cls) -> GateSource:

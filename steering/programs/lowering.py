@@ -1,9 +1,9 @@
 """Operations become entries of a program. Numpy only; sums in float64.
 
-A row is stored as its client gave it, times a power of two so that its largest magnitude lies between 1/2 and 1, and
-rounded to the model's dtype. Directions are not made unit vectors first: the entries' scales do that, from the norm of
-the row as it is stored. So a direction that came in the model's dtype is stored exactly, what is removed is removed
-exactly along the stored direction, and methods on one vector share one row at all sites.
+Rows are stored as `headgate.steering.programs.stored_vectors` has it. Directions are not made unit vectors first: the
+entries' scales do that, from the norm of the row as it is stored. So a direction that came in the model's dtype is
+stored exactly, what is removed is removed exactly along the stored direction, and methods on one vector share one row
+at all sites.
 """
 
 from __future__ import annotations
@@ -20,13 +20,24 @@ from headgate.capture.schema.positions import Named, PositionSelector
 from headgate.steering.programs.codes import EVERYWHERE, MAX_GROUPS, Code, Flag
 from headgate.steering.programs.operations import Float32Row, Lookup, Method, ModuleVector, Operation
 from headgate.steering.programs.program import Entry, Program
-from headgate.steering.vectors.dtypes import Rows, StoredType, widen
-from headgate.steering.vectors.sums import LIMIT, round_to
-
-Float64Row = npt.NDArray[np.float64]
+from headgate.steering.programs.stored_vectors import Float64Row, Stored, StoredVectors, store, vectors_of
+from headgate.steering.vectors.dtypes import Rows, StoredType
+from headgate.steering.vectors.sums import LIMIT
 
 PARALLEL = 1e-3
 """Sine of the angle below which two directions count as parallel: the row that tells them apart would be rounding."""
+
+
+class Lowered(NamedTuple):
+    """Operations that are no program yet.
+
+    Attributes:
+        entries: In the order of the operations; empty if none of them changes anything.
+        groups: Selectors of the position groups.
+    """
+
+    entries: list[Entry]
+    groups: Sequence[PositionSelector]
 
 
 def lower(operations: Iterable[Operation], dtype: StoredType, lookup: Lookup | None = None) -> Program | None:
@@ -38,23 +49,38 @@ def lower(operations: Iterable[Operation], dtype: StoredType, lookup: Lookup | N
         lookup: Gives the vectors of modules; needed if an operation names one.
 
     Raises:
+        RequestError: As `lower_entries`.
+    """
+    listed = tuple(operations)
+    entries, groups = lower_entries(listed, StoredVectors(vectors_of(listed), dtype), lookup)
+    return Program.from_entries(entries, dtype, groups) if entries else None
+
+
+def lower_entries(operations: Sequence[Operation], vectors: StoredVectors, lookup: Lookup | None = None) -> Lowered:
+    """Return the entries of operations, in their order.
+
+    Args:
+        operations: Of one phase.
+        vectors: With `vectors_of` the operations.
+        lookup: Gives the vectors of modules; needed if an operation names one.
+
+    Raises:
         RequestError: With the path of an operation's field: a module without a vector at the site, a vector of zeros
             that has to have a direction, directions that are parallel, a change too large for `dtype`, too many
             distinct selectors of positions.
     """
-    listed = tuple(operations)
-    rows, groups = _Rows(listed, dtype, lookup), _Groups()
+    rows, groups = _Rows(vectors, lookup), _Groups()
     entries: list[Entry] = []
     last: Operation | None = None
     parts: list[_Part] = []
     group = EVERYWHERE
-    for operation in listed:
+    for operation in operations:
         if last is None or not _are_alike(operation, last):
             parts = _flagged(_LOWER[operation.method](operation, rows), operation)
             group = groups.of(operation) if parts else EVERYWHERE
             last = operation
         entries.extend([Entry(operation.site, *part, group) for part in parts])
-    return Program.from_entries(entries, dtype, groups.selectors) if entries else None
+    return Lowered(entries, groups.selectors)
 
 
 def _are_alike(one: Operation, other: Operation) -> bool:
@@ -79,25 +105,6 @@ def _flagged(parts: list[_Part], operation: Operation) -> list[_Part]:
     return parts
 
 
-class StoredRow(NamedTuple):
-    """A row as it is stored, ``[hidden]``: the vector is ``factor * row``."""
-
-    row: Rows
-    factor: float
-
-
-def split_row(values: Float32Row, dtype: StoredType) -> tuple[StoredRow, StoredRow | None]:
-    """Return a vector as it is stored in `dtype`, and what rounding took from it, if that is anything."""
-    whole = _store(values[None], dtype)[0]
-    if np.array_equal(whole.row * np.float32(whole.factor), values):
-        return StoredRow(whole.stored, whole.factor), None
-    rest = values.astype(np.float64) - whole.factor * whole.row.astype(np.float64)
-    if not rest.any():
-        return StoredRow(whole.stored, whole.factor), None
-    lower = _store(rest[None], dtype)[0]
-    return StoredRow(whole.stored, whole.factor), StoredRow(lower.stored, lower.factor)
-
-
 class _Part(NamedTuple):
     """An entry without its site."""
 
@@ -107,108 +114,37 @@ class _Part(NamedTuple):
     params: Sequence[float]
 
 
-_MAX_EXPONENT = 120
-"""Powers of two up to it, and from its reciprocal on, are numbers of float32 as any other."""
-
-
-class _Stored(NamedTuple):
-    """A vector as it is stored.
-
-    Attributes:
-        stored: The stored row.
-        row: Its values, widened.
-        factor: A power of two; the vector is ``factor * row`` but for its rounding.
-        norm: Of `row`; 0 for zeros.
-        given: The vector before rounding, as it was given.
-        peak: The largest magnitude of `given`.
-        row_peak: The largest magnitude of `row`.
-    """
-
-    stored: Rows
-    row: Float32Row
-    factor: float
-    norm: float
-    given: npt.NDArray[np.floating]
-    peak: float
-    row_peak: float
-
-    @property
-    def values(self) -> Float64Row:
-        """The vector before rounding."""
-        return self.given.astype(np.float64)
-
-    @property
-    def unit(self) -> Float64Row:
-        """The direction as it is stored."""
-        return self.row.astype(np.float64) / self.norm
-
-    @property
-    def unit_peak(self) -> float:
-        """The largest magnitude of `unit`: division rounds without changing the order."""
-        return self.row_peak / self.norm
-
-    @property
-    def length(self) -> float:
-        """The norm of the vector."""
-        return float(np.linalg.norm(self.values))
-
-
-def _store(values: npt.NDArray[np.floating], dtype: StoredType) -> list[_Stored]:
-    """Round vectors, ``[n, hidden]``, to the model's dtype: all at once, since each step of numpy has a price."""
-    peaks = np.abs(values).max(axis=1)
-    exponents = np.frexp(peaks)[1]
-    powers = np.ldexp(1.0, -exponents)  # multiplied in, which is exact, and ten times as fast as `ldexp` of all values
-    # A power beyond float32's range, of vectors as small as its smallest numbers, makes the product one of float64.
-    powers = powers.astype(np.float32) if exponents.min() > -_MAX_EXPONENT else powers
-    stored = round_to((values * powers[:, None]).astype(np.float32, copy=False), dtype)
-    rows = widen(stored, dtype)
-    norms = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1))
-    factors, row_peaks = np.ldexp(1.0, exponents), np.abs(rows).max(axis=1)
-    numbers = zip(factors.tolist(), norms.tolist(), peaks.tolist(), row_peaks.tolist(), strict=True)
-    return [
-        _Stored(kept, row, factor, norm, whole, peak, row_peak)
-        for kept, row, whole, (factor, norm, peak, row_peak) in zip(stored, rows, values, numbers, strict=True)
-    ]
-
-
 class _Rows:
-    """The vectors of operations, each stored once."""
+    """The vectors of operations."""
 
-    def __init__(self, operations: Sequence[Operation], dtype: StoredType, lookup: Lookup | None) -> None:
-        self.dtype = dtype
+    def __init__(self, vectors: StoredVectors, lookup: Lookup | None) -> None:
+        self.dtype = vectors.dtype
+        self._vectors = vectors
         self._lookup = lookup
-        by_document = {id(operation.vectors): operation.vectors for operation in operations}
-        given = {id(one): one for vectors in by_document.values() for one in vectors.values()}
-        arrays = {key: one for key, one in given.items() if not isinstance(one, ModuleVector)}
-        self._found: dict[int | ModuleVector, _Stored] = {}
-        if arrays:
-            self._found.update(zip(arrays, _store(np.stack([*arrays.values()]), dtype), strict=True))
-        self._made: dict[tuple[str, int, int], _Stored] = {}
+        self._named: dict[ModuleVector, Stored] = {}
+        self._made: dict[tuple[str, int, int], Stored] = {}
 
-    def of(self, operation: Operation, key: str) -> _Stored:
+    def of(self, operation: Operation, key: str) -> Stored:
         """Return a vector of an operation."""
         given = operation.vectors[key]
-        name = given if isinstance(given, ModuleVector) else id(given)
-        if name not in self._found:
-            self._found[name] = self.store(self._values(given, f"{operation.where}.{key}"))
-        return self._found[name]
+        if not isinstance(given, ModuleVector):
+            return self._vectors.of(given)
+        if given not in self._named:
+            self._named[given] = self._store(self._values(given, f"{operation.where}.{key}"))
+        return self._named[given]
 
-    def direction(self, operation: Operation, key: str) -> _Stored:
+    def direction(self, operation: Operation, key: str) -> Stored:
         """Return a vector of an operation that must not be zero."""
         found = self.of(operation, key)
-        if found.norm == 0:
+        if found.is_zero:
             raise RequestError(f"{operation.where}.{key}", "is zero, and has no direction")
         return found
 
-    def store(self, values: npt.NDArray[np.floating]) -> _Stored:
-        """Round a vector to the model's dtype."""
-        return _store(values[None], self.dtype)[0]
-
-    def made(self, name: str, one: _Stored, other: _Stored, make: Callable[[], Float64Row]) -> _Stored:
+    def made(self, name: str, one: Stored, other: Stored, make: Callable[[], Float64Row]) -> Stored:
         """Store what is made of two vectors of `of`, once for all sites."""
         key = name, id(one), id(other)
         if key not in self._made:
-            self._made[key] = self.store(make())
+            self._made[key] = self._store(make())
         return self._made[key]
 
     def check(self, largest: float, operation: Operation, key: str) -> None:
@@ -220,9 +156,10 @@ class _Rows:
                 f"stay below {LIMIT[self.dtype]:.4g}",
             )
 
-    def _values(self, given: Float32Row | ModuleVector, where: str) -> Float32Row:
-        if not isinstance(given, ModuleVector):
-            return given
+    def _store(self, values: npt.NDArray[np.floating]) -> Stored:
+        return store([values], self.dtype)[0]
+
+    def _values(self, given: ModuleVector, where: str) -> Float32Row:
         if self._lookup is None:
             raise AssertionError(f"{where} names the module {given.module!r}, and there is no lookup")
         found = self._lookup(given.module, given.site)
@@ -257,22 +194,22 @@ def _additive(operation: Operation, rows: _Rows) -> list[_Part]:
     return _added(operation, "vector", vector, scale, rows)
 
 
-def _added(operation: Operation, key: str, vector: _Stored, scale: float, rows: _Rows) -> list[_Part]:
+def _added(operation: Operation, key: str, vector: Stored, scale: float, rows: _Rows) -> list[_Part]:
     """``h + scale * vector``."""
-    if scale == 0 or vector.norm == 0:
+    if scale == 0 or vector.is_zero:
         return []
     rows.check(abs(scale) * vector.peak, operation, key)
     return [_Part(Code.ADD, None, vector.stored, (0.0, scale * vector.factor))]
 
 
-def _linear(vector: _Stored, of_projection: float, constant: float) -> list[_Part]:
+def _linear(vector: Stored, of_projection: float, constant: float) -> list[_Part]:
     """``h + (of_projection * p + constant) v^``."""
     if of_projection == 0 and constant == 0:
         return []
     return [_Part(Code.LINEAR, vector.stored, vector.stored, (*_along(vector), of_projection, constant))]
 
 
-def _along(vector: _Stored) -> tuple[float, float]:
+def _along(vector: Stored) -> tuple[float, float]:
     """Return `read_scale` and `write_scale` that make the stored row a unit vector on both sides.
 
     Their product, once both are float32, is as close to ``1 / norm**2`` as float32 allows.

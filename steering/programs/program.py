@@ -67,7 +67,7 @@ _FEATURE, _READ_FEATURE, _WRITE_FEATURE = int(Code.FEATURE), int(Code.READ_FEATU
 _HEAD = 16
 """Values of a row that are compared with zero first; in nearly every row that is not zero, one of them is not."""
 _FEATURES = {_FEATURE, _READ_FEATURE, _WRITE_FEATURE}
-_GATE, _RECONSTRUCT = int(Code.GATE), int(Code.RECONSTRUCT)
+_GATE, _RECONSTRUCT, _FROM_PROMPT_END = int(Code.GATE), int(Code.RECONSTRUCT), int(GateFlag.FROM_PROMPT_END)
 """Numpy compares arrays with members of an enumeration three times as slowly as with numbers."""
 
 NUM_PASSES = 7
@@ -82,6 +82,10 @@ in their order."""
 def pass_of(code: int) -> int:
     """Return when an entry acts: 0 to 3 before the additive vectors, 4 behind them, 5 and 6 after all operations."""
     return 6 if is_of_feature(code) else _PASSES.get(code & CODE_MASK, 4)
+
+
+_PASS_OF = tuple(pass_of(code) for code in range(max(Code) + 1))
+"""By the low byte of a code."""
 
 
 class Entry(NamedTuple):
@@ -103,6 +107,10 @@ class Entry(NamedTuple):
     write: npt.NDArray[Any] | None
     params: Sequence[float]
     group: int = EVERYWHERE
+
+
+Runs = tuple[tuple[Site, int], ...]
+"""Sites, and the number of entries at each."""
 
 
 class ProgramWire(TypedDict):
@@ -130,6 +138,7 @@ class Program:
         dtype: The model's.
         groups: The selectors of the position groups 1, 2, ...; they are resolved with the length of the prompt.
         key: The content key, 32 bytes; equal if and only if everything else is.
+        runs: The sites, each once, and the number of entries at each.
     """
 
     sites: tuple[Site, ...]
@@ -139,11 +148,12 @@ class Program:
     dtype: StoredType
     groups: tuple[PositionSelector, ...] = ()
     key: bytes = field(repr=False)
+    runs: Runs = field(repr=False, compare=False)
     kinds: frozenset[int] = field(init=False, repr=False, compare=False)
     """The `Code` of any entry, without flags."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kinds", frozenset((self.codes[:, CODE] & CODE_MASK).tolist()))
+        object.__setattr__(self, "kinds", frozenset([code & CODE_MASK for code in self.codes[:, CODE].tolist()]))
 
     @classmethod
     def from_entries(
@@ -163,7 +173,7 @@ class Program:
         if not listed or len(groups) > MAX_GROUPS:
             raise AssertionError(f"a program of {len(listed)} entries and {len(groups)} position groups")
         ranks = {site: rank for rank, site in enumerate(sort_sites({entry.site for entry in listed}))}
-        listed.sort(key=lambda entry: (ranks[entry.site], pass_of(entry.code)))
+        listed.sort(key=lambda entry: (ranks[entry.site], _PASS_OF[entry.code & CODE_MASK]))
         given = {id(row): row for entry in listed for row in (entry.read, entry.write) if row is not None}
         found: dict[bytes, int] = {}
         numbers = {
@@ -198,11 +208,9 @@ class Program:
     @property
     def is_decided_at_prompt_end(self) -> bool:
         """Whether a gate is 0 on rows before the last one of the prompt."""
-        if _GATE not in self.kinds:
-            return False
-        codes = self.codes[:, CODE]
-        gates = codes[codes & CODE_MASK == _GATE]
-        return bool((gates & GateFlag.FROM_PROMPT_END).any())
+        return _GATE in self.kinds and any(
+            code & CODE_MASK == _GATE and code & _FROM_PROMPT_END for code in self.codes[:, CODE].tolist()
+        )
 
     @property
     def num_rows(self) -> int:
@@ -240,11 +248,6 @@ class Program:
         """Whether features of SAEs are changed."""
         return bool(self.kinds & _FEATURES)
 
-    @property
-    def runs(self) -> list[tuple[Site, int]]:
-        """The sites, each once, and the number of entries at each."""
-        return _runs(self.sites)
-
     def scaled(self, scale: float) -> Program | None:
         """Return the program with `scale` times its effect; None for 0.
 
@@ -276,9 +279,11 @@ class Program:
     def from_wire(cls, wire: ProgramWire) -> Program:
         """Return the program that `to_wire` wrote; its arrays are views of the received bytes."""
         codes = np.frombuffer(wire["codes"], np.int32).reshape(-1, NUM_CODES)
-        num_rows = int(codes[:, (READ, WRITE)].max())
+        num_rows = int(codes[:, READ : WRITE + 1].max())
+        sites, runs = _sites_of(tuple([tuple(run) for run in wire["sites"]]))
         return cls(
-            sites=_sites_of(tuple([tuple(run) for run in wire["sites"]])),
+            sites=sites,
+            runs=runs,
             codes=codes,
             params=np.frombuffer(wire["params"], np.float32).reshape(-1, NUM_PARAMS),
             rows=np.frombuffer(wire["rows"], STORAGE[wire["dtype"]]).reshape(num_rows, -1),
@@ -288,14 +293,11 @@ class Program:
         )
 
 
-def _runs(sites: Iterable[Site]) -> list[tuple[Site, int]]:
-    return [(site, len(list(entries))) for site, entries in groupby(sites)]
-
-
 @lru_cache(maxsize=256)
-def _sites_of(runs: tuple[tuple[int, str, int], ...]) -> tuple[Site, ...]:
-    """Return the site of each entry; cached, since most requests of a load steer the same ones."""
-    return tuple(chain.from_iterable((Site(layer, HookPoint(hook)),) * count for layer, hook, count in runs))
+def _sites_of(named: tuple[tuple[int, str, int], ...]) -> tuple[tuple[Site, ...], Runs]:
+    """Return the site of each entry, and the runs; cached, since most requests of a load steer the same ones."""
+    runs = tuple((Site(layer, HookPoint(hook)), count) for layer, hook, count in named)
+    return tuple(chain.from_iterable((site,) * count for site, count in runs)), runs
 
 
 def joined(programs: Sequence[Program]) -> Program:
@@ -315,28 +317,33 @@ def joined(programs: Sequence[Program]) -> Program:
     for program in programs:
         if (program.dtype, program.hidden_size) != (first.dtype, first.hidden_size):
             raise AssertionError(f"programs of {program.dtype} {program.hidden_size} and {first.dtype}")
-        entries.extend(entries_of(program, len(groups), num_changes))
+        entries.extend(moved(entries_of(program), len(groups), num_changes))
         groups.extend(program.groups)
         num_changes += program.num_changes
     return Program.from_entries(entries, first.dtype, groups)
 
 
-def entries_of(program: Program, first_group: int = 0, first_change: int = 0) -> list[Entry]:
-    """Return the entries of a program, with its groups and changes counted behind `first_group` and `first_change`."""
+def entries_of(program: Program) -> list[Entry]:
+    """Return the entries of a program."""
     rows = [None, *program.rows]
-
     return [
-        Entry(
-            site,
-            _moved(code, first_change),
-            rows[read],
-            rows[write],
-            params,
-            group + first_group if group & GROUP_MASK else group,
-        )
+        Entry(site, code, rows[read], rows[write], params, group)
         for site, (code, read, write, group), params in zip(
             program.sites, program.codes.tolist(), program.params.tolist(), strict=True
         )
+    ]
+
+
+def moved(entries: Sequence[Entry], first_group: int, first_change: int) -> Sequence[Entry]:
+    """Return entries with their groups and changes counted behind `first_group` and `first_change` others."""
+    if not first_group and not first_change:
+        return entries
+    return [
+        entry._replace(
+            code=_moved(entry.code, first_change),
+            group=entry.group + first_group if entry.group & GROUP_MASK else entry.group,
+        )
+        for entry in entries
     ]
 
 
@@ -360,10 +367,12 @@ def _make(
     dtype: StoredType,
     groups: tuple[PositionSelector, ...],
 ) -> Program:
-    digest = hashlib.sha256(_PREFIX)
-    names = " ".join([" ".join([site.name] * count) for site, count in _runs(sites)])
-    digest.update(f"{dtype} {rows.shape} {names} {[group.to_wire() for group in groups]}\n".encode())
+    runs = tuple([(site, len(list(entries))) for site, entries in groupby(sites)])
+    names = " ".join([" ".join([site.name] * count) for site, count in runs])
+    about = f"{dtype} {rows.shape} {names} {[group.to_wire() for group in groups]}\n"
     for array in (codes, params, rows):
         array.flags.writeable = False
-        digest.update(array.tobytes())
-    return Program(sites=sites, codes=codes, params=params, rows=rows, dtype=dtype, groups=groups, key=digest.digest())
+    digest = hashlib.sha256(b"".join((_PREFIX, about.encode(), codes.data, params.data)))
+    digest.update(rows.data)
+    key = digest.digest()
+    return Program(sites=sites, codes=codes, params=params, rows=rows, dtype=dtype, groups=groups, key=key, runs=runs)

@@ -45,17 +45,21 @@ def content_of(values: Mapping[str, object]) -> ContentKey | None:
 
 
 def _are_plain(values: Iterable[object]) -> bool:
-    listed = [*values]
-    if _LEAVES.issuperset(map(type, listed)):
-        return True
-    return all(
-        _are_plain([*one, *one.values()])
-        if type(one) is dict
-        else _are_plain(one)
-        if type(one) is list
-        else type(one) in _LEAVES
-        for one in listed
-    )
+    for one in values:
+        kind: type[object] = type(one)
+        if kind is dict:
+            if not (_are_leaves(one) and _are_plain(one.values())):  # type: ignore[arg-type, attr-defined]
+                return False
+        elif kind is list:
+            if not (_are_leaves(one) or _are_plain(one)):  # type: ignore[arg-type]
+                return False
+        elif kind not in _LEAVES:
+            return False
+    return True
+
+
+def _are_leaves(values: Iterable[object]) -> bool:
+    return _LEAVES.issuperset(map(type, values))
 
 
 class ContentCache(Generic[Result]):

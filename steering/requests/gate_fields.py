@@ -31,10 +31,10 @@ from headgate.steering.requests.gate_conditions import Conditions, check_columns
 from headgate.steering.requests.kept_rows import KeptRows
 from headgate.steering.requests.op_documents import Sites, Vectors
 from headgate.steering.requests.op_fields import check_lowers, read_gated
-from headgate.steering.requests.request_fields import GATES, PREDECESSOR, read_tier
+from headgate.steering.requests.request_fields import GATES, PREDECESSOR, read_rows, read_tier
 from headgate.steering.requests.vector_forms import check_scale
 from headgate.steering.vectors.dtypes import StoredType
-from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, check_name
+from headgate.steering.vectors.phase_vectors import Steerable, check_name
 from headgate.steering.vectors.sums import LIMIT, MAX_STRENGTH
 
 PREDECESSOR_FORM = (
@@ -255,7 +255,7 @@ def read_then(value: object, steerable: Steerable, vectors: Vectors, where: str)
         scale = 1.0 if value.get("scale") is None else check_scale(value["scale"], f"{where}.scale")
         return Then(module=ModuleThen(check_name(value[key], inner), scale, inner))
     if key == "vectors":
-        return Then(operations=_additions(read_tier(value[key], steerable, inner), 1.0, steerable, inner))
+        return Then(operations=_additions(value[key], 1.0, steerable, inner))
     if key == "ops":
         return Then(operations=read_gated(value[key], steerable, vectors, inner))
     if key == "features":
@@ -263,22 +263,24 @@ def read_then(value: object, steerable: Steerable, vectors: Vectors, where: str)
     return Then(attenuate=_checked_factor(check_scale(value[key], inner), inner))
 
 
-def _additions(vectors: PhaseVectors | None, scale: float, steerable: Steerable, where: str) -> tuple[Operation, ...]:
-    """Return vectors as operations, one for each site."""
-    if vectors is None:
+def _additions(value: object, scale: float, steerable: Steerable, where: str) -> tuple[Operation, ...]:
+    """Read vectors as operations, one for each site."""
+    read = read_rows(value, steerable, where)
+    rows = read.by_site(steerable.hidden_size)
+    if not rows:
         raise RequestError(where, 'adds nothing: its scales are 0; a gate that only observes has "then": "observe"')
     sites = Sites(steerable.op_sites, steerable.max_ops_per_site)
-    operations, rows = [], vectors.float32()
-    for site, row in zip(vectors.sites, rows, strict=True):
+    operations = []
+    for site, row in rows.items():
         layer = "" if site == FINAL_NORM_SITE else f".{site.layer}"
         place = f"{where}.{site.hook.value}{layer}"
         sites.check((site,), place)
         operations.append(
             Operation(method=Method.ADDITIVE, site=site, vectors={"vector": row}, numbers={"scale": scale}, where=place)
         )
-    # Lowering takes a hundred times as long, and refuses additions for their size and for rows of zeros alone.
-    is_small = abs(scale) * vectors.peak < LIMIT[cast("StoredType", steerable.dtype)]
-    if scale == 0 or not (is_small and rows.any(axis=1).all()):
+    # Lowering takes a hundred times as long, and refuses additions of these rows for their size alone.
+    is_small = abs(scale) * max(read.peaks.tolist()) < LIMIT[cast("StoredType", steerable.dtype)]
+    if scale == 0 or not is_small:
         check_lowers(operations, steerable)
     return tuple(operations)
 
@@ -383,6 +385,4 @@ def _old_then(value: object, steerable: Steerable, where: str) -> Then:
     if source == "name":
         return Then(module=ModuleThen(check_name(vector.get("name"), f"{place}.name"), scale, f"{place}.name"))
     inner = f"{place}.packed"
-    return Then(
-        operations=_additions(read_tier(_needed(vector, "packed", place), steerable, inner), scale, steerable, inner)
-    )
+    return Then(operations=_additions(_needed(vector, "packed", place), scale, steerable, inner))

@@ -140,7 +140,7 @@ class SteeringReader:
     def _read(self, values: Mapping[str, Any], find: FindKept | None = None) -> PartRequest | None:
         spec, ops = read_steering(values, self.steerable, find)
         if gates := read_gate_fields(values, self.steerable):
-            spec = replace(spec or SteeringSpec(), gates=gates)
+            spec = SteeringSpec(gates=gates) if spec is None else replace(spec, gates=gates)
         if (rules := read_selection(values.get(RULES))) is not None:
             spec = replace(spec or SteeringSpec(), rules=rules)
         if spec is None:
@@ -189,7 +189,8 @@ class SteeringReader:
         phases = [spec.prefill_features]
         phases += [spec.decode_features] if spec.decode_features is not spec.prefill_features else []
         for edits in (*phases, *(gate.then.features for gate in spec.gates)):
-            check_edits(edits, facts_of, self.steerable.max_sae_features)
+            if edits:
+                check_edits(edits, facts_of, self.steerable.max_sae_features)
 
     def _check_sum(self, spec: SteeringSpec, fields: Mapping[str, str], known: Known) -> None:
         limit = LIMIT[cast("StoredType", self.steerable.dtype)]

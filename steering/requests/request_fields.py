@@ -17,8 +17,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypedDict, cast
 
-import numpy as np
-
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.results import FindKept
 from headgate.capture.schema.sites import Site, parse_hook
@@ -27,9 +25,9 @@ from headgate.steering.requests.feature_fields import MODULE_FEATURES, REQUEST_F
 from headgate.steering.requests.op_fields import MODULE_FIELDS as MODULE_OPS
 from headgate.steering.requests.op_fields import REQUEST_FIELDS, PhaseOps, read_ops
 from headgate.steering.requests.trace import RETURN_TRACE
-from headgate.steering.requests.vector_forms import Entry, check_scale, entries
+from headgate.steering.requests.vector_forms import Entry, TierRows, check_scale, checked_rows, entries
 from headgate.steering.spec import ModuleRef, SteeringSpec
-from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType, peaks, widen
+from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import MAX_NAME, TIERS, PhaseVectors, Steerable, check_name, weighted_sum
 from headgate.steering.vectors.sums import too_large
 
@@ -42,6 +40,9 @@ FIELDS = (
     *(RULES, RETURN_TRACE),
 )
 """The steering fields of a request."""
+
+_ELSEWHERE = frozenset((GATES, PREDECESSOR, RULES, RETURN_TRACE))
+"""Fields that `read_steering` leaves to others."""
 
 MODULE_FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
 """The tiers of a module's document or of the global one, in the order of `FIELDS`."""
@@ -119,6 +120,8 @@ def read_steering(
     Raises:
         RequestError: Naming the field that is wrong.
     """
+    if _ELSEWHERE.issuperset(fields):
+        return None, None
     modules = read_modules(fields.get(NAME), fields.get(MODULE_REF))
     tiers = [read_tier(fields.get(field), steerable, field) for field in FIELDS[:3]]
     ops = read_ops(fields, steerable, steerable.op_sites, steerable.max_ops_per_site, find=find)
@@ -175,15 +178,26 @@ def read_tier(value: object, steerable: Steerable, field: str) -> PhaseVectors |
     """
     if value is None:
         return None
+    rows = read_rows(value, steerable, field)
+    return PhaseVectors.from_bytes(rows.sites, rows.payload, rows.dtype, steerable.hidden_size, rows.peaks)
+
+
+def read_rows(value: object, steerable: Steerable, field: str) -> TierRows:
+    """Read the rows of one tier, in any form but None that `read_tier` takes.
+
+    Raises:
+        RequestError: As `read_tier`.
+    """
     found = _entries(value, steerable, field)
-    vectors, zeros = _vectors(found, steerable)
+    rows = checked_rows(found, steerable)
+    zeros = rows.zeros
     for index in zeros:
         entry = found[index]
-        if entry.scale != 0 and not (entry.is_packed and vectors is not None):
+        if entry.scale != 0 and not (entry.is_packed and len(zeros) < len(found)):
             raise RequestError(
                 entry.where, "is zero in float32, so it would add nothing; leave it out, or say so with the scale 0"
             )
-    return vectors
+    return rows
 
 
 def read_global_ops(document: Mapping[str, Any], steerable: Steerable) -> dict[str, SteeringSpec]:
@@ -229,9 +243,9 @@ def read_update(value: object, steerable: Steerable, field: str) -> TierUpdate |
     """
     if value is None or isinstance(value, TierUpdate):
         return value
-    found = _entries(value, steerable, field)
-    vectors, zeros = _vectors(found, steerable)
-    return TierUpdate(vectors, tuple(steerable.sites[found[index].rank] for index in zeros))
+    rows = checked_rows(_entries(value, steerable, field), steerable)
+    vectors = PhaseVectors.from_bytes(rows.sites, rows.payload, rows.dtype, steerable.hidden_size, rows.peaks)
+    return TierUpdate(vectors, tuple(rows.sites[index] for index in rows.zeros))
 
 
 def _entries(value: object, steerable: Steerable, field: str) -> list[Entry]:
@@ -338,41 +352,6 @@ def _by_rank(found: list[Entry], steerable: Steerable) -> list[Entry]:
             name = steerable.sites[one.rank].name
             raise RequestError(other.where, f"{name} is given twice, also as {one.where}; give their sum instead")
     return found
-
-
-def _vectors(found: list[Entry], steerable: Steerable) -> tuple[PhaseVectors | None, list[int]]:
-    """Return the vectors that are not zero, and the indices of those that are."""
-    dtype, rows = _one_type(found)
-    payload = b"".join(rows)  # type: ignore[arg-type]
-    stacked = np.frombuffer(payload, STORAGE[dtype]).reshape(len(found), -1)
-    largest = peaks(stacked, dtype)
-    if not np.isfinite(largest).all():
-        _refuse_infinite(found, int(np.flatnonzero(~np.isfinite(largest))[0]))
-    sites = tuple([steerable.sites[entry.rank] for entry in found])
-    vectors = PhaseVectors.from_bytes(sites, payload, dtype, steerable.hidden_size, largest)
-    return vectors, np.flatnonzero(largest == 0).tolist()
-
-
-def _one_type(found: list[Entry]) -> tuple[StoredType, list[Rows]]:
-    """Return the rows in one type: unchanged if their types are alike and scales 1, else in float32, scaled."""
-    dtypes = {entry.dtype for entry in found}
-    if len(dtypes) == 1 and all(entry.scale == 1 for entry in found):
-        return found[0].dtype, [entry.row for entry in found]
-    rows = []
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        for entry in found:
-            row = widen(entry.row, entry.dtype)
-            rows.append(row if entry.scale == 1 else row * np.float32(entry.scale))
-    return "float32", rows
-
-
-def _refuse_infinite(found: list[Entry], index: int) -> None:
-    entry = found[index]
-    row = widen(entry.row, entry.dtype)
-    wrong = np.flatnonzero(~np.isfinite(row))
-    if wrong.size:
-        raise RequestError(entry.where, f"value {wrong[0]} is not finite in float32: {row[wrong[0]]}")
-    raise RequestError(entry.where, f"is not finite in float32 once multiplied by its scale {entry.scale}")
 
 
 def _phase(

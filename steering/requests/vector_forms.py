@@ -1,4 +1,4 @@
-"""Every form that a client may send for one hook point of a steering field, read into single vectors.
+"""Every form that a client may send for one hook point of a steering field, read into single vectors, and then rows.
 
 Forms are told apart here and nowhere else. A vector keeps the bytes it came with, except that float64 and lists are
 rounded to float32. Sizes are compared before anything is decoded or converted, so a giant payload costs no more than a
@@ -7,6 +7,7 @@ small one.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import pybase64
 
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, parse_layers, site_map
-from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, widen
+from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, peaks, widen
 from headgate.steering.vectors.phase_vectors import Steerable
 
 
@@ -39,6 +40,32 @@ class Entry(NamedTuple):
     scale: float
     where: str
     is_packed: bool = False
+
+
+class TierRows(NamedTuple):
+    """The vectors of one tier as they were given, zeros included.
+
+    Attributes:
+        sites: In the order of the forward pass, each once.
+        payload: The rows, one after the other.
+        dtype: Element type of the rows.
+        peaks: float32 ``[n]``: the largest magnitude of each row, finite.
+    """
+
+    sites: tuple[Site, ...]
+    payload: bytes
+    dtype: StoredType
+    peaks: Float32Rows
+
+    @property
+    def zeros(self) -> list[int]:
+        """Indices of the rows that are zero."""
+        return [index for index, peak in enumerate(self.peaks.tolist()) if not peak]
+
+    def by_site(self, hidden_size: int) -> dict[Site, Float32Rows]:
+        """Return the rows that are not zero, float32 ``[hidden_size]``."""
+        rows = widen(np.frombuffer(self.payload, STORAGE[self.dtype]).reshape(-1, hidden_size), self.dtype)
+        return {site: row for site, row, peak in zip(self.sites, rows, self.peaks.tolist(), strict=True) if peak}
 
 
 PACKED_TYPES: dict[str, np.dtype[Any]] = {str(name): dtype for name, dtype in STORAGE.items()}
@@ -316,3 +343,40 @@ def packed_rows(data: object, dtype: str, count: int, hidden: int, where: str) -
         raise RequestError(where, f"{expected}; got {given}")
     rows = np.frombuffer(data, element).reshape(count, hidden)
     return _rounded(rows) if element.itemsize == 8 else rows
+
+
+def checked_rows(found: list[Entry], steerable: Steerable) -> TierRows:
+    """Return the vectors of one tier, in the order of the forward pass, as rows.
+
+    Raises:
+        RequestError: If a value is not finite in float32.
+    """
+    dtype, rows = _one_type(found)
+    payload = b"".join(rows)  # type: ignore[arg-type]
+    largest = peaks(np.frombuffer(payload, STORAGE[dtype]).reshape(len(found), -1), dtype)
+    infinite = next((index for index, peak in enumerate(largest.tolist()) if not math.isfinite(peak)), None)
+    if infinite is not None:
+        _refuse_infinite(found, infinite)
+    return TierRows(tuple([steerable.sites[entry.rank] for entry in found]), payload, dtype, largest)
+
+
+def _one_type(found: list[Entry]) -> tuple[StoredType, list[Rows]]:
+    """Return the rows in one type: unchanged if their types are alike and scales 1, else in float32, scaled."""
+    dtypes = {entry.dtype for entry in found}
+    if len(dtypes) == 1 and all(entry.scale == 1 for entry in found):
+        return found[0].dtype, [entry.row for entry in found]
+    rows = []
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        for entry in found:
+            row = widen(entry.row, entry.dtype)
+            rows.append(row if entry.scale == 1 else row * np.float32(entry.scale))
+    return "float32", rows
+
+
+def _refuse_infinite(found: list[Entry], index: int) -> None:
+    entry = found[index]
+    row = widen(entry.row, entry.dtype)
+    wrong = np.flatnonzero(~np.isfinite(row))
+    if wrong.size:
+        raise RequestError(entry.where, f"value {wrong[0]} is not finite in float32: {row[wrong[0]]}")
+    raise RequestError(entry.where, f"is not finite in float32 once multiplied by its scale {entry.scale}")

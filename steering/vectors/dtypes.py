@@ -26,12 +26,12 @@ STORAGE: dict[StoredType, np.dtype[Any]] = {
 }
 """The numpy type that holds each element type: little-endian, as on the wire and in files."""
 
-_BITS: dict[StoredType, tuple[str, int]] = {
-    "bfloat16": ("<u2", 0x7FFF),
-    "float16": ("<u2", 0x7FFF),
-    "float32": ("<u4", 0x7FFFFFFF),
+_BITS: dict[StoredType, npt.NDArray[Any]] = {
+    "bfloat16": np.array(0x7FFF, "<u2"),
+    "float16": np.array(0x7FFF, "<u2"),
+    "float32": np.array(0x7FFFFFFF, "<u4"),
 }
-"""The unsigned view of each element type, and the mask that clears its sign bit."""
+"""The mask that clears the sign bit of each element type, in its unsigned view."""
 
 OVERFLOW: dict[str, float] = {
     "float16": 65520.0,
@@ -58,8 +58,8 @@ def narrowest(rows: Rows, dtype: StoredType) -> tuple[Rows, StoredType]:
     """
     if dtype == "bfloat16" or not len(rows):
         return rows, dtype
-    if _as_bfloat16(rows[:1], dtype) is not None:
-        bits = _as_bfloat16(rows, dtype)
+    if as_bfloat16(rows[:1], dtype) is not None:
+        bits = as_bfloat16(rows, dtype)
         if bits is not None:
             return bits, "bfloat16"
     if dtype == "float16":
@@ -71,9 +71,10 @@ def narrowest(rows: Rows, dtype: StoredType) -> tuple[Rows, StoredType]:
     return rows, "float32"
 
 
-def _as_bfloat16(rows: Rows, dtype: StoredType) -> Rows | None:
+def as_bfloat16(rows: Rows, dtype: StoredType) -> Rows | None:
+    """Return the rows as bits of bfloat16 if it holds every value exactly, what is not finite included; else None."""
     bits = np.ascontiguousarray(widen(rows, dtype)).view(np.uint32)
-    if (bits & np.uint32(0xFFFF)).any():
+    if np.bitwise_or.reduce(bits, axis=None) & 0xFFFF:
         return None
     return np.right_shift(bits, np.uint32(16)).astype(np.uint16)
 
@@ -87,6 +88,6 @@ def _as_float16(rows: Rows) -> Rows | None:
 
 def peaks(rows: Rows, dtype: StoredType) -> npt.NDArray[np.float32]:
     """Return the largest magnitude of each row, ``[n]``; not finite if one of its values is not."""
-    view, mask = _BITS[dtype]
-    largest = (rows.view(view) & np.array(mask, view)).max(axis=1)
+    mask = _BITS[dtype]
+    largest = (rows.view(mask.dtype) & mask).max(axis=1)
     return widen(largest.view(STORAGE[dtype]), dtype)

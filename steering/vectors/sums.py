@@ -244,6 +244,8 @@ def _round_to_bfloat16(values: Float32Rows) -> tuple[Rows, bool]:
 
 def is_zero(rows: Rows) -> BoolArray:
     """Return which stored rows are all zero, of either sign: bool ``[n]``."""
+    if rows.size <= BLOCK:  # as fast as to look for others
+        return _are_zero(rows)
     found = _are_zero(rows[:, :_HEAD])
     if found.any():
         found[found] = _are_zero(rows[found])
@@ -251,5 +253,7 @@ def is_zero(rows: Rows) -> BoolArray:
 
 
 def _are_zero(rows: Rows) -> BoolArray:
-    values = rows & 0x7FFF if rows.dtype == np.uint16 else rows
-    return np.logical_not(values.any(axis=1))
+    if rows.dtype == np.uint16:
+        found: BoolArray = np.bitwise_or.reduce(rows, axis=1) & 0x7FFF == 0
+        return found
+    return np.logical_not(rows.any(axis=1))

@@ -53,17 +53,20 @@ def place(
         op_sites: The worker's, with their indices, which ascend in the order of the forward pass.
         without: Indices of entries to leave out.
     """
-    sites = np.repeat([op_sites.get(site, -1) for site, _ in program.runs], [count for _, count in program.runs])
-    sites[list(without)] = -1
+    runs = [(op_sites.get(site, -1), count) for site, count in program.runs]
+    sites = np.array([at for at, count in runs for _ in range(count)], np.int64)
+    if without:
+        sites[list(without)] = -1
     codes, params = program.codes, program.params
-    is_here = sites >= 0
-    if is_here.all():
-        codes = codes.copy()
-    else:
+    if without or any(at < 0 for at, _ in runs):
+        is_here = sites >= 0
         sites, codes, params = sites[is_here], codes[is_here], params[is_here]
-    slot_of = np.concatenate(([NO_ROW], slots)).astype(np.int32)
-    for which in (READ, WRITE):
-        codes[:, which] = slot_of[codes[:, which]]
+    else:
+        codes = codes.copy()
+    slot_of = np.full(len(slots) + 1, NO_ROW, np.int32)
+    slot_of[1:] = slots
+    rows = slice(READ, WRITE + 1)
+    codes[:, rows] = slot_of[codes[:, rows]]
     return PlacedProgram(sites, codes, params)
 
 

@@ -55,7 +55,7 @@ from headgate.steering.vectors.phase_vectors import Steerable
 from headgate.steering.worker.rows.step_rows import RowResolver
 from headgate.steering.worker.worker_steering import EntryLimits, WorkerSteering
 from tests.benchmarks.models import ModelSize
-from tests.benchmarks.operations import encoded_gate, encoded_operations, op_sites
+from tests.benchmarks.operations import encoded_gate, encoded_operations, encoded_vector, op_sites
 from tests.benchmarks.saes import FEATURES_OF, SIZES, encoded_features, write_sae
 
 SIZE = ModelSize(num_layers=34, hidden=2560, vocabulary=262208)
@@ -83,6 +83,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "operations": Kind("steering_ops", lambda number: encoded_operations(number, SIZE, NUM_OPS)),
+    "vectors": Kind("steering_vectors", lambda number: encoded_vector(number, SIZE)),
     "gates": Kind("steering_gates", lambda number: encoded_gate(number, SIZE)),
     "features": Kind("steering_features", lambda number: encoded_features(number, NUM_FEATURES), has_sae=True),
 }

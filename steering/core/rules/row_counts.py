@@ -95,8 +95,8 @@ class CountedGates:
 
     def __init__(self, names: Sequence[str], columns: Sequence[int]) -> None:
         self.names = tuple(names)
-        self._columns = np.array(columns, np.int64) + COUNT
-        self._told = np.zeros(len(columns), np.int64)
+        self._columns = [column + COUNT for column in columns]
+        self._told = [0] * len(columns)
 
     def more(self, states: Float32Rows, *, is_last: bool) -> list[int]:
         """Return how many more rows each gate wrote.
@@ -105,9 +105,9 @@ class CountedGates:
             states: Of the request, float32 ``[columns]``, as they are now.
             is_last: Whether its counts begin anew behind this.
         """
-        counts = np.nan_to_num(states[self._columns]).astype(np.int64)
-        more: list[int] = (counts - self._told).tolist()
-        self._told = np.zeros_like(counts) if is_last else counts
+        counts = [int(count) for count in np.nan_to_num(states[self._columns]).tolist()]
+        more = [count - told for count, told in zip(counts, self._told, strict=True)]
+        self._told = [0] * len(counts) if is_last else counts
         return more
 
 

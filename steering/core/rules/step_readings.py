@@ -71,8 +71,13 @@ class StepReadings:
             num_prompt: Tokens of its prompt.
             is_traced: Whether it wants its trace.
         """
+        if not gates:
+            self._counting.add(req_id, None)
+            if is_traced:
+                self.traces.add(req_id, GateSource.nothing(), num_prompt)
+            return False
         own = OwnGates(gates, resolved, num_prompt)
-        self._counting.add(req_id, own if gates else None)
+        self._counting.add(req_id, own)
         if own.latches:
             self._latching[req_id] = own
         if is_traced:

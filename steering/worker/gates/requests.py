@@ -6,7 +6,7 @@ Letters in shape comments: G requests with gates in a step, N their rows, T batc
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from headgate.capture.schema.batch import BatchView, BoolArray, Int32Array, Int64Array
 from headgate.steering.gates.rule import Selection
-from headgate.steering.programs.codes import CODE, CODE_MASK, GROUP, P4, Code, change_index
+from headgate.steering.programs.codes import CODE_MASK, P4, Code, change_index
 from headgate.steering.programs.gate_codes import EARLY, GATE_COLUMNS, TokenFlag, gate_column
 from headgate.steering.programs.program import Program
 from headgate.steering.worker.rows.rule_programs import ActingRule
@@ -77,48 +77,64 @@ def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | 
         own: The request's.
         rules: Those that act on it.
     """
-    gated = [program for program in own.programs if program.has_gates]
+    gated = [*{id(program): program for program in own.programs if program.has_gates}.values()]
     if not gated and not rules and not own.is_traced:
         return None
     # What controllers drive follows from no row before.
-    evaluated = [rule for rule in rules if not rule.is_driven]
-    early, of_rules = _early(gated), _early(program for rule in evaluated for program in rule.programs)
-    programs = [*gated, *(program for rule in evaluated for program in rule.programs)]
+    evaluated = [program for rule in rules if not rule.is_driven for program in rule.programs]
     has_scores = own.is_traced or own.is_captured
-    told = frozenset().union(*(_told(program, has_scores=has_scores) for program in programs))
-    all_early = tuple(sorted(early | of_rules))
-    is_counted = own.is_counted and not (own.is_captured or rules or all_early)
-    is_quiet = not (has_scores or all_early) and told == frozenset().union(*map(_tells, programs))
-    return GatedRequest(own.num_prompt, all_early, of_rules, told, is_counted, is_quiet)
+    of_own = [_columns_of(program, has_scores=has_scores) for program in gated]
+    of_rules = [_columns_of(program, has_scores=has_scores) for program in evaluated]
+    columns = _Columns.joined([*of_own, *of_rules])
+    early = tuple(sorted(columns.early))
+    is_counted = own.is_counted and not (own.is_captured or rules or early)
+    is_quiet = not (has_scores or early) and columns.told == columns.tells
+    return GatedRequest(own.num_prompt, early, _Columns.joined(of_rules).early, columns.told, is_counted, is_quiet)
 
 
-def _tells(program: Program) -> frozenset[int]:
-    """Return the columns of scores that the forward tells by itself, and of the counts with which it does."""
-    tells = (program.codes[:, CODE] & CODE_MASK) == Code.TELL
-    columns = {change_index(code) for code in program.codes[tells, CODE].tolist()}
-    return frozenset(columns.union(program.params[tells, P4].astype(int).tolist()))
+class _Columns(NamedTuple):
+    """Columns of programs.
 
-
-def _told(program: Program, *, has_scores: bool) -> frozenset[int]:
-    """Return the columns of a program that are read on the host.
-
-    Those are the strengths of gates, to count and to hand on; scores, if they are told, or for the controller whose
-    program has nothing but them; and the numbers of the rows whose scores entries `Code.TELL` tell.
+    Attributes:
+        early: The first ones of gates that act at sites before they are evaluated.
+        told: Those that are read on the host: the strengths of gates, to count and to hand on; scores, if they are
+            told, or for the controller whose program has nothing but them; and the numbers of the rows whose scores
+            entries `Code.TELL` tell.
+        tells: Scores that the forward tells by itself, and the counts with which it does.
     """
+
+    early: frozenset[int] = frozenset()
+    told: frozenset[int] = frozenset()
+    tells: frozenset[int] = frozenset()
+
+    @classmethod
+    def joined(cls, each: Sequence[_Columns]) -> _Columns:
+        """Return the columns of all."""
+        if len(each) == 1:
+            return each[0]
+        return cls(*(frozenset().union(*columns) for columns in zip(*each, strict=True)))
+
+
+_GATE, _TELL, _SCORE = int(Code.GATE), int(Code.TELL), int(Code.SCORE)
+"""Python compares members of an enumeration several times as slowly as numbers."""
+
+
+def _columns_of(program: Program, *, has_scores: bool) -> _Columns:
+    early: set[int] = set()
+    told: set[int] = set()
+    tells: set[int] = set()
     has_scores = has_scores or not program.has_gates
-    columns: set[int] = set()
-    for code in program.codes[:, CODE].tolist():
+    for index, (code, _, _, field) in enumerate(program.codes.tolist()):
         kind = code & CODE_MASK
-        if kind == Code.GATE:
-            columns.update(range(change_index(code), change_index(code) + GATE_COLUMNS))
-        elif kind == Code.TELL or (kind == Code.SCORE and has_scores):
-            columns.add(change_index(code))
-    return frozenset(columns)
-
-
-def _early(programs: Iterable[Program]) -> frozenset[int]:
-    fields = {field for program in programs for field in program.codes[:, GROUP].tolist() if field & EARLY}
-    return frozenset(gate_column(field) for field in fields)
+        if kind == _GATE:
+            told.update(range(change_index(code), change_index(code) + GATE_COLUMNS))
+        elif kind == _TELL or (kind == _SCORE and has_scores):
+            told.add(change_index(code))
+        if kind == _TELL:
+            tells.update((change_index(code), int(program.params[index, P4])))
+        if field & EARLY:
+            early.add(gate_column(field))
+    return _Columns(frozenset(early), frozenset(told), frozenset(tells))
 
 
 class GateRows(NamedTuple):

@@ -101,3 +101,26 @@ def test_the_cache_keeps_what_was_used_last():
     cache.keep(third, "third")
 
     assert [cache.find(key) for key in (first, second, third)] == ["first", None, "third"]
+
+
+def test_a_list_that_is_inside_of_itself_has_no_key():
+    endless: list[object] = [1.0]
+    endless.append(endless)
+
+    assert content_of({"steering_gates": endless}) is None
+    assert content_of({"steering_gates": [{"when": endless}]}) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "is_plain"),
+    [
+        ([1, 2.5, "a", None, True, b"c"], True),
+        ([{"a": [1, [2, {"b": None}]]}, 3], True),
+        ([1, (2, 3)], False),
+        ({"a": [{"b": np.float32(1)}]}, False),
+        ({1: {"b": Site(1, HookPoint.POST_MLP)}}, False),
+        ([[1.0, np.ones(2)]], False),
+    ],
+)
+def test_plain_values_alone_have_a_key(value, is_plain):
+    assert (content_of({"steering_ops": value}) is not None) == is_plain
