@@ -229,7 +229,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         of_units = self.num_probe_units * (bool(self.max_gates) + bool(self.max_rules) + has_controllers(self))
         of_gates = ENTRIES_PER_GATE * (self.max_gates + self.max_rules)
         of_gates += self.entries_driven * bool(self.max_rules)
-        of_controllers = (self.entries_driven + 2 * MAX_READ) * has_controllers(self)
+        of_controllers = 2 * (self.entries_driven + MAX_READ) * has_controllers(self)
         of_both = 2 * (2 * self.max_ops_per_site + self.num_features + bool(self.sae_encode)) + 1
         return of_both + of_gates + of_controllers + of_units
 

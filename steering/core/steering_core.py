@@ -199,7 +199,7 @@ class SteeringCore:
             self._readings.traces.keep(cast("Mapping[str, Note]", decided.notes))
         return decided
 
-    def orders(self, scheduled: Collection[str]) -> Mapping[str, Any] | None:
+    def orders(self, scheduled: Mapping[str, int]) -> Mapping[str, Any] | None:
         """Return what controllers decided for the requests of a step; see `DecidingCore`."""
         return None if self._controllers is None else self._controllers.orders(scheduled)
 

@@ -25,6 +25,7 @@ _LEAF = tl.constexpr(int(Code.LEAF))
 _NODE = tl.constexpr(int(Code.NODE))
 _GATE = tl.constexpr(int(Code.GATE))
 _TELL = tl.constexpr(int(Code.TELL))
+_HEAR = tl.constexpr(int(Code.HEAR))
 
 _BELOW = tl.constexpr(int(GateFlag.BELOW))
 _FROM_PROMPT_END = tl.constexpr(int(GateFlag.FROM_PROMPT_END))
@@ -52,16 +53,22 @@ _IS_GENERATED = tl.constexpr(int(TokenFlag.IS_GENERATED))
 _LEAST_HYSTERESIS = tl.constexpr(gate_codes.LEAST_HYSTERESIS)
 _TOLD_COUNT_MASK = tl.constexpr(gate_codes.TOLD_COUNT_MASK)
 _TOLD_ROWS = tl.constexpr(gate_codes.TOLD_ROWS)
+_HEARD_WORDS = tl.constexpr(gate_codes.HEARD_WORDS)
+_HEARD_ROWS = tl.constexpr(gate_codes.HEARD_ROWS)
+_HEARD_POSITION_BITS = tl.constexpr(gate_codes.HEARD_POSITION_BITS)
+_HEARD_POSITION_MASK = tl.constexpr((1 << gate_codes.HEARD_POSITION_BITS) - 1)
 
 
 @triton.jit
 def evaluate_gates(
-    codes, params, num_entries, signals, states, told, told_counts, flags, index, length, C, N, ROWS: tl.constexpr
-):
+    codes, params, num_entries, signals, states, told, told_counts, heard, hearing, flags, index, length, C, N,
+    ROWS: tl.constexpr,
+):  # fmt: skip
     """Run the entries of gates on rows whose scores are there; the first row alone may be one that resets.
 
     Barriers stand between what a thread writes and what another reads of it, both ways. `told` and `told_counts` point
-    to the first of the N told numbers of the rows' slot; `told` is None if `ROWS` is not 1.
+    to the first of the N told numbers of the rows' slot, `heard` and `hearing` to what it hears and who does; all but
+    `told_counts` are None if `ROWS` is not 1.
     """
     resets = flags & _RESETS
     if ROWS > 1:
@@ -79,6 +86,8 @@ def evaluate_gates(
             _gate(code, numbers, signals, column, states + column, resets, flags, index, length, C, ROWS)
         elif op == _TELL:
             _tell(numbers, signals, column, told, told_counts, index, length, N, ROWS)
+        elif op == _HEAR:
+            _hear(numbers, states + column, heard, hearing, ROWS)
 
 
 @triton.jit
@@ -259,3 +268,25 @@ def _tell(numbers, signals, column, told, told_counts, index, length, N, ROWS: t
     tl.store(signals + column, n.to(tl.float32), mask=index < length)
     tl.store(told_counts + k + index * 0, n, mask=index == length - 1)
     tl.debug_barrier()
+
+
+@triton.jit
+def _hear(numbers, state, heard, hearing, ROWS: tl.constexpr):
+    if ROWS == 1:
+        listener = hearing + 2 * tl.load(numbers + 4).to(tl.int32)
+        epoch, position = tl.load(listener), tl.load(listener + 1)
+        if epoch != 0:
+            words = tl.load(heard + tl.arange(0, _HEARD_WORDS), volatile=True)  # memory that a host writes meanwhile
+            tags = (words >> 32).to(tl.int32)
+            is_due = (tags >> _HEARD_POSITION_BITS == epoch) & (tags & _HEARD_POSITION_MASK <= position)
+            latest = tl.max(tl.where(is_due, tags, -1))
+            bits = tl.max(tl.where(is_due & (tags == latest), words & 0xFFFFFFFF, 0)).to(tl.int32)
+            before = tl.load(state)
+            stays = tl.where(before == before, before, 0.0)
+            value = tl.where(latest >= 0, bits.to(tl.float32, bitcast=True), stays)
+            word = position.to(tl.int64) << 32 | value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+            tl.debug_barrier()
+            tl.store(state, value)
+            tl.store(heard + _HEARD_WORDS + (position & _HEARD_ROWS - 1), word)
+            tl.store(listener + 1, position + 1)
+            tl.debug_barrier()

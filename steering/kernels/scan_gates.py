@@ -24,7 +24,7 @@ from headgate.steering.kernels.program_arguments import Gates, strides_of
 from headgate.steering.kernels.program_entries import numbers_of_features, rows_of_entries, stream_row
 from headgate.steering.programs import codes as program_codes
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code
-from headgate.steering.programs.gate_codes import TOLD_ROWS, TokenFlag
+from headgate.steering.programs.gate_codes import HEARD_ROWS, HEARD_WORDS, TOLD_ROWS, TokenFlag
 
 _CODE_MASK = tl.constexpr(program_codes.CODE_MASK)
 _NUM_CODES = tl.constexpr(NUM_CODES)
@@ -37,6 +37,7 @@ _SCORE = tl.constexpr(int(Code.SCORE))
 _RESETS = tl.constexpr(int(TokenFlag.RESETS))
 _IS_SCANNED = tl.constexpr(int(TokenFlag.IS_SCANNED))
 _TOLD_ROWS = tl.constexpr(TOLD_ROWS)
+_HEARD = tl.constexpr(HEARD_WORDS + HEARD_ROWS)
 
 _ROWS = 2048
 """Rows of a request that are evaluated at once."""
@@ -63,7 +64,7 @@ def scan_gates(
         options: What that launch is compiled for.
     """
     (num_tokens, hidden_size), num_entries, num_columns = rows[0].shape, tables[2].shape[1], gates[0].shape[1]
-    signals_TC, states_QC, tokens_T2, _told_QRN, told_counts_QN = gates
+    signals_TC, states_QC, tokens_T2, _told_QRN, told_counts_QN, _heard_QW, _hearing_QH2 = gates
     sizes = (num_tokens, num_entries, num_columns)
     _scores_kernel[grid](*rows, *tables, signals_TC, tokens_T2, *strides_of(*rows), *sizes, hidden_size, **options)
     _scan_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
@@ -77,8 +78,8 @@ def scan_gates(
 
 @triton.jit
 def gates_of_row(
-    h, codes, params, count, token, signals_ptr, states_ptr, tokens_ptr, told_ptr, told_counts_ptr, C, N,
-    pool_ptr, pool_stride, columns, D, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
+    h, codes, params, count, token, signals_ptr, states_ptr, tokens_ptr, told_ptr, told_counts_ptr, heard_ptr,
+    hearing_ptr, C, N, H, pool_ptr, pool_stride, columns, D, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Evaluate the gates of a row, unless it is scanned.
 
@@ -96,7 +97,11 @@ def gates_of_row(
             _store_scores(h, codes, params, num_scored, signals, pool_ptr, pool_stride, columns, D, TILE)
             tl.debug_barrier()
             told, told_counts = told_ptr + slot * _TOLD_ROWS * N, told_counts_ptr + slot * N
-            evaluate_gates(codes, params, num_gates, signals, states, told, told_counts, flags, token * 0, 1, C, N, 1)
+            heard, hearing = heard_ptr + slot * _HEARD, hearing_ptr + slot * H * 2
+            evaluate_gates(
+                codes, params, num_gates, signals, states, told, told_counts, heard, hearing, flags, token * 0, 1,
+                C, N, 1,
+            )  # fmt: skip
         entries = tl.arange(0, BLOCK_E)
         f = attenuation(codes, params, entries, entries < num_gates, signals, states, flags)
     return (signals, states, flags, f), num_gates
@@ -230,5 +235,7 @@ def _scan_rows(
         num_gates, _num_scored = _num_gates(codes, count, BLOCK_E)
         signals, states = signals_ptr + tokens.to(tl.int64) * C, states_ptr + slot.to(tl.int64) * C
         told_counts = told_counts_ptr + slot.to(tl.int64) * N
-        evaluate_gates(codes, params, num_gates, signals, states, None, told_counts, flags, index, length, C, N, ROWS)
+        evaluate_gates(
+            codes, params, num_gates, signals, states, None, told_counts, None, None, flags, index, length, C, N, ROWS
+        )
     return length

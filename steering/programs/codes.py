@@ -92,6 +92,7 @@ class Code(IntEnum):
     GATE = 14
     ATTENUATE = 15
     TELL = 16
+    HEAR = 17
 
 
 CODE_MASK = 0xFF
@@ -103,7 +104,7 @@ def is_of_feature(code: int) -> bool:
 
 
 def is_of_gate(code: int) -> bool:
-    """Whether an entry evaluates a gate, multiplies others by one, or tells a score."""
+    """Whether an entry evaluates a gate, multiplies others by one, tells a score, or hears a coefficient."""
     return code & CODE_MASK >= Code.SCORE
 
 

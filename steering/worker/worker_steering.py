@@ -9,7 +9,7 @@ from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import Site
 from headgate.steering.controllers.hosting.told_words import ToldPlace
-from headgate.steering.gates.coefficient_changes import CoefficientChanges
+from headgate.steering.gates.coefficient_changes import CoefficientChanges, Hears
 from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steered
@@ -41,12 +41,14 @@ class EntryLimits(NamedTuple):
         changes: Features of a program that are read at one site and written at others, at most.
         columns: Numbers that gates keep for each row; 0 where there can be no gates.
         told: Scores of each row that the forward may tell by itself.
+        driven: Contents whose coefficients it may hear by itself.
     """
 
     entries: int = 0
     changes: int = 0
     columns: int = 0
     told: int = 0
+    driven: int = 0
 
 
 NO_ENTRIES = EntryLimits()
@@ -165,11 +167,11 @@ class WorkerSteering:
         if self.gates is not None:
             self.gates.set_rules(read)
 
-    def drive(self, changes: CoefficientChanges) -> None:
-        """Follow what controllers decided for requests that were added."""
+    def drive(self, changes: CoefficientChanges, hears: Hears | None = None) -> None:
+        """Follow what controllers decided for requests that were added, and let some hear what they decide further."""
         if self.gates is None:
             raise AssertionError("steering: a worker without op sites is driven")
-        for req_id, columns in self.gates.drive(changes).items():
+        for req_id, columns in self.gates.drive(changes, hears).items():
             self.table.drive(req_id, columns)
 
     def keep_module(self, name: str, spec: Mapping[str, Any]) -> None:
@@ -217,7 +219,8 @@ class WorkerSteering:
 
 def _gates_of(facts: WorkerFacts, limits: EntryLimits) -> StepGates:
     sizes = facts.max_tokens, facts.max_num_seqs, limits.columns
-    return StepGates(*sizes, facts.device, is_output_rank=facts.is_output_rank, num_told=limits.told)
+    numbers = {"num_told": limits.told, "num_driven": limits.driven}
+    return StepGates(*sizes, facts.device, is_output_rank=facts.is_output_rank, **numbers)
 
 
 def _ask_counts(worker: WorkerSteering) -> list[ToldCounts]:

@@ -37,8 +37,9 @@ from headgate.steering.programs.codes import (
     InputNorm,
     with_change,
 )
-from headgate.steering.programs.gate_codes import TOLD_ROWS, TokenFlag, gate_field
+from headgate.steering.programs.gate_codes import TokenFlag, gate_field
 from headgate.steering.worker.gates.reference import GateTensors
+from tests.fakes.gate_tensors import nothing_heard, nothing_told
 
 CACHE_BYTES = 128 * 2**20
 COPIED_BYTES = 2**30
@@ -160,8 +161,8 @@ def with_gates(case: Case, codes: Tensor, params: Tensor) -> GateTensors:
     tokens[:, 0] = 0 if case.is_scanned else torch.arange(case.tokens, device="cuda")
     tokens[:, 1] = TokenFlag.IS_SCANNED if case.is_scanned else TokenFlag.IS_GENERATED
     signals = torch.zeros(case.tokens, GATE_COLUMNS, device="cuda")
-    told = torch.zeros(case.tokens, TOLD_ROWS, 0, dtype=torch.int64, device="cuda")
-    return GateTensors(signals, torch.zeros_like(signals), tokens, told, told[:, 0].int())
+    words = *nothing_told(case.tokens, "cuda"), *nothing_heard(case.tokens, "cuda")
+    return GateTensors(signals, torch.zeros_like(signals), tokens, *words)
 
 
 def microseconds(calls: Sequence[Launch]) -> float:

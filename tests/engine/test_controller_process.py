@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from headgate.steering import probes
+from headgate.steering.controllers.hosting.answer_reader import AnswerReader
 from headgate.steering.controllers.hosting.process_host import ProcessHost
+from headgate.steering.core.controllers.driving import hearing
+from headgate.steering.worker.gates.hearing import HeardRun
 from tests.conftest import stop_llm
 from tests.engine.controller_cases import READ, WEIGHT, Driven, prompt_of
 from tests.engine.gate_making import GateCase
@@ -36,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def engine(folder: Path, part: str, *, is_apart: bool) -> Any:
     """An engine with controllers, with few blocks of memory."""
     probe = str(folder / "p.safetensors")
-    pid = {"probe": probe, "module": "calm", "setpoint": 0.4, "min_scale": -1, "max_scale": 1}
+    pid = {"probe": probe, "module": "calm", "setpoint": 0.4, "min_scale": -1, "max_scale": 1, "min_emit_delta": 0}
     controllers = [
         {"name": "acting", "applies_to": "opt_in", "budget_ms": 1000, "params": {"probe": probe}},
         {"name": "pid", "budget_ms": 1000, "params": pid},
@@ -69,13 +72,14 @@ def rows_of(document: dict[str, dict[int, list[float]]]) -> dict[Any, Any]:
     }
 
 
-def run(llm: Any, seed: int, *, traced: float) -> tuple[list[Any], dict[str, Any]]:
+def run(llm: Any, seed: int, *, traced: float, acting: float) -> tuple[list[Any], dict[str, Any]]:
     """Answer random requests, several at once; returns tokens, reasons and logprobs, and what controllers did.
 
     Args:
         llm: Answers.
         seed: Of all.
         traced: Share of requests with a trace, with which no step is told by the forward alone.
+        acting: Share of requests that may select controllers; on the others one of them sets a scale at every token.
     """
     draw, driver = random.Random(seed), llm.llm_engine
     waiting, done = list(range(NUM_REQUESTS)), {}
@@ -83,7 +87,7 @@ def run(llm: Any, seed: int, *, traced: float) -> tuple[list[Any], dict[str, Any
     while waiting or driver.has_unfinished_requests():
         while waiting and num_running < 8 and draw.random() < 0.2:
             at = waiting.pop(0)
-            selects = draw.choice([None, None, ["pid", "acting"], ["acting"], []])
+            selects = draw.choice([None, None, ["pid", "acting"], ["acting"], []]) if draw.random() < acting else None
             case: GateCase = Driven(name="driven", selects=selects)
             params = params_of(case, draw.choice([9, 20, 40, 70]))
             params.return_steering_trace = draw.random() < traced
@@ -99,21 +103,30 @@ def run(llm: Any, seed: int, *, traced: float) -> tuple[list[Any], dict[str, Any
     return [done[at] for at in range(NUM_REQUESTS)], activity
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[str]:
+    """Note each call of a method from here on."""
+    calls: list[str] = []
+    original = getattr(owner, name)
+
+    def noted(*args: Any) -> Any:
+        calls.append(name)
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, noted)
+    return calls
+
+
 def test_an_engine_answers_alike_wherever_its_controllers_live(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = [(3, 0.1), (4, 0.0)]
+    loads = [{"seed": 3, "traced": 0.1, "acting": 1.0}, {"seed": 4, "traced": 0.0, "acting": 1.0}]
+    loads += [{"seed": 5, "traced": 0.05, "acting": 0.05}, {"seed": 6, "traced": 0.0, "acting": 0.0}]
     llm = engine(folder, "here", is_apart=False)
-    expected = [run(llm, seed, traced=traced) for seed, traced in loads]
+    expected = [run(llm, **load) for load in loads]
     stop_llm(llm)
-    quiet: list[ProcessHost] = []
-    original = ProcessHost.read_quiet
-
-    def noted(host: ProcessHost) -> None:
-        quiet.append(host)
-        original(host)
-
-    monkeypatch.setattr(ProcessHost, "read_quiet", noted)
+    quiet, heard = count_calls(monkeypatch, ProcessHost, "read_quiet"), count_calls(monkeypatch, HeardRun, "_noted")
+    left = count_calls(monkeypatch, AnswerReader, "_leave")
+    monkeypatch.setattr(hearing, "FEW_REPEATS", 1)
     llm = engine(folder, "apart", is_apart=True)
-    found = [run(llm, seed, traced=traced) for seed, traced in loads]
+    found = [run(llm, **load) for load in loads]
     stop_llm(llm)
 
     for (answers, activity), (wanted, wanted_activity) in zip(found, expected, strict=True):
@@ -121,6 +134,9 @@ def test_an_engine_answers_alike_wherever_its_controllers_live(folder: Path, mon
         for (_, _, one), (_, _, other) in zip(answers, wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
         assert activity == wanted_activity
-        assert "by chance" in [reason for _, reason, _ in answers]
+    assert "by chance" in [reason for _, reason, _ in expected[0][0]]
     assert expected[0][1]["acting"][0]["applied"] > 50
     assert len(quiet) > 100, "steps that go on are told by the forward"
+    assert len(left) > 100, "what is set again and again is heard by the forward"
+    print(len(quiet), len(left), len(heard))
+    assert len(heard) > 10, "rows are computed again whose coefficients the forward heard"

@@ -15,7 +15,7 @@ from triton.runtime.driver import driver
 
 from headgate.steering.kernels import reconstruct_rows, run_programs, scan_gates
 from headgate.steering.programs.codes import NUM_CODES, NUM_NUMBERS, NUM_PARAMS, NUM_SUMS, InputNorm
-from headgate.steering.programs.gate_codes import TOLD_ROWS
+from headgate.steering.programs.gate_codes import HEARD_ROWS, HEARD_WORDS, TOLD_ROWS
 
 TOKENS, WIDTH, ENTRIES, COLUMNS, TOLD, FEATURES = 64, 256, 16, 64, 2, 512
 
@@ -54,7 +54,9 @@ def run() -> None:
     optional = (torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(TOKENS, 8), torch.zeros(TOKENS, WIDTH))
     told = torch.zeros(TOKENS, TOLD_ROWS, TOLD, dtype=torch.int64)
     slots, told_counts = (torch.zeros(TOKENS, size, dtype=torch.int32) for size in (2, TOLD))
-    gates = (torch.zeros(TOKENS, COLUMNS), torch.zeros(TOKENS, COLUMNS), slots, told, told_counts)
+    heard = torch.zeros(TOKENS, HEARD_WORDS + HEARD_ROWS, dtype=torch.int64)
+    words = (told, told_counts, heard, torch.zeros(TOKENS, 1, 2, dtype=torch.int32))
+    gates = (torch.zeros(TOKENS, COLUMNS), torch.zeros(TOKENS, COLUMNS), slots, *words)
     run_programs.program_deltas(*(value, value, value, numbers, numbers, *tables, *optional), gates=gates, scans=True)
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from headgate.steering.programs.codes import CODE_MASK, NUM_PARAMS, P4, P5, Code, Flag, change_index, with_change
 from headgate.steering.programs.gate_codes import (
+    HEARD_ROWS,
+    HEARD_WORDS,
     TOLD_ROWS,
     Combine,
     GateFlag,
@@ -40,6 +42,8 @@ EARLY_COLUMN = NUM_COLUMNS - 3
 """Of a gate that is evaluated at a later site."""
 NUM_TOLD = 2
 """Numbers that programs tell."""
+NUM_HEARD = 2
+"""Coefficients that they hear."""
 
 
 @dataclass
@@ -62,6 +66,7 @@ class Steps:
         programs: Of the requests; number 0 is none.
         rows: The stream of each request, ``[length, D]``.
         told: int64 ``[Q, TOLD_ROWS, NUM_TOLD]``, and with `told_counts`, int32 ``[Q, NUM_TOLD]``, all 0 at first.
+        heard: int64 ``[Q, HEARD_WORDS + HEARD_ROWS]``, and with `hearing`, int32 ``[Q, NUM_HEARD, 2]``, likewise.
     """
 
     programs: Sequence[Sequence[Entry]]
@@ -81,6 +86,8 @@ class Steps:
         self.states = states.to(DEVICE)
         self.told = torch.zeros(slots, TOLD_ROWS, NUM_TOLD, dtype=torch.int64, device=DEVICE)
         self.told_counts = torch.zeros(slots, NUM_TOLD, dtype=torch.int32, device=DEVICE)
+        self.heard = torch.zeros(slots, HEARD_WORDS + HEARD_ROWS, dtype=torch.int64, device=DEVICE)
+        self.hearing = torch.zeros(slots, NUM_HEARD, 2, dtype=torch.int32, device=DEVICE)
         self.signals = [torch.randn(request.length, NUM_COLUMNS, generator=generator) for request in self.requests]
 
     def step(self, numbers: Sequence[int], *, scans: bool = True) -> tuple[Tensor, Tensor]:
@@ -91,7 +98,7 @@ class Steps:
         tokens = [[self.requests[r].slot, self._flags(r, p, numbers[r])] for r, p in at]
         signals = torch.stack([self.signals[r][p] for r, p in at]).to(DEVICE)
         flags = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
-        made = GateTensors(signals, self.states, flags, self.told, self.told_counts)
+        made = GateTensors(signals, self.states, flags, self.told, self.told_counts, self.heard, self.hearing)
         known = GateTensors(*(tensor.clone() for tensor in made))
         ran = [self.programs[self.requests[r].program - 1] if self.requests[r].program else [] for r, _ in at]
         told = self.told.clone()
@@ -102,6 +109,8 @@ class Steps:
         torch.testing.assert_close(made.signals, known.signals, rtol=2e-4, atol=2e-4, equal_nan=True)
         torch.testing.assert_close(made.states, known.states, rtol=2e-4, atol=2e-4, equal_nan=True)
         check_told(ran, told, made, known)
+        assert torch.equal(made.heard, known.heard)
+        assert torch.equal(made.hearing, known.hearing)
         size = expected.abs().amax(-1, keepdim=True) + example.value.double().abs().amax(-1, keepdim=True)
         assert ((delta.double() - expected).abs() <= 3e-4 * size)[active].all()
         self.done = [done + number for done, number in zip(self.done, numbers, strict=True)]
@@ -153,6 +162,11 @@ def leaf(column: int, reads: int, code: int = Mode.BINARY, numbers: Sequence[flo
 def tell(column: int, reads: int, k: int) -> Entry:
     """An entry that tells a score as the k-th number."""
     return Entry(with_change(Code.TELL, column), 0, 0, (0.0, 0.0, 0, 0, 0, 0, reads, k))
+
+
+def hear(column: int, d: int) -> Entry:
+    """An entry that hears the d-th coefficient."""
+    return Entry(with_change(Code.HEAR, column), 0, 0, (0.0, 0.0, 0, 0, 0, 0, d))
 
 
 def node(column: int, combine: Combine, one: int, other: int = 0) -> Entry:

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from headgate.steering.programs.codes import Code, Flag, with_change
 from headgate.steering.programs.gate_codes import (
-    TOLD_COUNT_MASK,
-    TOLD_ROWS,
     Combine,
     GateFlag,
     Mode,
@@ -31,6 +29,7 @@ from headgate.steering.programs.gate_codes import (
 )
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference
+from tests.fakes.gate_tensors import nothing_heard, nothing_told
 from tests.kernels.gate_programs import (
     EARLY_COLUMN,
     NUM_COLUMNS,
@@ -43,7 +42,6 @@ from tests.kernels.gate_programs import (
     leaf,
     node,
     score,
-    tell,
 )
 from tests.kernels.test_run_programs import (
     ACTIVATIONS,
@@ -70,10 +68,9 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
-def nothing_told(slots: int) -> tuple[Tensor, Tensor]:
-    """The words and counts of programs that tell nothing."""
-    told = torch.zeros(slots, TOLD_ROWS, 0, dtype=torch.int64, device=DEVICE)
-    return told, told[:, 0].int()
+def nothing_kept(slots: int) -> tuple[Tensor, ...]:
+    """The words and counts of programs that tell and hear nothing."""
+    return *nothing_told(slots, DEVICE), *nothing_heard(slots, DEVICE)
 
 
 def in_steps(program: Sequence[Entry], replayed: int = 0) -> None:
@@ -178,7 +175,7 @@ def test_a_strength_that_is_no_number_is_0_and_its_vectors_are_not_read():
     signals = torch.zeros(2, NUM_COLUMNS, device=DEVICE)
     signals[1, 3] = math.nan
     tokens = torch.tensor([[0, 0], [1, TokenFlag.IS_GENERATED]], dtype=torch.int32, device=DEVICE)
-    gates = (signals, torch.full((2, NUM_COLUMNS), math.nan, device=DEVICE), tokens, *nothing_told(2))
+    gates = (signals, torch.full((2, NUM_COLUMNS), math.nan, device=DEVICE), tokens, *nothing_kept(2))
 
     delta = run_programs.program_deltas(example.value, None, *example.tables.arguments(), gates=gates)
 
@@ -192,7 +189,7 @@ def test_a_feature_in_two_halves_is_multiplied_where_it_is_written():
     signals = torch.zeros(1, NUM_COLUMNS, device=DEVICE)
     signals[0, 3] = 0.4
     tokens = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE)
-    gates = (signals, torch.zeros(1, NUM_COLUMNS, device=DEVICE), tokens, *nothing_told(1))
+    gates = (signals, torch.zeros(1, NUM_COLUMNS, device=DEVICE), tokens, *nothing_kept(1))
     made, known = example.tables.arguments(), example.tables.arguments()
 
     delta = run_programs.program_deltas(example.value, None, *made, gates=gates)
@@ -283,51 +280,6 @@ def test_rows_without_a_program_and_other_requests_keep_what_they_have():
     assert not torch.equal(steps.states[2, 1:4], states[2, 1:4])
 
 
-TELLING = [*STRENGTH[:1], score(8, read=3), tell(9, 8, 0), *STRENGTH[1:], tell(7, 0, 1), gated(OPERATIONS["linear"], 4)]
-
-
-def test_each_row_tells_its_scores_in_the_next_word():
-    steps = Steps([TELLING, STRENGTH], [Request(1, 2, 7, 1), Request(2, 2, 7, 0)])
-    steps.told_counts[1] = torch.tensor([TOLD_COUNT_MASK - 1, 10], device=DEVICE)
-
-    signals = torch.stack([steps.step([1, 1], scans=False)[1][0] for _ in range(7)])
-
-    assert (steps.told[1] >> 32).T.tolist() == [[4, 5, 2, 3], [16, 17, 14, 15]]
-    assert signals[:, [9, 7]].T.tolist() == [[TOLD_COUNT_MASK, *range(6)], [*range(11, 18)]]
-    scores = (steps.told[1] & 0xFFFFFFFF).to(torch.int32).view(torch.float32)
-    assert torch.equal(scores, signals[[5, 6, 3, 4]][:, [8, 0]])
-    assert steps.told_counts.tolist() == [[0, 0], [5, 17]]
-    assert not steps.told[0].any()
-
-
-def test_rows_that_are_scanned_count_and_tell_nothing():
-    steps = Steps([TELLING], [Request(1, 9, 13, 2)])
-    steps.step([1])
-    told = steps.told.clone()
-
-    _, signals = steps.step([10])
-
-    assert signals[:, [9, 7]].T.tolist() == [[*range(2, 12)]] * 2
-    assert torch.equal(steps.told, told)
-    for number in (12, 13):
-        steps.step([1])
-        assert (steps.told[2, number % TOLD_ROWS] >> 32).tolist() == [number] * 2
-    assert (steps.told != told)[2, :2].all()
-    assert torch.equal(steps.told[2, 2:], told[2, 2:])
-
-
-def test_neither_a_reset_nor_another_request_lets_a_slot_count_anew():
-    steps = Steps([TELLING, TELLING[:3]], [Request(1, 1, 3, 1), Request(2, 2, 7, 1)])
-    found = []
-
-    for numbers in ([1, 0], [2, 0], [0, 1], [0, 5], [0, 1]):
-        steps.step(numbers)
-        found.append(steps.told_counts[1].tolist())
-
-    assert found == [[1, 1], [3, 3], [4, 3], [9, 3], [10, 3]]
-    assert (steps.told[1, :, 0] >> 32).tolist() == [4, 1, 10, 0]
-
-
 def test_a_step_of_one_row_each_needs_one_launch(monkeypatch):
     program = [*STRENGTH, gated(OPERATIONS["linear"], 4)]
     steps = Steps([program], [Request(1, 1, 2, 0), Request(1, 1, 2, 1)])
@@ -345,7 +297,7 @@ def test_a_program_may_change_within_the_rows_of_a_request():
     states = torch.randn(1, NUM_COLUMNS, device=DEVICE)
     tokens = torch.tensor([[0, flags]] * 6, dtype=torch.int32, device=DEVICE)
     made, known = (
-        GateTensors(torch.zeros(6, NUM_COLUMNS).to(DEVICE), states.clone(), tokens, *nothing_told(1)) for _ in range(2)
+        GateTensors(torch.zeros(6, NUM_COLUMNS).to(DEVICE), states.clone(), tokens, *nothing_kept(1)) for _ in range(2)
     )
 
     run_programs.program_deltas(example.value, None, *example.tables.arguments(), gates=made)
@@ -363,7 +315,7 @@ def test_gates_that_do_not_fit_are_refused():
     def run(*gates: Tensor) -> None:
         run_programs.program_deltas(example.value, None, *example.tables.arguments(), gates=gates)
 
-    right = GateTensors(signals, states, tokens, *nothing_told(3))
+    right = GateTensors(signals, states, tokens, *nothing_kept(3))
     run(*right)
     for wrong in (
         right._replace(signals=signals[:1]),
@@ -374,6 +326,8 @@ def test_gates_that_do_not_fit_are_refused():
         right._replace(told=right.told[:, 1:].contiguous()),
         right._replace(told=right.told.int()),
         right._replace(told_counts=right.told_counts[:2]),
+        right._replace(hearing=torch.zeros(3, 1, 2, dtype=torch.int32, device=DEVICE)),
+        right._replace(heard=right.heard.int()),
     ):
         with pytest.raises(ValueError, match=r"expected float32 signals \[2, C\]"):
             run(*wrong)

@@ -324,11 +324,11 @@ class DecidingCore(ReadingCore, Protocol):
         """Decide. Engine thread, once behind each step, when its tokens were taken; None if nothing is to be told."""
         ...
 
-    def orders(self, scheduled: Collection[str]) -> Document | None:
+    def orders(self, scheduled: Mapping[str, int]) -> Document | None:
         """Return what the workers are to follow from a step on that was just scheduled; None if nothing.
 
         Args:
-            scheduled: The requests of the step. What is for others is kept for a later one.
+            scheduled: The requests of the step, with the number of rows of each. What is for others is kept for later.
 
         Returns:
             Plain values, bytes and numpy arrays that nobody writes to after that, for

@@ -11,7 +11,7 @@ from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE
 
 def attach_orders(name: str, part: DecidingCore, scheduler_output: SchedulerOutput) -> None:
     """Attach to a step that was just scheduled what the part of that name has decided for its requests."""
-    orders = part.orders(scheduler_output.num_scheduled_tokens.keys())
+    orders = part.orders(scheduler_output.num_scheduled_tokens)
     if orders is not None:
         setattr(scheduler_output, ORDERS_ATTRIBUTE, {name: orders})
 

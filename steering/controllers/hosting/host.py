@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from headgate.capture.probes.probe import Probe
 from headgate.steering.controllers.actions import Action
@@ -46,17 +49,61 @@ class SwitchedOff(NamedTuple):
     requests: tuple[str, ...]
 
 
+class Repeat(NamedTuple):
+    """An action that forwards could have heard by themselves; the next ones are likely to be the same, but for scales.
+
+    Attributes:
+        controller: Its name.
+        requests: Of all of them; the very tuple of the last one.
+        module: Likewise.
+        epoch: Of the words to listen to.
+    """
+
+    controller: str
+    requests: tuple[str, ...]
+    module: str
+    epoch: int
+
+
 @dataclass(slots=True)
 class Answers:
     """Actions that came of steps.
 
     Attributes:
+        num_heard: Scales that nobody has to set, since the forward hears them.
+        settled: Of all that were heard, the last ones, float64 ``[n]`` for the requests of the `Repeat`, NaN for those
+            that were not set. It comes before the actions; the forward must hear none after them. None if that goes on.
         actions: Each with its controller's name, in their order.
         switched_off: Controllers that were switched off since the last answers.
+        repeat: What the last action is, if it is alone; None if it is nothing of that kind.
     """
 
+    num_heard: int = 0
+    settled: npt.NDArray[np.float64] | None = None
     actions: list[tuple[str, Action]] = field(default_factory=list)
     switched_off: list[SwitchedOff] = field(default_factory=list)
+    repeat: Repeat | None = None
+
+
+class HeardAnswers(Protocol):
+    """Answers that forwards can hear by themselves, where that is possible. Engine thread only."""
+
+    @property
+    def acts_from(self) -> Callable[[str], int | None]:
+        """Returns the position of the row of a request on which what is decided behind the last step can be heard."""
+        ...
+
+    def begin(self) -> None:
+        """Leave the repeats of the last action to the forward from here on: `take` counts them alone."""
+        ...
+
+    def cancel(self) -> bool:
+        """Undo `begin`; returns whether `take` has left nothing to the forward since."""
+        ...
+
+    def settle(self) -> None:
+        """Have `take` return `Answers.settled`, as soon as it waits for nothing."""
+        ...
 
 
 class ControllerHost(Protocol):
@@ -64,10 +111,14 @@ class ControllerHost(Protocol):
 
     Attributes:
         loaded: The controllers by their names, in the order of the configuration.
+        heard: Lets forwards hear answers; None if they cannot.
     """
 
     @property
     def loaded(self) -> Mapping[str, LoadedController]: ...
+
+    @property
+    def heard(self) -> HeardAnswers | None: ...
 
     def start(self, scores: Mapping[str, Mapping[str, int]]) -> None:
         """Take requests and steps from here on.
@@ -140,6 +191,7 @@ class LocalHost:
             loaded[spec.instance] = LoadedController(probes, tuple(made.modules()), *needs)
             self._threads[spec.instance] = ControllerThread(spec.instance, made, spec.budget_ms / 1000)
         self.loaded: Mapping[str, LoadedController] = loaded
+        self.heard: HeardAnswers | None = None
         self._first_column = first_column
         self._columns: dict[str, dict[str, int]] = {}
         self._requests: dict[str, _Followed] = {}

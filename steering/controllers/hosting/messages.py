@@ -92,6 +92,7 @@ class Step:
         told: The words that the forward wrote, if steps that are told there alone may follow; else None.
         begins: Requests that are new.
         tokens: Further tokens, by request.
+        ahead: How many rows further on a decision behind the step acts, if it is told and they can hear it; else 0.
     """
 
     number: int
@@ -100,6 +101,7 @@ class Step:
     told: ToldRowsOfStep | None
     begins: Sequence[NewRequest]
     tokens: Mapping[str, Sequence[int]]
+    ahead: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +139,20 @@ class SameRequests(NamedTuple):
     at: Any
 
 
+class Repeated(NamedTuple):
+    """How often the last `SameRequests` was said once more.
+
+    Attributes:
+        num_repeats: Repeats of all that there were, so far.
+        num_actions: Scales in them.
+        scales: float64: of its requests, as they were said last; NaN for those that were not.
+    """
+
+    num_repeats: int
+    num_actions: int
+    scales: npt.NDArray[np.float64]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """Actions that came of a step.
@@ -145,11 +161,13 @@ class Answer:
         requests: Of `SameRequests`, from here on; None if they stay.
         actions: Each with its controller's name.
         switched_off: See `headgate.steering.controllers.hosting.host.Answers`.
+        before: The repeats of the last answer; None if there was none.
     """
 
     requests: tuple[str, ...] | None
     actions: Sequence[tuple[str, Action | SameRequests]]
     switched_off: Sequence[SwitchedOff]
+    before: Repeated | None = None
 
 
 MAX_REQUESTS = 4096
@@ -157,9 +175,9 @@ MAX_REQUESTS = 4096
 TOKEN_STEPS = 4
 """Steps whose tokens, or scales, stand there at a time."""
 _WORDS = 8
-STEPS, SENT, DONE, ANSWERS, REPEATS = range(5)
-"""Words of a `Board`: steps so far, and messages, of the engine core; steps that the process is done with, its messages
-and its repeats. Each is written by one side, after what it counts."""
+STEPS, SENT, DONE, ANSWERS, REPEATS, ACTIONS = range(6)
+"""Words of a `Board`: steps so far, and messages, of the engine core; and of the process, steps that it is done with,
+messages, repeats and the scales in these. Each is written by one side, after what it counts."""
 HAS_ORDER = platform.machine().lower() in ("x86_64", "amd64")
 """Whether another processor sees what was written before a word once it sees that word. Elsewhere all is sent."""
 
@@ -175,15 +193,18 @@ class Board:
         words: int64, by `STEPS` and so on.
         tokens: int64 ``[TOKEN_STEPS, MAX_REQUESTS]``: the tokens of the rows of a step that is told by the forward, in
             the row of its number modulo `TOKEN_STEPS`.
-        repeats: int64 ``[TOKEN_STEPS, 3]``: the last `SameRequests` once more, of the same controller and module, with
-            other scales: how many there are, whether they are for some of the requests alone, and the messages before
-            it. Likewise in the row of its number, as `scales` and `places`.
+        repeats: int64 ``[TOKEN_STEPS, 4]``: the last `SameRequests` once more, of the same controller and module, with
+            other scales: how many there are, whether they are for some of the requests alone, the messages before it,
+            and the epoch of those who can hear them; 0 if nobody can. Likewise in the row of its number, as `scales`
+            and `places`.
         scales: float64 ``[TOKEN_STEPS, MAX_REQUESTS]``.
         places: int64 ``[TOKEN_STEPS, MAX_REQUESTS]``.
+        current: float64 ``[MAX_REQUESTS]``: the scales of its requests, as they were said last in this epoch; NaN for
+            those that were not. Read it when the process is done with all steps.
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        num_words = _WORDS + TOKEN_STEPS * (3 * MAX_REQUESTS + 3)
+        num_words = _WORDS + MAX_REQUESTS + TOKEN_STEPS * (3 * MAX_REQUESTS + 4)
         if fd is None:
             fd = os.memfd_create("headgate-controllers")
             os.ftruncate(fd, 8 * num_words)
@@ -191,7 +212,8 @@ class Board:
         self._mapped = mmap.mmap(fd, 8 * num_words)
         # A view of plain integers: a word of an array would be made a numpy scalar each time.
         self.words = memoryview(self._mapped).cast("q")
-        rows = np.frombuffer(self._mapped, np.int64, offset=8 * _WORDS).reshape(TOKEN_STEPS, -1)
+        self.current: npt.NDArray[np.float64] = np.frombuffer(self._mapped, np.float64, MAX_REQUESTS, 8 * _WORDS)
+        rows = np.frombuffer(self._mapped, np.int64, offset=8 * (_WORDS + MAX_REQUESTS)).reshape(TOKEN_STEPS, -1)
         parts = np.split(rows, [MAX_REQUESTS, 2 * MAX_REQUESTS, 3 * MAX_REQUESTS], axis=1)
         self.tokens: Int64Array
         self.places: Int64Array

@@ -13,35 +13,28 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headgate.steering.controllers.actions import Action, SetSteeringEach
+from headgate.capture.engine.contracts.core_part import Progress
 from headgate.steering.controllers.controller_thread import ControllerFigures
+from headgate.steering.controllers.hosting.answer_reader import AnswerReader
 from headgate.steering.controllers.hosting.controller_process import ControllerProcess
-from headgate.steering.controllers.hosting.host import Answers, SwitchedOff
+from headgate.steering.controllers.hosting.host import Answers, HeardAnswers
 from headgate.steering.controllers.hosting.messages import (
     HAS_ORDER,
     MAX_REQUESTS,
-    REPEATS,
     TOKEN_STEPS,
-    Answer,
-    AskFigures,
     Attach,
     Attached,
     End,
-    Figures,
     NewRequest,
-    SameRequests,
     Start,
     Step,
 )
-from headgate.steering.controllers.hosting.step_reader import TokensOf
 from headgate.steering.controllers.hosting.told_words import ToldPlace, ToldRowsOfStep
 from headgate.steering.controllers.loading import ControllerSpec
 from headgate.steering.gates.step_table import StepTable
 
 logger = logging.getLogger("headgate")
 
-FIGURES_S = 1.0
-"""Seconds that somebody who asks for figures waits at most; then he gets the last ones."""
 MAX_BEHIND = 64
 """Steps that may be under way to the process; further ones are skipped."""
 _MAX_TOLD_BEHIND = TOKEN_STEPS - 2
@@ -81,7 +74,7 @@ class ProcessHost:
 
     Args:
         specs: The controllers.
-        tokens_of: Gives the tokens of requests.
+        progress: Tells how far requests are; None for one that has ended.
         scores: The columns of all scores in the signals of steps.
         counts: Those of the counts with which they are told.
         ask_aloud: Has the workers send the next step's scores, whatever they tell otherwise.
@@ -93,12 +86,12 @@ class ProcessHost:
     def __init__(
         self,
         specs: Sequence[ControllerSpec],
-        tokens_of: TokensOf,
+        progress: Callable[[str], Progress | None],
         scores: slice,
         counts: slice,
         ask_aloud: Callable[[], object],
     ) -> None:
-        self._tokens_of = tokens_of
+        self._progress = progress
         self._score_columns, self._count_columns = scores, counts
         self._ask_aloud = ask_aloud
         self._lock = threading.Lock()
@@ -111,17 +104,28 @@ class ProcessHost:
         """All others."""
         self._told: _Told | None = None
         self._num_skipped = 0
-        self._answers = _Answers(self._process, self.loaded)
+        self._ahead = 0
+        """How many rows further on a decision behind a step of which the forward tells acts."""
+        self._answers = AnswerReader(self._process, self.loaded, self._acts_from)
+        self.heard: HeardAnswers | None = None
 
-    def attach(self, place: ToldPlace) -> bool:
-        """Let the process read what forwards tell in a worker's memory; returns whether it can."""
+    def attach(self, place: ToldPlace, *, is_alone: bool) -> bool:
+        """Let the process read what forwards tell in a worker's memory; returns whether it can.
+
+        Args:
+            place: Of the memory.
+            is_alone: Whether no other worker has to follow what this one hears.
+        """
         if not HAS_ORDER or place.num_slots > 2 * MAX_REQUESTS:
             return False
         self._process.send(Attach(place=place))
         answer = self._process.receive()
         if isinstance(answer, Attached) and answer.error is not None:
             logger.info("steering: controllers cannot read the worker's memory: %s", answer.error)
-        return isinstance(answer, Attached) and answer.error is None
+        is_attached = isinstance(answer, Attached) and answer.error is None
+        if is_attached and is_alone:
+            self.heard = self._answers
+        return is_attached
 
     def start(self, scores: Mapping[str, Mapping[str, int]]) -> None:
         """See `ControllerHost.start`."""
@@ -150,11 +154,14 @@ class ProcessHost:
                 return
             begins = [new for req_id in step.ids if (new := self._new.pop(req_id, None)) is not None]
             for new in begins:
-                self._sent[new.req_id] = _Sent(self._tokens_of(new.req_id) or ())
-            told = None
+                progress = self._progress(new.req_id)
+                self._sent[new.req_id] = _Sent(() if progress is None else progress.token_ids)
+            told, self._ahead = None, 0
             if step.slots is not None:
                 told = ToldRowsOfStep(step.slots, step.signals[:, self._count_columns].astype(np.int64))
                 self._told = self._told_behind(step)
+                if self.heard is not None and (progress := self._progress(step.ids[0])) is not None:
+                    self._ahead = progress.position - int(step.firsts[0])
             message = Step(
                 number=self._process.num_steps + 1,
                 table=step._replace(signals=step.signals[:, self._score_columns].copy(), slots=None),
@@ -162,6 +169,7 @@ class ProcessHost:
                 told=told,
                 begins=begins,
                 tokens=self._further_tokens(step.ids),
+                ahead=self._ahead,
             )
             self._process.send(message)
             self._process.count_step()
@@ -200,6 +208,15 @@ class ProcessHost:
             for name, each in found.items()
         }
 
+    def _acts_from(self, req_id: str) -> int | None:
+        """See `HeardAnswers.acts_from`."""
+        told = self._told
+        if told is None or not self._ahead:
+            return None
+        found = (first for _, first, sent in told.requests if sent is self._sent.get(req_id))
+        first = next(found, None)
+        return None if first is None else first + told.num_steps + self._ahead
+
     def _told_behind(self, step: StepTable) -> _Told:
         positions = enumerate(zip(step.ids, step.firsts.tolist(), strict=True))
         found = [(at, first, sent) for at, (one, first) in positions if (sent := self._sent.get(one)) is not None]
@@ -226,80 +243,3 @@ class ProcessHost:
         for at, first, sent in told.requests:
             tokens, position = sent.tokens, first + behind
             row[at] = tokens[position] if position < len(tokens) else -1
-
-
-class _Answers:
-    """Takes the answers of the process, in their order.
-
-    Args:
-        process: The process.
-        names: Of its controllers.
-    """
-
-    def __init__(self, process: ControllerProcess, names: Collection[str]) -> None:
-        self._process = process
-        self._figures = {name: ControllerFigures() for name in names}
-        self._taken = Answers()
-        self._num_repeats = 0
-        self._last_requests: tuple[str, ...] = ()
-        self._last_one: tuple[str, str] = ("", "")
-        """Controller and module of the last action for these."""
-        self._has_lost = False
-
-    def take(self, told_of: Collection[str]) -> Answers:
-        """Return the answers that are there.
-
-        Args:
-            told_of: Requests that the process was told of.
-        """
-        if self._num_repeats < self._process.board.words[REPEATS]:
-            self._take_repeats()
-        while self._process.has_answers:
-            self._take_one()
-        if self._process.lost is not None and not self._has_lost:
-            self._has_lost = True
-            on = [name for name, figures in self._figures.items() if figures.error is None]
-            self._taken.switched_off += [SwitchedOff(name, self._process.lost, tuple(told_of)) for name in on]
-        found, self._taken = self._taken, Answers()
-        return found
-
-    def ask_figures(self) -> Mapping[str, ControllerFigures]:
-        """Return the present figures; the last ones if the process does not answer soon."""
-        if self._process.lost is None:
-            self._process.send(AskFigures())
-            before = self._figures
-            while self._figures is before and self._process.await_answer(FIGURES_S):
-                self._take_one()
-        return self._figures
-
-    def _take_one(self) -> None:
-        answer = self._process.receive()
-        if isinstance(answer, Figures):
-            self._figures = dict(answer.figures)
-        elif isinstance(answer, Answer):
-            if answer.requests is not None:
-                self._last_requests = answer.requests
-            self._taken.actions += [(name, self._unpacked(name, action)) for name, action in answer.actions]
-            self._taken.switched_off += answer.switched_off
-            for off in answer.switched_off:
-                self._figures[off.controller].error = off.error
-
-    def _take_repeats(self) -> None:
-        """Take the last action once more, with other scales, as often as it was said."""
-        board = self._process.board
-        while self._num_repeats < board.words[REPEATS]:
-            row = (self._num_repeats + 1) % TOKEN_STEPS
-            size, has_places, num_answers = board.repeats[row].tolist()
-            while self._process.num_answers < num_answers:
-                self._take_one()
-            at = board.places[row, :size].copy() if has_places else None
-            controller, module = self._last_one
-            again = SetSteeringEach(self._last_requests, module, board.scales[row, :size].copy(), at)
-            self._taken.actions.append((controller, again))
-            self._num_repeats += 1
-
-    def _unpacked(self, controller: str, action: Action | SameRequests) -> Action:
-        if isinstance(action, SameRequests):
-            self._last_one = controller, action.module
-            return SetSteeringEach(self._last_requests, action.module, action.scales, action.at)
-        return action

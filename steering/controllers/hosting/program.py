@@ -18,20 +18,16 @@ import numpy as np
 
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.process.connection import Connection
-from headgate.capture.schema.batch import BoolArray
+from headgate.capture.schema.batch import BoolArray, Int32Array, Int64Array
 from headgate.capture.schema.errors import ConfigError
-from headgate.steering.controllers.actions import Action, SetSteeringEach
-from headgate.steering.controllers.hosting.host import Answers, LocalHost
+from headgate.steering.controllers.actions import Action
+from headgate.steering.controllers.hosting.host import LocalHost
 from headgate.steering.controllers.hosting.messages import (
     ANSWERS,
     DONE,
-    HAS_ORDER,
-    MAX_REQUESTS,
-    REPEATS,
     SENT,
     STEPS,
     TOKEN_STEPS,
-    Answer,
     AskFigures,
     Attach,
     Attached,
@@ -39,11 +35,11 @@ from headgate.steering.controllers.hosting.messages import (
     End,
     Figures,
     Loaded,
-    SameRequests,
     Settings,
     Start,
     Step,
 )
+from headgate.steering.controllers.hosting.repeats import Repeats
 from headgate.steering.controllers.hosting.told_words import ToldRowsOfStep, ToldWords
 from headgate.steering.gates.step_table import StepTable
 
@@ -96,10 +92,12 @@ class _ToldSteps:
         step: That one.
         told: The words of its rows.
         is_read: Which numbers are read of each request, ``[G, K]``.
+        ahead: How many rows further on a decision behind a step acts.
     """
 
-    def __init__(self, step: StepTable, told: ToldRowsOfStep, is_read: BoolArray) -> None:
+    def __init__(self, step: StepTable, told: ToldRowsOfStep, is_read: BoolArray, ahead: int) -> None:
         self.step = step
+        self.ahead = ahead
         self.running = set(step.ids)
         """Those of its requests that have not ended."""
         self._told = told
@@ -114,6 +112,22 @@ class _ToldSteps:
             return None
         ids, firsts, counts = self.step.ids, self.step.firsts + self._num_behind, self.step.counts
         return StepTable(ids, firsts, counts, np.where(self._is_read, scores, np.float32(0)), has_one_row_each=True)
+
+    def find(self, req_ids: Sequence[str]) -> Int64Array | None:
+        """See `headgate.steering.controllers.hosting.repeats.ActingRows`."""
+        place_of = {req_id: place for place, req_id in enumerate(self.step.ids)}
+        found = [place_of.get(req_id, -1) for req_id in req_ids]
+        return None if -1 in found else np.array(found, np.int64)
+
+    def slots(self, places: Int64Array) -> Int32Array:
+        """See `headgate.steering.controllers.hosting.repeats.ActingRows`."""
+        slots: Int32Array = self._told.slots[places]
+        return slots
+
+    def positions(self, places: Int64Array) -> Int64Array:
+        """See `headgate.steering.controllers.hosting.repeats.ActingRows`."""
+        positions: Int64Array = self.step.firsts[places] + (self._num_behind + self.ahead)
+        return positions
 
 
 class _Program:
@@ -140,9 +154,7 @@ class _Program:
         self._num_received = self._num_done = 0
         self._memory: ToldWords | None = None
         self._told: _ToldSteps | None = None
-        self._last_requests: tuple[str, ...] = ()
-        self._last_one: tuple[str, str] | None = None
-        """Controller and module of the last action for these, if it came by itself."""
+        self._repeats = Repeats(board)
         self._log = SparseLog("controllers")
 
     def serve(self) -> None:
@@ -205,7 +217,7 @@ class _Program:
         self._host.read(message.table, message.discarded)
         self._told = None
         if message.told is not None:
-            self._told = _ToldSteps(message.table, message.told, self._is_read(message.table))
+            self._told = _ToldSteps(message.table, message.told, self._is_read(message.table), message.ahead)
         self._finish(message.number)
 
     def _is_read(self, table: StepTable) -> BoolArray:
@@ -250,54 +262,18 @@ class _Program:
     def _finish(self, number: int) -> None:
         """Tell what came of a step, and then that it is done."""
         answers = self._host.take()
-        if answers.switched_off or (answers.actions and not self._repeats(number, answers.actions)):
+        rows = self._told if self._told is not None and self._told.ahead else None
+        said = not answers.switched_off and (
+            not answers.actions or self._repeats.say(number, answers.actions, rows, self._memory)
+        )
+        if not said:
             try:
-                self._answer(self._packed(answers))
+                self._answer(self._repeats.pack(answers))
             except _UNPICKLED:
-                self._last_requests = ()  # which were not sent
+                self._repeats.forget()
                 answers.actions = [each for each in answers.actions if self._can_travel(*each)]
-                self._answer(self._packed(answers))
+                self._answer(self._repeats.pack(answers))
         self._num_done = self._words[DONE] = number
-
-    def _repeats(self, number: int, actions: Sequence[tuple[str, Action]]) -> bool:
-        """Say the last action once more, with other scales, if that is all; without a message it costs little.
-
-        Not while the engine core is ahead: it might not have taken the repeats before.
-        """
-        name, action = actions[0]
-        if not HAS_ORDER or len(actions) > 1 or not isinstance(action, SetSteeringEach) or self._words[STEPS] != number:
-            return False
-        if action.requests is not self._last_requests or (name, action.module) != self._last_one:
-            return False
-        at = action.at
-        if not _is_array(action.scales, "f8") or not (at is None or _is_array(at, "i8")):
-            return False
-        size, words = len(action.scales), self._words
-        if size > MAX_REQUESTS or (at is not None and len(at) != size):
-            return False
-        row = (words[REPEATS] + 1) % TOKEN_STEPS
-        self._board.scales[row, :size] = action.scales
-        if at is not None:
-            self._board.places[row, :size] = at
-        self._board.repeats[row] = size, at is not None, words[ANSWERS]
-        words[REPEATS] += 1
-        return True
-
-    def _packed(self, answers: Answers) -> Answer:
-        """Return answers as they travel: the requests of most actions are those of the last ones."""
-        requests: tuple[str, ...] | None = None
-        actions: list[tuple[str, Action | SameRequests]] = []
-        for name, action in answers.actions:
-            if isinstance(action, SetSteeringEach) and isinstance(action.requests, tuple):
-                if requests is None and action.requests is not self._last_requests:
-                    requests = self._last_requests = action.requests
-                if action.requests is self._last_requests:
-                    actions.append((name, SameRequests(action.module, action.scales, action.at)))
-                    continue
-            actions.append((name, action))
-        (name, last) = actions[0] if len(actions) == 1 else ("", None)
-        self._last_one = (name, last.module) if isinstance(last, SameRequests) else None
-        return Answer(requests=requests, actions=actions, switched_off=answers.switched_off)
 
     def _can_travel(self, name: str, action: Action) -> bool:
         """Whether an action can be pickled; one that cannot is dropped, and counted."""
@@ -312,10 +288,6 @@ class _Program:
     def _answer(self, message: object) -> None:
         self._connection.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         self._words[ANSWERS] += 1
-
-
-def _is_array(values: object, kind: str) -> bool:
-    return isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == kind
 
 
 def _behind(message: object) -> int:

@@ -1,7 +1,7 @@
-"""The memory in which forwards tell scores, as another process reads it. Numpy only.
+"""The memory in which forwards tell scores and hear coefficients, as another process has it. Numpy only.
 
-`Code.TELL` writes words there: a score, and a count that says which row of the slot it is of
-(`headgate.steering.programs.gate_codes`).
+`Code.TELL` writes words there: a score, and a count that says which row of the slot it is of. `Code.HEAR` reads others:
+a coefficient, and from which row of the slot on it acts (`headgate.steering.programs.gate_codes`).
 
 Letters in shape comments: Q slots of requests, K told numbers, G requests of a step.
 """
@@ -16,7 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from headgate.capture.schema.batch import BoolArray, Int32Array, Int64Array
-from headgate.steering.programs.gate_codes import TOLD_COUNT_MASK, TOLD_ROWS
+from headgate.steering.programs.gate_codes import (
+    HEARD_POSITION_BITS,
+    HEARD_ROWS,
+    HEARD_WORDS,
+    TOLD_COUNT_MASK,
+    TOLD_ROWS,
+)
 from headgate.steering.vectors.dtypes import Float32Rows
 
 HEADER_BYTES = mmap.PAGESIZE
@@ -43,7 +49,7 @@ class ToldPlace(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the memory."""
-        return HEADER_BYTES + 8 * self.num_slots * TOLD_ROWS * self.num_told
+        return HEADER_BYTES + 8 * self.num_slots * (TOLD_ROWS * self.num_told + HEARD_WORDS + HEARD_ROWS)
 
 
 class ToldRowsOfStep(NamedTuple):
@@ -63,7 +69,7 @@ class ToldRowsOfStep(NamedTuple):
 
 
 class ToldWords:
-    """Reads the memory of a worker.
+    """Reads and writes the memory of a worker.
 
     Args:
         place: Where it is.
@@ -74,15 +80,18 @@ class ToldWords:
     """
 
     def __init__(self, place: ToldPlace) -> None:
-        with Path(place.path).open("rb") as file:
+        with Path(place.path).open("r+b") as file:
             if os.fstat(file.fileno()).st_size != place.num_bytes:
                 raise ValueError(f"{place.path} has another size than {place.num_bytes} bytes")
-            self._mapped = mmap.mmap(file.fileno(), place.num_bytes, prot=mmap.PROT_READ)
+            self._mapped = mmap.mmap(file.fileno(), place.num_bytes)
         if int(np.frombuffer(self._mapped, np.int64, 1)[0]) != place.number:
             raise ValueError(f"{place.path} is not the worker's memory")
-        shape = place.num_slots, TOLD_ROWS, place.num_told
-        self._words: Int64Array = np.frombuffer(self._mapped, np.int64, offset=HEADER_BYTES).reshape(shape)
+        every, size = np.frombuffer(self._mapped, np.int64, offset=HEADER_BYTES), place.num_slots * TOLD_ROWS
+        self._words: Int64Array = every[: size * place.num_told].reshape(place.num_slots, TOLD_ROWS, place.num_told)
+        self._heard: Int64Array = every[size * place.num_told :].reshape(place.num_slots, HEARD_WORDS + HEARD_ROWS)
         self._numbers = np.arange(place.num_told)
+        self._next: Int64Array = np.zeros(place.num_slots, np.int64)
+        """Of the words that each slot hears, the one that was written the longest time ago."""
 
     def read(self, rows: ToldRowsOfStep) -> tuple[Float32Rows, BoolArray]:
         """Return the scores of a step, float32 ``[G, K]``, and which of them are its: others were overwritten."""
@@ -90,3 +99,23 @@ class ToldWords:
         scores: Float32Rows = (words & _SCORE_MASK).astype(np.uint32).view(np.float32)
         is_known: BoolArray = words >> _COUNT_SHIFT == rows.counts
         return scores, is_known
+
+    def clear(self, slots: Int32Array) -> None:
+        """Take back what some slots were to hear, so that it is not heard in another epoch of the same number."""
+        self._heard[slots, :HEARD_WORDS] = 0
+
+    def write(self, slots: Int32Array, epoch: int, positions: Int64Array, values: Float32Rows) -> None:
+        """Let slots hear coefficients.
+
+        Args:
+            slots: int32 ``[n]``, all different.
+            epoch: Of those who are to listen, 1 to `MAX_EPOCH`.
+            positions: int64 ``[n]``: the first row of each on which its value is to act, below
+                ``1 << HEARD_POSITION_BITS``.
+            values: float32 ``[n]``.
+        """
+        tags = epoch << HEARD_POSITION_BITS | positions
+        words = tags << _COUNT_SHIFT | np.ascontiguousarray(values).view(np.uint32)
+        # The last ones stay: forwards that are under way may be behind, and must find what was to act before.
+        self._heard[slots, self._next[slots]] = words
+        self._next[slots] = (self._next[slots] + 1) % HEARD_WORDS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headgate.capture.engine.contracts.core_part import Actions, CoreServices, Decided
@@ -10,7 +10,8 @@ from headgate.steering.controllers.hosting.host import ControllerHost
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
 from headgate.steering.core.controllers.decisions import Decisions
-from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, SWITCHED_OFF, Outcomes
+from headgate.steering.core.controllers.driving.hearing import Hearing
+from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, SUBMITTED, SWITCHED_OFF, Outcomes
 from headgate.steering.core.controllers.running import RunningController
 from headgate.steering.gates.rule import Selection
 from headgate.steering.gates.step_table import StepTable
@@ -39,6 +40,7 @@ class Controllers:
         host: Where they live.
         actuation: Applies actions to requests.
         services: Gives the tokens of requests.
+        hearing: Lets forwards hear what controllers decide.
         submitted: Actions of capture consumers; None if they are not taken.
 
     Attributes:
@@ -51,8 +53,10 @@ class Controllers:
         host: ControllerHost,
         actuation: Actuation,
         services: CoreServices,
+        hearing: Hearing,
         submitted: Actions | None = None,
     ) -> None:
+        self._hearing = hearing
         self._submitted = submitted
         self._running = tuple(running)
         self._host = host
@@ -106,10 +110,12 @@ class Controllers:
         if req_id in self._read:
             self._read.discard(req_id)
             self._host.end(req_id)
+            self._hearing.break_off()
 
     def read(self, table: StepTable, discarded: Collection[str]) -> None:
         """Hand a step to the controllers; `decide` takes what they answer."""
         self._present = table.ids
+        self._hearing.break_off()
         if self._read or table.slots is not None:  # quiet steps may go on from it
             self._host.read(table, discarded)
 
@@ -119,22 +125,36 @@ class Controllers:
 
     def decide(self) -> Decided | None:
         """Apply the actions that controllers answered; see `headgate.capture.engine.contracts.core_part`."""
-        answers = self._host.take()
+        if self._submitted is not None and self._submitted.num_waiting:
+            self._hearing.break_off()
+        self._hearing.prepare()
+        heard_of, answers = self._hearing.controller, self._host.take()
+        if heard_of is not None and answers.num_heard:
+            self._outcomes.count(heard_of, SUBMITTED, answers.num_heard)
+            self._outcomes.count(heard_of, APPLIED, answers.num_heard)
+        if answers.settled is not None:
+            self._hearing.settle(answers.settled)
+        is_applied = False
         for name, action in answers.actions:
-            self._decisions.apply(name, action, self._requests)
+            is_applied = self._decisions.apply(name, action, self._requests)
         for off in answers.switched_off:
             self._outcomes.note(dict.fromkeys(off.requests), off.controller, None, SWITCHED_OFF, off.error)
-        if self._submitted is not None:
+        if self._submitted is not None and self._hearing.controller is None:
             for submitted in self._submitted.take():
                 self._decisions.apply_submitted(submitted, self._requests)
+                is_applied = False
+        self._hearing.follow(answers, is_applied=is_applied)
         endings, self._decisions.endings = self._decisions.endings, {}
         notes = self._outcomes.take_notes(self._present)
         return Decided(endings, notes) if endings or notes else None
 
-    def orders(self, scheduled: Collection[str]) -> dict[str, Any] | None:
-        """Return the coefficients that the workers are to take over with a step; None if there are none."""
-        changes = self._actuation.coefficients.take_changes(scheduled)
-        return None if changes is None else {"drives": changes}
+    def orders(self, scheduled: Mapping[str, int]) -> dict[str, Any] | None:
+        """Return the coefficients that the workers are to take over with a step, and who is to hear further ones.
+
+        None if there are none, and that stays.
+        """
+        changes, hears = self._actuation.coefficients.take_changes(scheduled), self._hearing.take_order(scheduled)
+        return None if changes is None and hears is None else {"drives": changes or (), "hears": hears}
 
     def global_changed(self) -> None:
         """Follow a change of the global vectors."""

@@ -39,10 +39,15 @@ def open_host(
         return LocalHost(config.controllers, tokens_of, columns.first)
     scores, counts = (slice(first, first + columns.size) for first in (columns.first, columns.first_count))
     host = ProcessHost(
-        config.controllers, tokens_of, scores, counts, lambda: services.call_workers("tell", {"quietly": False})
+        config.controllers,
+        services.progress,
+        scores,
+        counts,
+        lambda: services.call_workers("tell", {"quietly": False}),
     )
-    places = [place for place in services.call_workers("told_place", {}) if place is not None]
-    if len(places) == 1 and host.attach(ToldPlace(*cast("tuple[Any, ...]", places[0]))):
+    answers = services.call_workers("told_place", {})
+    places = [ToldPlace(*cast("tuple[Any, ...]", place)) for place in answers if place is not None]
+    if len(places) == 1 and host.attach(places[0], is_alone=len(answers) == 1):
         services.call_workers("tell", {"quietly": True})
     else:
         logger.info("steering: scores reach controllers with the outputs of steps: no worker's memory can be read here")

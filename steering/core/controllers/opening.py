@@ -12,10 +12,11 @@ from headgate.steering.config import MAX_DRIVEN, MAX_READ, WHERE, SteeringConfig
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.content import check_programs
 from headgate.steering.core.controllers.actuation import Actuation
-from headgate.steering.core.controllers.coefficients import Coefficients
 from headgate.steering.core.controllers.contents import Contents
 from headgate.steering.core.controllers.controllers import Controllers
-from headgate.steering.core.controllers.drives import Drives, demand_of_both
+from headgate.steering.core.controllers.driving.coefficients import Coefficients
+from headgate.steering.core.controllers.driving.drives import Drives, demand_of_both
+from headgate.steering.core.controllers.driving.hearing import Hearing
 from headgate.steering.core.controllers.hosting import open_host
 from headgate.steering.core.controllers.readers import ScoreColumns
 from headgate.steering.core.controllers.running import running_controllers
@@ -73,12 +74,15 @@ def open_controllers(
     state.rules.reserve(each.name for each in running)
     host.start({each.name: each.reader.told for each in running})
     first += 2 * MAX_READ
-    drives = Drives(range(first, first + MAX_DRIVEN), reservations, tell)
+    can_be_heard = host.heard is not None
+    drives = Drives(range(first, first + MAX_DRIVEN), reservations, tell, can_be_heard=can_be_heard)
     for each in running:
         logger.info("steering: controller %s, for %s", each.name, each.spec.applies_to)
     coefficients = Coefficients(drives, services, state.limits)
     submitted = services.actions if config.from_consumers else None
-    return Controllers(running, host, Actuation(Contents(state), coefficients), services, submitted)
+    contents = Contents(state)
+    hearing = Hearing(host.heard, contents, coefficients)
+    return Controllers(running, host, Actuation(contents, coefficients), services, hearing, submitted)
 
 
 def _checked(steerable: Steerable | None, facts: CoreFacts) -> Steerable:

@@ -1,90 +1,27 @@
 """Coefficients that controllers set on the requests of a worker: entries of programs have them on generated rows.
 
 A coefficient has a column, like the strength of a gate, but nothing on the device evaluates it: the host writes it into
-the state of the request where it changes. Rows that are computed again, several in a forward, find theirs in the
-signals, as `headgate.steering.programs.gate_codes` has it for entries that act early. Numpy only.
+the state of the request where it changes, or the forward hears it (`headgate.steering.worker.gates.hearing`). Rows that
+are computed again, several in a forward, find theirs in the signals, as `headgate.steering.programs.gate_codes` has it
+for entries that act early. Numpy only.
 
 Letters in shape comments: G requests with gates in a step, N their rows, K requests that are driven.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.steering.gates.coefficient_changes import CoefficientChanges, ColumnChanges
 from headgate.steering.programs.gate_codes import TokenFlag
-from headgate.steering.vectors.dtypes import Float32Rows
+from headgate.steering.worker.gates.driven_columns import NO_PLACES, DrivenColumn, Places
 from headgate.steering.worker.gates.requests import GatedBatch, GateRows
 
 _AT_FIRST = 64
-_FEW = 64
-"""Pieces of a history, of a step each, that are put together."""
-_NEVER = np.iinfo(np.int64).max
-
-
-class Places(NamedTuple):
-    """Numbers to write into signals or states.
-
-    Attributes:
-        flat: int64 ``[n]``: the batch row, or slot, times the number of columns, plus the column. The very array of the
-            step before if it is the same.
-        values: float32 ``[n]``.
-    """
-
-    flat: Int64Array
-    values: Float32Rows
-
-    def __len__(self) -> int:
-        return len(self.flat)
-
-    @classmethod
-    def of(cls, places: Iterable[tuple[int, int, float]], num_columns: int) -> Places:
-        """Make it of row, column and value of each."""
-        listed = list(places)
-        flat = np.array([row * num_columns + column for row, column, _ in listed], np.int64)
-        return cls(flat, np.array([value for *_, value in listed], np.float32))
-
-    @classmethod
-    def joined(cls, *parts: Places) -> Places:
-        """Put some one behind the other."""
-        found = [part for part in parts if len(part)]
-        if len(found) < 2:
-            return found[0] if found else NO_PLACES
-        flat, values = (np.concatenate([part[at] for part in found]) for at in (0, 1))
-        return cls(flat, values)
-
-
-NO_PLACES = Places(np.empty(0, np.int64), np.empty(0, np.float32))
-
-
-class _Piece(NamedTuple):
-    """Changes of one column in the order in which they were decided: whose, from which position on, and what.
-
-    Attributes:
-        serials: int64 ``[n]``: serial numbers of requests, of which no two are the same.
-        firsts: int64 ``[n]``.
-        values: float32 ``[n]``.
-    """
-
-    serials: Int64Array
-    firsts: Int64Array
-    values: Float32Rows
-
-    @classmethod
-    def of(cls, serials: Int64Array, changes: ColumnChanges) -> _Piece:
-        """Make it of changes, and the serial number of each request that they name; int64 ``[m]``."""
-        return cls(serials[changes.whose], changes.firsts, changes.values)
-
-    @classmethod
-    def joined(cls, pieces: list[_Piece], alive: Int64Array) -> _Piece:
-        """Put some one behind the other, without requests that have ended."""
-        serials, firsts, values = (np.concatenate([piece[at] for piece in pieces]) for at in (0, 1, 2))
-        stays = np.isin(serials, alive)
-        return cls(serials[stays], firsts[stays], values[stays])
 
 
 class _Told(NamedTuple):
@@ -92,7 +29,7 @@ class _Told(NamedTuple):
 
     Attributes:
         req_ids: The very tuple.
-        numbers: int64 ``[n]``; `_NOBODY` for those that are not driven.
+        numbers: int64 ``[n]``; `NOBODY` for those that are not driven.
         serials: int64 ``[n]``.
         columns: Those in which all of them are driven.
     """
@@ -119,64 +56,7 @@ class _Members(NamedTuple):
     flat: Int64Array
 
 
-class _Column:
-    """The coefficients in one column, of each driven request by its number: the last ones, and a history."""
-
-    def __init__(self, size: int, num_slots: int) -> None:
-        self.firsts: Int64Array = np.full(size, _NEVER, np.int64)
-        """The position from which the last value acts; `_NEVER` for a request that is not driven here."""
-        self.values: Float32Rows = np.zeros(size, np.float32)
-        self.written: Float32Rows = np.full(num_slots, np.nan, np.float32)
-        """By slot, as the device has it; NaN if nothing is known."""
-        self.is_changed = False
-        """Whether a value was set since the last step."""
-        self._large: list[_Piece] = []
-        self._small: list[tuple[Int64Array, ColumnChanges]] = []
-        """Those of the last steps, as `_Piece.of` takes them."""
-
-    def is_driven(self, numbers: Any) -> Any:
-        """Return whether the requests of some numbers, or of one, have had a coefficient here."""
-        return self.firsts[numbers] < _NEVER
-
-    def grow(self, size: int) -> None:
-        """Make room for numbers below `size`."""
-        more = size - len(self.firsts)
-        self.firsts = np.concatenate([self.firsts, np.full(more, _NEVER, np.int64)])
-        self.values = np.concatenate([self.values, np.zeros(more, np.float32)])
-
-    def set(self, numbers: Int64Array, serials: Int64Array, changes: ColumnChanges, alive: Int64Array) -> None:
-        """Set values from positions on, for good.
-
-        Args:
-            numbers: Of the requests that change, int64 ``[n]``.
-            serials: Serial numbers of all that the changes name, int64 ``[m]``.
-            changes: What is set.
-            alive: Serial numbers of all driven requests.
-        """
-        self.firsts[numbers], self.values[numbers] = changes.firsts, changes.values
-        self.is_changed = True
-        self._small.append((serials, changes))
-        if len(self._small) < _FEW:
-            return
-        self._large.append(_Piece.joined([_Piece.of(*each) for each in self._small], alive))
-        self._small = []
-        while len(self._large) > 1 and len(self._large[-2].firsts) <= 2 * len(self._large[-1].firsts):
-            self._large[-2:] = [_Piece.joined(self._large[-2:], alive)]
-
-    def at(self, serial: int, positions: Int64Array) -> Float32Rows:
-        """Return the value of a request at each of some positions; 0 before the first."""
-        pieces = (*self._large, *(_Piece.of(*each) for each in self._small))
-        found = [(piece, piece.serials == serial) for piece in pieces]
-        firsts = np.concatenate([piece.firsts[mine] for piece, mine in found])
-        values = np.concatenate([np.zeros(1, np.float32), *(piece.values[mine] for piece, mine in found)])
-        # One that was decided later takes the place of all that were to act from its position on.
-        behind = np.minimum.accumulate(np.append(firsts, _NEVER)[::-1])[::-1][1:]
-        stays = firsts < behind
-        at: Float32Rows = values[np.append(True, stays)][np.searchsorted(firsts[stays], positions, side="right")]
-        return at
-
-
-_NOBODY = 0
+NOBODY = 0
 """The number of requests that are not driven."""
 
 
@@ -186,20 +66,23 @@ class DrivenStrengths:
     Args:
         num_slots: Slots of states.
         num_columns: Of signals and states.
+
+    Attributes:
+        numbers: Of the requests that are driven, by id.
+        serials: int64, by number: a serial number of each request, which no other ever has; -1 for a free number.
+        by_column: Their coefficients.
+        is_settled: Whether the device has the last value of each request of the last step.
     """
 
     def __init__(self, num_slots: int, num_columns: int) -> None:
         self._num_slots, self._num_columns = num_slots, num_columns
-        self._numbers: dict[str, int] = {}
-        """Of the requests that are driven."""
-        self._columns: dict[int, _Column] = {}
-        self._serials: Int64Array = np.full(_AT_FIRST, -1, np.int64)
-        """By number; -1 for a free one."""
-        self._free = list(range(_AT_FIRST - 1, _NOBODY, -1))
+        self.numbers: dict[str, int] = {}
+        self.by_column: dict[int, DrivenColumn] = {}
+        self.serials: Int64Array = np.full(_AT_FIRST, -1, np.int64)
+        self._free = list(range(_AT_FIRST - 1, NOBODY, -1))
         self._next_serial = 0
         self.is_settled = True
-        """Whether the device has the last value of each request of the last step."""
-        self._named: tuple[tuple[str, ...], Int64Array] = ((), self._serials)
+        self._named: tuple[tuple[str, ...], Int64Array] = ((), self.serials)
         """The requests that were asked for last, and the number of each."""
         self._told: _Told | None = None
         """Of the last changes; None once numbers have changed."""
@@ -217,19 +100,19 @@ class DrivenStrengths:
         """
         fresh: dict[str, None] = {}
         for piece in changes:
-            column = self._columns.get(piece.column)
+            column = self.by_column.get(piece.column)
             if column is None:
-                column = self._columns[piece.column] = _Column(len(self._serials), self._num_slots)
+                column = self.by_column[piece.column] = DrivenColumn(len(self.serials), self._num_slots)
             told = self._told_by(piece.req_ids)
             if piece.column not in told.columns:
                 fresh |= dict.fromkeys(self._begin(piece, column, told))
                 told = self._told_by(piece.req_ids)
             numbers = told.numbers if len(piece.whose) == len(piece.req_ids) else told.numbers[piece.whose]
-            column.set(numbers, told.serials, piece, self._serials)
+            column.set(numbers, told.serials, piece, self.serials)
         self.is_settled = False
         return list(fresh)
 
-    def _begin(self, piece: ColumnChanges, column: _Column, told: _Told) -> list[str]:
+    def _begin(self, piece: ColumnChanges, column: DrivenColumn, told: _Told) -> list[str]:
         """Give the requests of changes numbers; returns those that were not driven in the column before."""
         is_driven = column.is_driven(told.numbers)
         if np.count_nonzero(is_driven) == len(is_driven):
@@ -244,21 +127,21 @@ class DrivenStrengths:
 
     def columns(self, req_id: str) -> frozenset[int]:
         """Return the columns that a request has had a coefficient in."""
-        number = self._numbers.get(req_id)
+        number = self.numbers.get(req_id)
         if number is None:
             return frozenset()
-        return frozenset(name for name, column in self._columns.items() if column.is_driven(number))
+        return frozenset(name for name, column in self.by_column.items() if column.is_driven(number))
 
     def forget(self, req_id: str) -> None:
         """Forget a request that ended."""
-        number = self._numbers.pop(req_id, None)
+        number = self.numbers.pop(req_id, None)
         if number is None:
             return
-        for name, column in list(self._columns.items()):
-            column.firsts[number] = _NEVER
+        for name, column in list(self.by_column.items()):
+            column.forget(number)
             if not column.is_driven(slice(None)).any():
-                del self._columns[name]
-        self._serials[number] = -1
+                del self.by_column[name]
+        self.serials[number] = -1
         self._free.append(number)
         self._renumbered()
 
@@ -274,9 +157,9 @@ class DrivenStrengths:
             batch: Of the step.
             cleared: Slots whose states are forgotten before.
         """
-        for column in self._columns.values() if len(cleared) else ():
+        for column in self.by_column.values() if len(cleared) else ():
             column.written[cleared] = np.nan
-        return self._settle(rows, batch) if self._numbers else NO_PLACES
+        return self._settle(rows, batch) if self.numbers else NO_PLACES
 
     def replayed(self, rows: GateRows, batch: GatedBatch, flags: Int32Array) -> Places:
         """Return what to write into the signals of rows that are computed again.
@@ -286,30 +169,30 @@ class DrivenStrengths:
             batch: Of the step.
             flags: `TokenFlag` of each row, int32 ``[N]``.
         """
-        if not self._numbers or not (flags & TokenFlag.IS_REPLAYED).any():
+        if not self.numbers or not (flags & TokenFlag.IS_REPLAYED).any():
             return NO_PLACES
         found: list[Places] = []
         ends = np.cumsum(rows.counts)
         for at, number in enumerate(self._numbers_of(batch.gated_ids).tolist()):
             (index,) = np.nonzero(flags[ends[at] - rows.counts[at] : ends[at]] & TokenFlag.IS_REPLAYED)
-            for name, column in self._columns.items() if len(index) else ():
+            for name, column in self.by_column.items() if len(index) else ():
                 if column.is_driven(number):
-                    values = column.at(int(self._serials[number]), rows.firsts[at] + index)
+                    values = column.at(int(self.serials[number]), rows.firsts[at] + index)
                     found.append(Places((rows.starts[at] + index) * self._num_columns + name, values))
         return Places.joined(*found)
 
     def _number(self, req_id: str) -> int:
         """Return the number of a request, which counts as driven from here on."""
-        if (known := self._numbers.get(req_id)) is not None:
+        if (known := self.numbers.get(req_id)) is not None:
             return known
         if not self._free:
-            size = len(self._serials)
+            size = len(self.serials)
             self._free = list(range(2 * size - 1, size - 1, -1))
-            self._serials = np.concatenate([self._serials, np.full(size, -1, np.int64)])
-            for column in self._columns.values():
+            self.serials = np.concatenate([self.serials, np.full(size, -1, np.int64)])
+            for column in self.by_column.values():
                 column.grow(2 * size)
-        number = self._numbers[req_id] = self._free.pop()
-        self._serials[number] = self._next_serial
+        number = self.numbers[req_id] = self._free.pop()
+        self.serials[number] = self._next_serial
         self._next_serial += 1
         self._renumbered()
         return number
@@ -327,19 +210,19 @@ class DrivenStrengths:
         told = self._told
         if told is None or told.req_ids is not req_ids:
             numbers = self._numbers_of(req_ids)
-            told = self._told = _Told(req_ids, numbers, self._serials[numbers], set())
+            told = self._told = _Told(req_ids, numbers, self.serials[numbers], set())
         return told
 
     def _numbers_of(self, req_ids: tuple[str, ...]) -> Int64Array:
         """Return the number of each of some requests, int64 ``[n]``."""
         if self._named[0] != req_ids:
-            self._named = req_ids, np.array([self._numbers.get(req_id, _NOBODY) for req_id in req_ids], np.int64)
+            self._named = req_ids, np.array([self.numbers.get(req_id, NOBODY) for req_id in req_ids], np.int64)
         return self._named[1]
 
     def _members_of(self, name: int, batch: GatedBatch) -> _Members:
         if (known := self._members.get(name)) is None:
             numbers = self._numbers_of(batch.gated_ids)
-            (at,) = self._columns[name].is_driven(numbers).nonzero()
+            (at,) = self.by_column[name].is_driven(numbers).nonzero()
             slots = batch.slots[at].astype(np.int64)
             flat = slots * self._num_columns + name
             known = _Members(None if len(at) == len(numbers) else at, numbers[at], slots, flat)
@@ -356,13 +239,17 @@ class DrivenStrengths:
             self._forget_members()
         found: list[tuple[int, Places]] = []
         self.is_settled = True
-        for name, column in self._columns.items():
+        for name, column in self.by_column.items():
             at, numbers, slots, flat = self._members_of(name, batch)
-            values, firsts = column.values[numbers], rows.firsts if at is None else rows.firsts[at]
+            firsts = rows.firsts if at is None else rows.firsts[at]
+            if np.count_nonzero(is_heard := column.is_heard[numbers]):
+                (kept,) = np.nonzero(~is_heard)
+                numbers, slots, flat, firsts = numbers[kept], slots[kept], flat[kept], firsts[kept]
+            values = column.values[numbers]
             is_early = firsts < column.firsts[numbers]
             for index in is_early.nonzero()[0].tolist() if np.count_nonzero(is_early) else ():
                 self.is_settled = False
-                values[index] = column.at(int(self._serials[numbers[index]]), firsts[index : index + 1])[0]
+                values[index] = column.at(int(self.serials[numbers[index]]), firsts[index : index + 1])[0]
             if column.is_changed or np.count_nonzero(values != column.written[slots]):
                 column.is_changed, column.written[slots] = False, values
                 found.append((name, Places(flat, values)))

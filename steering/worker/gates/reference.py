@@ -43,6 +43,9 @@ from headgate.steering.programs.codes import (
 from headgate.steering.programs.gate_codes import (
     COMBINE_MASK,
     EARLY,
+    HEARD_POSITION_BITS,
+    HEARD_ROWS,
+    HEARD_WORDS,
     LEAST_HYSTERESIS,
     MODE_MASK,
     POOL_MASK,
@@ -78,6 +81,11 @@ class GateTensors(NamedTuple):
         told: int64 ``[Q, TOLD_ROWS, K]``: words of `Code.TELL`, which the forward writes and the host reads, at any
             time. It is memory of the host: on a GPU, pinned memory that the GPU maps. K is 0 where nothing is told.
         told_counts: int32 ``[Q, K]``: the counts of `Code.TELL`.
+        heard: int64 ``[Q, HEARD_WORDS + HEARD_ROWS]``: of `Code.HEAR`, the words that the host writes, at any time, and
+            behind them those that the forward writes. It is memory of the host, as `told`. Without columns where H
+            is 0.
+        hearing: int32 ``[Q, H, 2]``: for each driven content the epoch that it hears, 0 for none, and the position of
+            the next row. H is 0 where nothing is heard.
     """
 
     signals: Tensor
@@ -85,6 +93,8 @@ class GateTensors(NamedTuple):
     tokens: Tensor
     told: Tensor
     told_counts: Tensor
+    heard: Tensor
+    hearing: Tensor
 
 
 Entries = Sequence[Sequence[int]]
@@ -108,9 +118,7 @@ def evaluate(
             their params.
         gates: As the forward has them; on any device.
     """
-    signals, states = gates.signals.cpu().numpy(), gates.states.cpu().numpy()
-    tokens = gates.tokens.cpu().numpy()
-    told, told_counts = gates.told.cpu().numpy(), gates.told_counts.cpu().numpy()
+    signals, states, tokens, *words = (tensor.cpu().numpy() for tensor in gates)
     rows: list[tuple[int, Entries, Params]] = []
     for index_N, codes, params in tokens_of:
         number = gate_entries(codes)
@@ -120,11 +128,10 @@ def evaluate(
         rows += [(token, codes[:number], params) for token in listed]
     for token, codes, params in sorted(rows, key=lambda row: row[0]):
         slot, flags = tokens[token].tolist()
-        kept = _Kept(states[slot], told[slot], told_counts[slot])
+        kept = _Kept(states[slot], *(each[slot] for each in words))
         _evaluate_row(codes, params, signals[token], kept, flags)
     if gates.signals.device.type != "cpu":
-        written = (gates.signals, signals), (gates.states, states), (gates.told, told), (gates.told_counts, told_counts)
-        for tensor, values in written:
+        for tensor, values in zip(gates, (signals, states, tokens, *words), strict=True):
             tensor.copy_(torch.from_numpy(values))
 
 
@@ -181,11 +188,13 @@ def _activations(x_ND: Tensor, z_N: Tensor, code: int, params: Sequence[float]) 
 
 
 class _Kept(NamedTuple):
-    """The numbers that a slot of requests keeps: states, ``[C]``, and the words and counts of `Code.TELL`."""
+    """The numbers that a slot of requests keeps: states, ``[C]``, and what `Code.TELL` and `Code.HEAR` use."""
 
     states: Float32Rows
     told: Int64Array
     told_counts: Int32Array
+    heard: Int64Array
+    hearing: Int32Array
 
 
 def _evaluate_row(codes: Entries, params: Params, s: Float32Rows, kept: _Kept, flags: int) -> None:
@@ -199,6 +208,8 @@ def _evaluate_row(codes: Entries, params: Params, s: Float32Rows, kept: _Kept, f
             run(fields[CODE], numbers, s, kept.states, flags)
         elif fields[CODE] & CODE_MASK == Code.TELL:
             _tell(fields[CODE], numbers, s, kept, flags)
+        elif fields[CODE] & CODE_MASK == Code.HEAR and not flags & TokenFlag.IS_SCANNED:
+            _hear(change_index(fields[CODE]), numbers, kept)
 
 
 def _tell(code: int, params: Sequence[float], s: Float32Rows, kept: _Kept, flags: int) -> None:
@@ -208,6 +219,23 @@ def _tell(code: int, params: Sequence[float], s: Float32Rows, kept: _Kept, flags
     if not flags & TokenFlag.IS_SCANNED:
         word = n << 32 | int(s.view(np.uint32)[score])
         kept.told[n % TOLD_ROWS, k] = word  # in one store: the host may read at any time
+
+
+def _hear(column: int, params: Sequence[float], kept: _Kept) -> None:
+    d = int(params[P4])
+    epoch, position = kept.hearing[d].tolist()
+    if not epoch:
+        return
+    words = kept.heard[:HEARD_WORDS].copy()  # the host may write at any time
+    tags = words >> 32
+    is_due = (tags >> HEARD_POSITION_BITS == epoch) & (tags & (1 << HEARD_POSITION_BITS) - 1 <= position)
+    if is_due.any():
+        word = words[np.where(is_due, tags, -1).argmax()]
+        kept.states[column] = (word & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+    elif math.isnan(kept.states[column]):
+        kept.states[column] = 0
+    kept.heard[HEARD_WORDS + position % HEARD_ROWS] = position << 32 | int(kept.states.view(np.uint32)[column])
+    kept.hearing[d, 1] = position + 1
 
 
 def _columns_at_site(codes: Entries) -> list[int]:

@@ -196,11 +196,11 @@ class GateSlots:
         num_slots: `NO_SLOT` included.
 
     Attributes:
-        on_loss: Called with a request before another one gets its slot.
+        on_loss: All are called with a request before another one gets its slot.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.on_loss: Callable[[str], object] = lambda req_id: None
+        self.on_loss: list[Callable[[str], object]] = []
         self._free = list(range(num_slots - 1, NO_SLOT, -1))
         self._slots: OrderedDict[str, int] = OrderedDict()
         """The one that had no step for the longest time first."""
@@ -212,7 +212,8 @@ class GateSlots:
             return slot, False
         if not self._free:
             loser = next(iter(self._slots))
-            self.on_loss(loser)
+            for call in self.on_loss:
+                call(loser)
             self._free.append(self._slots.pop(loser))
         self._slots[req_id] = self._free.pop()
         return self._slots[req_id], True

@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
-from headgate.steering.gates.coefficient_changes import CoefficientChanges
+from headgate.steering.gates.coefficient_changes import CoefficientChanges, Hears
 from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.programs.gate_codes import TOLD_ROWS
 from headgate.steering.vectors.dtypes import Float32Rows
-from headgate.steering.worker.gates.driven import DrivenStrengths, Places
+from headgate.steering.worker.gates.driven import DrivenStrengths
+from headgate.steering.worker.gates.driven_columns import Places
+from headgate.steering.worker.gates.hearing import Hearing, Listeners
 from headgate.steering.worker.gates.pinned_copies import PinnedCopies
 from headgate.steering.worker.gates.readings import GateHistory, SignalCopier, SignalReadings, StepSignals
 from headgate.steering.worker.gates.reference import FLAGS, SLOT, GateTensors
@@ -49,6 +50,7 @@ class GateWrites(NamedTuple):
         columns: Columns whose states are to be NaN for all: first, and behind the last.
         state_places: int64 ``[d]``: flat places in the states, written behind the others.
         states: float32 ``[d]``: their values.
+        listeners: Who hears coefficients from here on; None if that stays.
     """
 
     tokens: Int32Array
@@ -58,6 +60,7 @@ class GateWrites(NamedTuple):
     columns: tuple[tuple[int, int], ...] = ()
     state_places: Int64Array = _NO_PLACES
     states: Float32Rows = _NO_VALUES
+    listeners: Listeners | None = None
 
 
 class StepGates:
@@ -70,6 +73,7 @@ class StepGates:
         device: Where the forward runs.
         is_output_rank: Whether the engine core is told what this worker reads.
         num_told: Scores of each row that the forward may tell by itself.
+        num_driven: Contents whose coefficients it may hear by itself.
 
     Attributes:
         tensors: Read and written by the forward.
@@ -85,10 +89,11 @@ class StepGates:
         *,
         is_output_rank: bool = True,
         num_told: int = 0,
+        num_driven: int = 0,
     ) -> None:
         num_slots, self._num_columns = slots_needed(max_num_seqs), num_columns
         self.telling = Telling(num_slots, num_told, device, is_output_rank=is_output_rank)
-        self.tensors = _tensors(max_tokens, num_columns, self.telling.words)
+        self.tensors = _tensors(max_tokens, num_columns, self.telling, num_driven)
         self._requests: dict[str, GatedRequest] = {}
         self._own: dict[str, OwnGates] = {}
         """Of all requests."""
@@ -102,6 +107,9 @@ class StepGates:
         told_of = self._requests if is_output_rank else {}
         self._counts = WrittenCounts(self.tensors.states, copies, self._slots, told_of)
         self._driven = DrivenStrengths(num_slots, num_columns)
+        wait = torch.cuda.synchronize if device.type == "cuda" else _wait_for_nothing
+        self._hearing = Hearing(self.telling.heard_here, self.tensors.hearing.shape[1], wait, self._driven)
+        self._slots.on_loss.append(self._hearing.lose)
         self._tokens = np.zeros((max_tokens, 2), np.int32)
         """As the device has them after the writes."""
         self._num_marked = 0
@@ -115,7 +123,8 @@ class StepGates:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory."""
-        return sum(tensor.nbytes for tensor in self.tensors if tensor is not self.tensors.told)
+        of_host = self.tensors.told, self.tensors.heard
+        return sum(tensor.nbytes for tensor in self.tensors if not any(tensor is each for each in of_host))
 
     @property
     def num_requests(self) -> int:
@@ -139,8 +148,8 @@ class StepGates:
         for req_id, own in self._own.items():
             self._follow(req_id, own)
 
-    def drive(self, changes: CoefficientChanges) -> dict[str, frozenset[int]]:
-        """Take coefficients that controllers set.
+    def drive(self, changes: CoefficientChanges, hears: Hears | None = None) -> dict[str, frozenset[int]]:
+        """Take coefficients that controllers set, and who is to hear further ones.
 
         Returns:
             All columns in which a request has been driven, of each request that has another one now.
@@ -148,6 +157,8 @@ class StepGates:
         Raises:
             AssertionError: If a request is not known.
         """
+        if hears is not None:
+            self._hearing.order(hears)
         changed = {req_id: self._driven.columns(req_id) for req_id in self._driven.set(changes)}
         for req_id in changed:
             if req_id not in self._own:
@@ -178,6 +189,7 @@ class StepGates:
     def _leave(self, req_id: str) -> None:
         if req_id not in self._own:
             self._driven.forget(req_id)
+            self._hearing.forget(req_id)
         self._counts.read_last(req_id, has_ended=True)
         if self._requests.pop(req_id, None) is not None:
             self._slots.release(req_id)
@@ -213,23 +225,31 @@ class StepGates:
     def _goes_on(self, view: BatchView, batch: GatedBatch, before: GateRows) -> GateWrites | None:
         """Follow a step of one generated row of each request, behind such a one: only coefficients can change."""
         self.telling.follow(goes_on=True)
-        if self.telling.is_quiet and self._driven.is_settled:
-            return None  # nobody here looks at the rows
+        is_settled = self._driven.is_settled and not self._hearing.has_orders
+        if is_settled:
+            self._hearing.go_on()
+            if self.telling.is_quiet:
+                return None  # nobody here looks at the rows
         self._rows = rows = before._replace(firsts=batch.firsts(view))
-        changed = self._driven.changes(rows, batch)
-        if not len(changed):
+        if is_settled:
             return None
-        return GateWrites(_NO_TOKENS, _NO_PLACES, _NO_VALUES, _NO_SLOTS, (), *changed)
+        self._hearing.follow(rows, batch)
+        changed, listeners = self._driven.changes(rows, batch), self._hearing.listeners(rows, batch)
+        if listeners is None and not len(changed):
+            return None
+        return GateWrites(_NO_TOKENS, _NO_PLACES, _NO_VALUES, _NO_SLOTS, (), *changed, listeners)
 
     def _writes(self, rows: GateRows, batch: GatedBatch) -> GateWrites | None:
         columns, self._new_columns = tuple(self._new_columns), []
         for place in batch.restarted(rows):
             self._counts.read_last(rows.req_ids[place])
         cleared = batch.cleared(rows)
+        self._hearing.follow(rows, batch, cleared.tolist())
         index, flags = rows.batch_rows, batch.take_flags(rows)
         handed_on = self._history.strengths(rows, batch, flags) if batch.has_early else []
         replayed = Places.joined(Places.of(handed_on, self._num_columns), self._driven.replayed(rows, batch, flags))
         states = self._driven.states(rows, batch, cleared)
+        listeners = self._hearing.listeners(rows, batch, cleared.tolist())
         changed = np.empty((len(flags), 2), np.int32)
         changed[:, SLOT], changed[:, FLAGS] = np.repeat(batch.slots, rows.counts), flags
         end = int(index.max()) + 1
@@ -238,11 +258,11 @@ class StepGates:
         tokens[index] = changed
         self._num_marked = end
         if np.array_equal(self._tokens[: len(tokens)], tokens) and not (
-            len(replayed) or len(states) or len(cleared) or columns
+            len(replayed) or len(states) or len(cleared) or columns or listeners
         ):
             return None
         self._tokens[: len(tokens)] = tokens
-        return GateWrites(tokens, *replayed, cleared, columns, *states)
+        return GateWrites(tokens, *replayed, cleared, columns, *states, listeners)
 
     def step_ends(self) -> None:
         """Copy what the gates of the step did, behind its forward."""
@@ -268,7 +288,12 @@ class StepGates:
         return self._counts.ask()
 
 
-def _tensors(max_tokens: int, num_columns: int, told: Tensor) -> GateTensors:
+def _wait_for_nothing() -> None:
+    """Wait for what a CPU was asked to compute: it is done."""
+
+
+def _tensors(max_tokens: int, num_columns: int, telling: Telling, num_driven: int) -> GateTensors:
+    told, num_heard = telling.words, num_driven * (telling.heard_here is not None)
     num_slots, _, num_told = told.shape
     return GateTensors(
         signals=torch.zeros(max_tokens, num_columns, device=told.device),
@@ -276,6 +301,8 @@ def _tensors(max_tokens: int, num_columns: int, told: Tensor) -> GateTensors:
         tokens=torch.zeros(max_tokens, 2, dtype=torch.int32, device=told.device),
         told=told,
         told_counts=torch.zeros(num_slots, num_told, dtype=torch.int32, device=told.device),
+        heard=telling.heard if num_heard else telling.heard[:, :0].contiguous(),
+        hearing=torch.zeros(num_slots, num_heard, 2, dtype=torch.int32, device=told.device),
     )
 
 
@@ -287,4 +314,6 @@ def no_gates(device: torch.device) -> GateTensors:
         torch.zeros(1, 2, dtype=torch.int32, device=device),
         torch.zeros(1, TOLD_ROWS, 0, dtype=torch.int64, device=device),
         torch.zeros(1, 0, dtype=torch.int32, device=device),
+        torch.zeros(1, 0, dtype=torch.int64, device=device),
+        torch.zeros(1, 0, 2, dtype=torch.int32, device=device),
     )

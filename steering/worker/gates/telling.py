@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headgate.capture.schema.batch import Int32Array
+from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.steering.controllers.hosting.told_words import ToldPlace
 from headgate.steering.programs.gate_codes import TOLD_ROWS
 from headgate.steering.worker.gates.requests import GatedBatch
@@ -28,16 +28,23 @@ class Telling:
 
     Attributes:
         words: int64 ``[Q, TOLD_ROWS, K]`` on the device: `GateTensors.told`.
+        heard: int64 ``[Q, HEARD_WORDS + HEARD_ROWS]`` on the device: `GateTensors.heard`; without columns if nobody can
+            write there.
+        heard_here: The same as the host has it; None likewise.
         is_quiet: Whether the present step is.
     """
 
     def __init__(self, num_slots: int, num_told: int, device: torch.device, *, is_output_rank: bool) -> None:
         memory = ToldMemory(num_slots, num_told, device) if num_told and is_output_rank else None
-        words = None if memory is None else memory.words
         # Where nobody can read them, the forward writes the words to memory of the device.
-        empty = partial(torch.zeros, num_slots, TOLD_ROWS, num_told, dtype=torch.int64, device=device)
-        self._memory = None if words is None else memory
-        self.words: Tensor = empty() if words is None else words
+        empty = partial(torch.zeros, dtype=torch.int64, device=device)
+        self.words: Tensor = empty(num_slots, TOLD_ROWS, num_told)
+        self.heard: Tensor = empty(num_slots, 0)
+        self.heard_here: Int64Array | None = None
+        self._memory: ToldMemory | None = None
+        if memory is not None and memory.words is not None and memory.heard is not None:
+            self._memory, self.words, self.heard = memory, memory.words, memory.heard
+            self.heard_here = memory.heard_here
         self.is_quiet = False
         self._is_read = self._is_followed = False
         """Whether somebody reads the memory, and whether he knows the words of steps that go on."""

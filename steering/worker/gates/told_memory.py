@@ -1,6 +1,6 @@
-"""The memory in which forwards tell scores to the process of the controllers, as the worker has it.
+"""The memory in which forwards and the process of the controllers tell each other numbers, as the worker has it.
 
-On a GPU it is pinned memory of the host, which kernels write to by themselves: no step launches a copy for it.
+On a GPU it is pinned memory of the host, which kernels read and write by themselves: no step launches a copy for it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headgate.capture.schema.batch import Int64Array
 from headgate.steering.controllers.hosting.told_words import HEADER_BYTES, ToldPlace
-from headgate.steering.programs.gate_codes import TOLD_ROWS
+from headgate.steering.programs.gate_codes import HEARD_ROWS, HEARD_WORDS, TOLD_ROWS
 from headgate.steering.worker.gates.host_memory import seen_by_gpu
 
 logger = logging.getLogger("headgate")
@@ -35,6 +36,8 @@ class ToldMemory:
         place: Where other processes of this host find it.
         words: int64 ``[Q, TOLD_ROWS, K]`` on the device: `GateTensors.told`. None if the forward cannot write there,
             with a line in the log.
+        heard: int64 ``[Q, HEARD_WORDS + HEARD_ROWS]`` on the device: `GateTensors.heard`; None likewise.
+        heard_here: The same as the host has it.
     """
 
     def __init__(self, num_slots: int, num_told: int, device: torch.device) -> None:
@@ -43,9 +46,14 @@ class ToldMemory:
         os.ftruncate(fd, self.place.num_bytes)
         mapped = mmap.mmap(fd, self.place.num_bytes)
         np.frombuffer(mapped, np.int64, 1)[0] = self.place.number
-        shape = num_slots, TOLD_ROWS, num_told
-        words = np.frombuffer(mapped, np.int64, offset=HEADER_BYTES).reshape(shape)
-        self.words = torch.from_numpy(words) if device.type != "cuda" else _on_device(words, device)
+        every = np.frombuffer(mapped, np.int64, offset=HEADER_BYTES)
+        size = num_slots * TOLD_ROWS * num_told
+        seen = torch.from_numpy(every) if device.type != "cuda" else _on_device(every, device)
+        self.heard_here: Int64Array = every[size:].reshape(num_slots, HEARD_WORDS + HEARD_ROWS)
+        self.words: Tensor | None = None
+        self.heard: Tensor | None = None
+        if seen is not None:
+            self.words, self.heard = seen[:size].view(num_slots, TOLD_ROWS, num_told), seen[size:].view(num_slots, -1)
         weakref.finalize(self, os.close, fd)
 
 

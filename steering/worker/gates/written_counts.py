@@ -59,7 +59,7 @@ class WrittenCounts:
         self._slots = slots
         self._requests = requests
         self._pieces: list[CountPiece] = []
-        slots.on_loss = self.read_last
+        slots.on_loss.append(self.read_last)
 
     def read_last(self, req_id: str, *, has_ended: bool = False) -> None:
         """Read the counts of a request behind what was launched, before they begin anew."""

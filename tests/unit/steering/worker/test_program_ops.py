@@ -10,6 +10,7 @@ from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.gates.step_gates import no_gates
 from headgate.steering.worker.program_action import steered_rows_and_state
 from headgate.steering.worker.program_ops import NO_SAE, program_deltas, program_deltas_and_state
+from tests.fakes.gate_tensors import nothing_heard
 
 NO_GATES = no_gates(torch.device("cpu"))
 
@@ -132,7 +133,8 @@ def telling() -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, GateTens
     params[1, 0, 2] = 0.0
     tokens = torch.stack([torch.arange(4), torch.zeros(4)], dim=1).int()
     told = torch.zeros(4, TOLD_ROWS, 1, dtype=torch.int64)
-    return (codes, params), pool, GateTensors(torch.zeros(4, 2), torch.zeros(4, 2), tokens, told, told[:, 0].int())
+    words = told, told[:, 0].int(), *nothing_heard(4)
+    return (codes, params), pool, GateTensors(torch.zeros(4, 2), torch.zeros(4, 2), tokens, *words)
 
 
 def test_what_is_told_is_written_into_the_memory_that_is_given():

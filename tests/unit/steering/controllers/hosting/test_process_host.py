@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headgate.capture.engine.contracts.core_part import Progress
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.controllers import SetSteeringEach, Stop
 from headgate.steering.controllers.hosting import controller_process
@@ -41,8 +42,8 @@ class Pair:
         size = self.worker.size
         self.asked_aloud = 0
         self.local = LocalHost(specs, self._tokens_of)
-        self.apart = ProcessHost(specs, self._tokens_of, slice(0, size), slice(size, 2 * size), self._ask_aloud)
-        assert self.apart.attach(self.worker.place)
+        self.apart = ProcessHost(specs, self._progress, slice(0, size), slice(size, 2 * size), self._ask_aloud)
+        assert self.apart.attach(self.worker.place, is_alone=True)
         names: Any = {name: list(each.probes) for name, each in self.local.loaded.items()}
         for host in (self.local, self.apart):
             host.start({name: dict(zip(names[name], numbers[name], strict=True)) for name in names})
@@ -51,6 +52,10 @@ class Pair:
     def _tokens_of(self, req_id: str) -> list[int] | None:
         found = self.worker.requests.get(req_id)
         return None if found is None else found.tokens
+
+    def _progress(self, req_id: str) -> Progress | None:
+        found = self.worker.requests.get(req_id)
+        return None if found is None else Progress(max(found.done, found.num_prompt), found.tokens)
 
     def _ask_aloud(self) -> None:
         self.asked_aloud += 1
@@ -257,7 +262,7 @@ def test_memory_of_others_is_not_read() -> None:
     pair = Pair([spec("telling", "all", names=["one"], never_waits=True)], {"all": [0]})
     place = pair.worker.place
 
-    assert not pair.apart.attach(place._replace(number=place.number + 1))
-    assert not pair.apart.attach(place._replace(path="/proc/1/fd/none"))
-    assert not pair.apart.attach(place._replace(num_told=7))
-    assert pair.apart.attach(place)
+    assert not pair.apart.attach(place._replace(number=place.number + 1), is_alone=True)
+    assert not pair.apart.attach(place._replace(path="/proc/1/fd/none"), is_alone=True)
+    assert not pair.apart.attach(place._replace(num_told=7), is_alone=True)
+    assert pair.apart.attach(place, is_alone=True)

@@ -30,6 +30,7 @@ from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.worker.gates.reference import GateTensors, evaluate
 from headgate.steering.worker.placed_programs import place
 from headgate.steering.worker.program_reference import program_deltas_reference
+from tests.fakes.gate_tensors import nothing_heard, nothing_told
 
 HIDDEN = 4
 EARLY, READ, LATE = (Site(layer, HookPoint.POST_MLP) for layer in (0, 1, 2))
@@ -82,8 +83,8 @@ def run_and_count(gates: Sequence[Gate], scores: Sequence[float], num_prompt: in
             | TokenFlag.ENDS_PROMPT * (positions == num_prompt - 1)
             | TokenFlag.IS_GENERATED * (positions >= num_prompt)
         )
-        nothing = torch.zeros(2, TOLD_ROWS, 0, dtype=torch.int64)
-        tensors = GateTensors(torch.full((count, columns), math.nan), states, tokens, nothing, nothing[:, 0].int())
+        signals = torch.full((count, columns), math.nan)
+        tensors = GateTensors(signals, states, tokens, *nothing_told(2), *nothing_heard(2))
         is_decode = torch.from_numpy(positions >= num_prompt).int()
         added.append(torch.stack([_at(site, made, rows, is_decode, tensors) for site in SITES]))
         start += count
@@ -233,7 +234,7 @@ class Telling:
         tokens = torch.tensor([[slot, flags]] * len(scores), dtype=torch.int32)
         signals = torch.full((len(scores), 4), math.nan)
         codes, params = zip(*self.ENTRIES, strict=True)
-        gates = GateTensors(signals, self.states, tokens, self.told, self.counts)
+        gates = GateTensors(signals, self.states, tokens, self.told, self.counts, *nothing_heard(2))
         evaluate(rows.double(), self.POOL, [(torch.arange(len(scores)), codes, params)], gates)
         return signals[:, 2:].T.tolist()
 

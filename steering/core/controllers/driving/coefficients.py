@@ -1,14 +1,13 @@
 """Coefficients of contents on running requests, of what is contributed to each. Engine thread only.
 
-Most requests have one contribution, whose value changes behind each row. Those are kept in arrays beside (`_Lanes`), so
+Most requests have one contribution, whose value changes behind each row. Those are kept in arrays beside (`Lanes`), so
 that one change of many requests is a few operations on arrays.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,17 +18,11 @@ from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.content import Limits, check_programs
 from headgate.steering.core.controllers.contents import FIELD, Static
-from headgate.steering.core.controllers.drives import Drive, Drives
-from headgate.steering.gates.coefficient_changes import (
-    CoefficientChange,
-    CoefficientChanges,
-    ColumnChanges,
-    by_column,
-)
+from headgate.steering.core.controllers.driving.drives import Drive, Drives
+from headgate.steering.core.controllers.driving.lanes import DrivenRequest, Lanes, Source
+from headgate.steering.core.controllers.driving.untold import Untold
+from headgate.steering.gates.coefficient_changes import CoefficientChange, CoefficientChanges, ColumnChanges
 from headgate.steering.programs.program import Program
-
-Source = tuple[str, ...]
-"""Whose contribution: the controller, and what it set."""
 
 
 class Contribution(NamedTuple):
@@ -37,145 +30,6 @@ class Contribution(NamedTuple):
 
     content: Program
     value: float
-
-
-@dataclass(slots=True)
-class DrivenRequest:
-    """A request that controllers may act on.
-
-    Attributes:
-        num_prompt: Tokens of its prompt.
-        static: Its steering without them.
-        contributions: Column and coefficient, by source.
-        drives: Those that it has had, by column.
-        values: The coefficient in each column.
-        key: Content key of what was set; None as long as nothing was.
-        number: Its place in arrays.
-    """
-
-    num_prompt: int
-    static: Static
-    number: int
-    contributions: dict[Source, tuple[int, float]] = field(default_factory=dict)
-    drives: dict[int, Drive] = field(default_factory=dict)
-    values: dict[int, float] = field(default_factory=dict)
-    key: bytes | None = None
-
-
-class _Lanes:
-    """Requests with one contribution each: its value is here, by the number of the request."""
-
-    def __init__(self) -> None:
-        self._free = list(range(_AT_FIRST - 1, _NOBODY, -1))
-        self.lanes: Int64Array = np.full(_AT_FIRST, _NO_LANE, np.int64)
-        """Number of the drive and source; `_NO_LANE` for requests that have none, or several."""
-        self.values: npt.NDArray[np.float64] = np.zeros(_AT_FIRST)
-        self._sources: dict[Source, int] = {}
-
-    def of(self, drive: Drive, source: Source) -> int:
-        """Return the lane of what a source contributes by a drive."""
-        return drive.serial << 20 | self._sources.setdefault(source, len(self._sources))
-
-    def take(self) -> int:
-        """Return a free number."""
-        if not self._free:
-            size = len(self.lanes)
-            self._free = list(range(2 * size - 1, size - 1, -1))
-            self.lanes = np.concatenate([self.lanes, np.full(size, _NO_LANE, np.int64)])
-            self.values = np.concatenate([self.values, np.zeros(size)])
-        return self._free.pop()
-
-    def free(self, number: int) -> None:
-        """Let a number be another request's."""
-        self.lanes[number] = _NO_LANE
-        self._free.append(number)
-
-
-_AT_FIRST = 64
-_NO_LANE = -1
-_NOBODY = 0
-"""The number of requests that are not known: it never has a lane."""
-
-
-class _Group(NamedTuple):
-    """Requests as an action names them; the next one is likely to name the same.
-
-    Attributes:
-        req_ids: The very tuple.
-        numbers: int64 ``[n]``; `_NOBODY` for those that are not known.
-        places: int64 ``[n]``: 0, 1, 2 ...
-        are_different: Whether each of them comes once.
-    """
-
-    req_ids: tuple[str, ...]
-    numbers: Int64Array
-    places: Int64Array
-    are_different: bool
-
-    @classmethod
-    def of(cls, req_ids: tuple[str, ...], requests: Mapping[str, DrivenRequest]) -> _Group:
-        """Make it of the requests that are known."""
-        known = map(requests.get, req_ids)
-        numbers = np.array([_NOBODY if request is None else request.number for request in known], np.int64)
-        return cls(req_ids, numbers, np.arange(len(req_ids)), len(set(req_ids)) == len(req_ids))
-
-
-_NO_GROUP = _Group((), np.empty(0, np.int64), np.empty(0, np.int64), True)
-
-
-class _Untold:
-    """Changes that the workers do not know, in the order in which they were decided."""
-
-    def __init__(self) -> None:
-        self._pieces: list[ColumnChanges] = []
-        self._single: list[CoefficientChange] = []
-        """Decided behind the pieces, one by one."""
-
-    def add(self, piece: ColumnChanges) -> None:
-        """Add some of one column."""
-        if self._single:
-            self._close()
-        self._pieces.append(piece)
-
-    def add_one(self, change: CoefficientChange) -> None:
-        """Add one."""
-        self._single.append(change)
-
-    def take(self, scheduled: Collection[str]) -> CoefficientChanges | None:
-        """Take those of some requests; None if there are none."""
-        if self._single:
-            self._close()
-        if not self._pieces:
-            return None
-        is_scheduled = scheduled.__contains__
-        for piece in self._pieces:
-            if not all(map(is_scheduled, piece.req_ids)):
-                return tuple(self._split(is_scheduled)) or None
-        found, self._pieces = self._pieces, []
-        return tuple(found)
-
-    def drop(self, req_id: str) -> None:
-        """Drop those of a request."""
-        self._single = [change for change in self._single if change.req_id != req_id]
-        if any(req_id in piece.req_ids for piece in self._pieces):
-            self._split(lambda known: known == req_id)
-
-    def _close(self) -> None:
-        """Make pieces of those that were decided one by one."""
-        self._pieces += by_column(self._single)
-        self._single = []
-
-    def _split(self, is_taken: Callable[[str], bool]) -> list[ColumnChanges]:
-        """Take those of some requests out, and keep the others."""
-        found: list[ColumnChanges] = []
-        kept: list[ColumnChanges] = []
-        for piece in self._pieces:
-            takes = np.array([is_taken(req_id) for req_id in piece.req_ids], np.bool_)[piece.whose]
-            for into, wanted in ((found, takes), (kept, ~takes)):
-                if np.count_nonzero(wanted):
-                    into.append(piece.where(wanted))
-        self._pieces = kept
-        return found
 
 
 class Coefficients:
@@ -192,14 +46,12 @@ class Coefficients:
         self._services = services
         self._limits = limits
         self._requests: dict[str, DrivenRequest] = {}
-        self._lanes = _Lanes()
-        self._group = _NO_GROUP
-        self._untold = _Untold()
+        self._lanes = Lanes()
+        self._untold = Untold()
         self._num_keys = 0
 
     def add(self, req_id: str, num_prompt: int, static: Static) -> None:
         """Add a request, on which nothing is set."""
-        self._group = _NO_GROUP
         self._requests[req_id] = DrivenRequest(num_prompt, static, self._lanes.take())
 
     def forget(self, req_id: str) -> None:
@@ -207,7 +59,6 @@ class Coefficients:
         request = self._requests.pop(req_id, None)
         if request is None:
             return
-        self._group = _NO_GROUP
         self._lanes.free(request.number)
         for column in request.drives:
             self._drives.let_go(column)
@@ -266,7 +117,7 @@ class Coefficients:
             self.adjust(req_id, source, added.value, first)
             return
         self.check(req_id, [added])
-        self._leave_lane(request)
+        self._lanes.leave(request)
         touched: set[int] = set()
         if request.contributions.pop(source, None) is not None and earlier is not None:
             touched.add(earlier[0])
@@ -278,16 +129,16 @@ class Coefficients:
                 self._drives.use(drive.column)
         for column in sorted(touched):
             self._set(req_id, request, column, first)
-        self._enter_lane(request)
+        self._lanes.enter(request)
 
     def adjust(self, req_id: str, source: Source, value: float, first: int) -> None:
         """Change the coefficient of what a source contributes to a request already, from a position on."""
         request = self._requests[req_id]
-        self._leave_lane(request)
+        self._lanes.leave(request)
         column, _ = request.contributions[source]
         request.contributions[source] = column, value
         self._set(req_id, request, column, first)
-        self._enter_lane(request)
+        self._lanes.enter(request)
 
     def adjust_each(
         self,
@@ -310,9 +161,7 @@ class Coefficients:
             Of which requests it is that now, ``[n]``: the others are not known, have ended, come several times, or have
             other contributions. And the first position of each of those, int64 ``[n]``.
         """
-        if self._group.req_ids is not req_ids:
-            self._group = _Group.of(req_ids, self._requests)
-        drive, lanes, group = self._drives.find(content), self._lanes, self._group
+        drive, lanes, group = self._drives.find(content), self._lanes, self._lanes.group(req_ids, self._requests)
         if drive is None or not group.are_different:
             return np.zeros(len(values), np.bool_), np.zeros(len(values), np.int64)
         numbers, firsts, whose = group.numbers, self._services.positions(req_ids), group.places
@@ -332,24 +181,43 @@ class Coefficients:
             self._untold.add(ColumnChanges(req_ids, whose, drive.column, acting, values.astype(np.float32)))
         return done, firsts
 
+    def hearers(self, req_ids: tuple[str, ...], source: Source, content: Program) -> tuple[Drive, Int64Array] | None:
+        """Return by which drive a content of a source is the one contribution of all of some requests.
+
+        Returns:
+            The drive, and the position of the first row of each on which a change acts, int64 ``[n]``. None if a
+            request is not known, has ended, comes several times, or has other contributions.
+        """
+        drive, group = self._drives.find(content), self._lanes.group(req_ids, self._requests)
+        if drive is None or not group.are_different:
+            return None
+        firsts = self._services.positions(req_ids)
+        are_in_lane = self._lanes.lanes[group.numbers] == self._lanes.of(drive, source)
+        return (drive, firsts) if (are_in_lane & (firsts >= 0)).all() else None
+
+    def settle_each(
+        self, req_ids: tuple[str, ...], source: Source, drive: Drive, values: npt.NDArray[np.float64]
+    ) -> None:
+        """Take over what `hearers` have heard last, and tell the workers.
+
+        Args:
+            req_ids: The requests.
+            source: As then.
+            drive: As then.
+            values: The coefficients, float64 ``[n]``; NaN for those that stay what they were.
+        """
+        lanes, numbers = self._lanes, self._lanes.group(req_ids, self._requests).numbers
+        firsts = self._services.positions(req_ids)
+        (at,) = np.nonzero((lanes.lanes[numbers] == lanes.of(drive, source)) & (firsts >= 0))
+        if not len(at):
+            return
+        numbers, last = numbers[at], values[at]
+        lanes.values[numbers] = last = np.where(np.isnan(last), lanes.values[numbers], last)
+        self._untold.add(ColumnChanges(req_ids, at, drive.column, firsts[at], last.astype(np.float32)))
+
     def take_changes(self, scheduled: Collection[str]) -> CoefficientChanges | None:
         """Return the changes that the workers do not know about the requests of a step; they count as told."""
         return self._untold.take(scheduled)
-
-    def _leave_lane(self, request: DrivenRequest) -> None:
-        """Put the value of a request's one contribution back to where several have theirs."""
-        if self._lanes.lanes[request.number] == _NO_LANE:
-            return
-        self._lanes.lanes[request.number] = _NO_LANE
-        ((source, (column, _)),) = request.contributions.items()
-        request.contributions[source] = column, float(self._lanes.values[request.number])
-        request.values[column] = request.contributions[source][1]
-
-    def _enter_lane(self, request: DrivenRequest) -> None:
-        if len(request.contributions) == 1 and request.key is not None:
-            ((source, (column, value)),) = request.contributions.items()
-            self._lanes.lanes[request.number] = self._lanes.of(request.drives[column], source)
-            self._lanes.values[request.number] = value
 
     def _set(self, req_id: str, request: DrivenRequest, column: int, first: int) -> None:
         contributions = request.contributions
