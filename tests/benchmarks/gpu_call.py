@@ -142,7 +142,7 @@ DISK = Step(
 
 RING = tuple(
     f"tests/gpu/test_{name}_cuda.py"
-    for name in ("staging", "staging_stress", "readouts", "signals", "value_upload", "told_words")
+    for name in ("staging", "staging_stress", "readouts", "signals", "value_upload", "told_words", "heard_words")
 )
 ON_TWO = ("--variants", "stock", "both", *FEW)
 ANY_MODEL = {

@@ -142,13 +142,15 @@ def driven(llm: Any) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, is_traced in (("loud", True), ("quiet", False)):
-        before = llm.steering.dynamic().controllers[0].actions["applied"]
+        before = llm.steering.dynamic().controllers[0]
         llm.reset_prefix_cache()
         asked = {"return_steering_trace": is_traced, "steering_rules": ["pid"]}
         outputs = serve(llm, lambda _, asked=asked: asked, captures=False)
         status = llm.steering.dynamic().controllers[0]
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        found[name] = {"tokens": tokens, "applied": status.actions["applied"] - before, "skipped": status.skipped}
+        applied = status.actions["applied"] - before.actions["applied"]
+        heard = status.heard - before.heard
+        found[name] = {"tokens": tokens, "applied": applied, "skipped": status.skipped, "heard": heard}
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from headgate.steering.controllers.hosting.told_words import ToldRowsOfStep, ToldWords
 from headgate.steering.programs.gate_codes import TOLD_COUNT_MASK, TokenFlag
 from headgate.steering.worker.gates.told_memory import ToldMemory
+from tests.fakes.gate_tensors import nothing_heard
 from tests.kernels.gate_programs import NUM_COLUMNS, score, tell
 from tests.kernels.test_run_programs import Example, run_programs
 
@@ -30,7 +31,7 @@ def test_words_are_there_when_their_step_has_ended(ahead: int) -> None:
     signals = torch.zeros(NUM_ROWS, NUM_COLUMNS, device=device)
     counts = torch.full((NUM_SLOTS, NUM_TOLD), TOLD_COUNT_MASK - 9, dtype=torch.int32, device=device)
     states = torch.full((NUM_SLOTS, NUM_COLUMNS), torch.nan, device=device)
-    gates = signals, states, tokens, memory.words, counts
+    gates = signals, states, tokens, memory.words, counts, *nothing_heard(NUM_SLOTS, "cuda")
     streams = [torch.randn(NUM_ROWS, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(8)]
 
     def forward() -> None:

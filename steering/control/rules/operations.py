@@ -78,6 +78,7 @@ class ControllerActivity:
         seconds: Time that it took.
         actions: Its actions by outcome: those that were ``submitted``, and what came of them, which is ``applied``,
             ``rejected`` or ``dropped``.
+        heard: Of those that were applied, scales that forwards took up by themselves, past the engine core.
         error: Why it was switched off; None while it is on everywhere.
     """
 
@@ -91,6 +92,7 @@ class ControllerActivity:
     over_budget: int
     seconds: float
     actions: Mapping[str, int]
+    heard: int
     error: str | None
 
     @classmethod
@@ -99,7 +101,8 @@ class ControllerActivity:
         first, actions = told[0], Counter[str]()
         for each in told:
             actions.update(each["actions"])
-        sums = {name: sum(each[name] for each in told) for name in ("steps", "skipped", "over_budget", "seconds")}
+        summed = ("steps", "skipped", "over_budget", "seconds", "heard")
+        sums = {name: sum(each[name] for each in told) for name in summed}
         error = next((each["error"] for each in told if each["error"] is not None), None)
         kept = {name: first[name] for name in ("name", "entry_point", "applies_to", "budget_ms")}
         return cls(**kept, probes=tuple(first["probes"]), actions=dict(actions), error=error, **sums)

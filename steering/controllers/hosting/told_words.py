@@ -8,6 +8,7 @@ Letters in shape comments: Q slots of requests, K told numbers, G requests of a 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from pathlib import Path
@@ -25,7 +26,7 @@ from headgate.steering.programs.gate_codes import (
 )
 from headgate.steering.vectors.dtypes import Float32Rows
 
-HEADER_BYTES = mmap.PAGESIZE
+_HEADER_BYTES = mmap.PAGESIZE
 """In front of the words; the first eight are the number of `ToldPlace`."""
 _COUNT_SHIFT = 32
 _SCORE_MASK = (1 << _COUNT_SHIFT) - 1
@@ -49,7 +50,19 @@ class ToldPlace(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the memory."""
-        return HEADER_BYTES + 8 * self.num_slots * (TOLD_ROWS * self.num_told + HEARD_WORDS + HEARD_ROWS)
+        return self._heard_offset + 8 * self.num_slots * (HEARD_WORDS + HEARD_ROWS)
+
+    def parts(self, mapped: mmap.mmap) -> tuple[Int64Array, Int64Array]:
+        """Return the words that are told, ``[Q, TOLD_ROWS, K]``, and those that are heard; each begins a page."""
+        shape = self.num_slots, TOLD_ROWS, self.num_told
+        told: Int64Array = np.frombuffer(mapped, np.int64, math.prod(shape), _HEADER_BYTES).reshape(shape)
+        heard: Int64Array = np.frombuffer(mapped, np.int64, offset=self._heard_offset).reshape(self.num_slots, -1)
+        return told, heard
+
+    @property
+    def _heard_offset(self) -> int:
+        told_bytes = 8 * self.num_slots * TOLD_ROWS * self.num_told
+        return _HEADER_BYTES + -(-told_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class ToldRowsOfStep(NamedTuple):
@@ -86,9 +99,7 @@ class ToldWords:
             self._mapped = mmap.mmap(file.fileno(), place.num_bytes)
         if int(np.frombuffer(self._mapped, np.int64, 1)[0]) != place.number:
             raise ValueError(f"{place.path} is not the worker's memory")
-        every, size = np.frombuffer(self._mapped, np.int64, offset=HEADER_BYTES), place.num_slots * TOLD_ROWS
-        self._words: Int64Array = every[: size * place.num_told].reshape(place.num_slots, TOLD_ROWS, place.num_told)
-        self._heard: Int64Array = every[size * place.num_told :].reshape(place.num_slots, HEARD_WORDS + HEARD_ROWS)
+        self._words, self._heard = place.parts(self._mapped)
         self._numbers = np.arange(place.num_told)
         self._next: Int64Array = np.zeros(place.num_slots, np.int64)
         """Of the words that each slot hears, the one that was written the longest time ago."""

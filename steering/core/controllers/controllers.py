@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,6 +65,8 @@ class Controllers:
         self._outcomes = Outcomes()
         self.traced = self._outcomes.traced
         self._decisions = Decisions(actuation, self._outcomes, services)
+        self._num_heard = Counter[str]()
+        """Scales that the forward took up by itself, by controller."""
         self._requests: dict[str, _Followed] = {}
         self._read: set[str] = set()
         """Those among them whose rows a controller reads."""
@@ -132,6 +135,7 @@ class Controllers:
         if heard_of is not None and answers.num_heard:
             self._outcomes.count(heard_of, SUBMITTED, answers.num_heard)
             self._outcomes.count(heard_of, APPLIED, answers.num_heard)
+            self._num_heard[heard_of] += answers.num_heard
         if answers.settled is not None:
             self._hearing.settle(answers.settled)
         is_applied = False
@@ -164,7 +168,11 @@ class Controllers:
         """Return plain values about each controller."""
         figures = self._host.figures()
         return [
-            {**each.status(figures[each.name]), "actions": self._outcomes.counts(each.name, figures[each.name].dropped)}
+            {
+                **each.status(figures[each.name]),
+                "actions": self._outcomes.counts(each.name, figures[each.name].dropped),
+                "heard": self._num_heard[each.name],
+            }
             for each in self._running
         ]
 

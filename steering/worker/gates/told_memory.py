@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.schema.batch import Int64Array
-from headgate.steering.controllers.hosting.told_words import HEADER_BYTES, ToldPlace
-from headgate.steering.programs.gate_codes import HEARD_ROWS, HEARD_WORDS, TOLD_ROWS
+from headgate.steering.controllers.hosting.told_words import ToldPlace
 from headgate.steering.worker.gates.host_memory import seen_by_gpu
 
 logger = logging.getLogger("headgate")
@@ -46,19 +44,16 @@ class ToldMemory:
         os.ftruncate(fd, self.place.num_bytes)
         mapped = mmap.mmap(fd, self.place.num_bytes)
         np.frombuffer(mapped, np.int64, 1)[0] = self.place.number
-        every = np.frombuffer(mapped, np.int64, offset=HEADER_BYTES)
-        size = num_slots * TOLD_ROWS * num_told
-        seen = torch.from_numpy(every) if device.type != "cuda" else _on_device(every, device)
-        self.heard_here: Int64Array = every[size:].reshape(num_slots, HEARD_WORDS + HEARD_ROWS)
-        self.words: Tensor | None = None
-        self.heard: Tensor | None = None
-        if seen is not None:
-            self.words, self.heard = seen[:size].view(num_slots, TOLD_ROWS, num_told), seen[size:].view(num_slots, -1)
+        words, self.heard_here = self.place.parts(mapped)
+        # Two tensors that share no storage: what is compiled may not be told that one is a view of the other.
+        self.words, self.heard = (_on_device(each, device) for each in (words, self.heard_here))
         weakref.finalize(self, os.close, fd)
 
 
 def _on_device(words: np.ndarray[Any, Any], device: torch.device) -> Tensor | None:
-    """Return memory of the host as a tensor of the device; None if that cannot be had."""
+    """Return memory of the host as a tensor of the device, which keeps it; None if that cannot be had."""
+    if device.type != "cuda":
+        return torch.from_numpy(words)
     address, size = words.ctypes.data, words.nbytes
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(cudart.cudaHostRegister(address, size, 0))

@@ -264,5 +264,5 @@ def test_memory_of_others_is_not_read() -> None:
 
     assert not pair.apart.attach(place._replace(number=place.number + 1), is_alone=True)
     assert not pair.apart.attach(place._replace(path="/proc/1/fd/none"), is_alone=True)
-    assert not pair.apart.attach(place._replace(num_told=7), is_alone=True)
+    assert not pair.apart.attach(place._replace(num_slots=place.num_slots + 1), is_alone=True)
     assert pair.apart.attach(place, is_alone=True)
