@@ -38,7 +38,7 @@ from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.gate import Gate, InlineProbe, Leaf, ModuleThen, Then
 from headgate.steering.gates.rule import AppliesTo, Rule
-from headgate.steering.programs.gate_codes import TOLD_ROWS, Scope
+from headgate.steering.programs.gate_codes import HEARD_ROWS, HEARD_WORDS, TOLD_ROWS, Scope
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.worker.gates.reference import SLOT, GateTensors
 from headgate.steering.worker.steering_part import SteeringPart
@@ -202,6 +202,7 @@ class Engine:
             gates.signals[:num_rows, first : first + 2] = scores
         if is_told:
             tell(gates, num_rows)
+            hear(gates)
 
     def step(self, count: int, clocks: dict[str, list[float]]) -> None:
         """Run a step of `count` rows of each request."""
@@ -265,6 +266,15 @@ def tell(gates: GateTensors, num_rows: int) -> None:
         signals[:num_rows, 128 + MAX_READ + number] = now
         bits = signals[:num_rows, 128 + number].copy().view(np.uint32).astype(np.int64)
         told[slots, now % TOLD_ROWS, number] = now.astype(np.int64) << 32 | bits
+
+
+def hear(gates: GateTensors) -> None:
+    """Note what acts on the rows of those who hear, as `Code.HEAR` does; what that is plays no part here."""
+    heard, hearing = gates.heard.numpy(), gates.hearing.numpy()
+    slots, listeners = np.nonzero(hearing[:, :, 0])
+    positions = hearing[slots, listeners, 1]
+    heard[slots, HEARD_WORDS + positions % HEARD_ROWS] = positions.astype(np.int64) << 32
+    hearing[slots, listeners, 1] += 1
 
 
 def own_gate(scope: Scope, rng: np.random.Generator) -> Gate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import pickle
 import select
@@ -21,6 +22,7 @@ from headgate.capture.process.connection import Connection
 from headgate.capture.schema.batch import BoolArray, Int32Array, Int64Array
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.controllers.actions import Action
+from headgate.steering.controllers.hosting.gathering import Gathering
 from headgate.steering.controllers.hosting.host import LocalHost
 from headgate.steering.controllers.hosting.messages import (
     ANSWERS,
@@ -43,8 +45,8 @@ from headgate.steering.controllers.hosting.repeats import Repeats
 from headgate.steering.controllers.hosting.told_words import ToldRowsOfStep, ToldWords
 from headgate.steering.gates.step_table import StepTable
 
-STEP_POLL_S, PAUSE_POLL_S, IDLE_POLL_S = 20e-6, 1e-3, 0.05
-"""Intervals at which the process looks for steps that forwards tell: while steps come, after `PAUSE_S` without one, and
+STEP_POLL_S, PAUSE_POLL_S, IDLE_POLL_S = 50e-6, 1e-3, 0.05
+"""Intervals at which the process looks for steps that forwards tell: while one is due, after `PAUSE_S` without one, and
 while no request runs. A message wakes it, unless it came together with another one."""
 PAUSE_S = 0.1
 _UNPICKLED = (pickle.PickleError, TypeError, AttributeError, ValueError, RecursionError)
@@ -130,6 +132,32 @@ class _ToldSteps:
         return positions
 
 
+class _Pace:
+    """Tells when the next step is due, so that nobody looks for it before: processors share caches and cores.
+
+    Steps become shorter when requests end, so that little is relied on.
+    """
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+        self._intervals: deque[float] = deque(maxlen=8)
+
+    def follow(self) -> None:
+        """Follow a step that has come."""
+        now = time.monotonic()
+        self._intervals.append(now - self._last)
+        self._last = now
+
+    def rest(self, end: socket.socket) -> None:
+        """Rest until a message comes, or a step may."""
+        due = self._last + DUE_SHARE * min(min(self._intervals, default=0.0), LONG_STEP_S)
+        select.select([end], [], [], max(due - time.monotonic(), STEP_POLL_S))
+
+
+DUE_SHARE, LONG_STEP_S = 0.6, 0.01
+"""A step is due after this share of the shortest of the last intervals, or of so many seconds."""
+
+
 class _Program:
     """Does what comes, in the order of the steps."""
 
@@ -141,7 +169,8 @@ class _Program:
         host: LocalHost,
         tokens: dict[str, list[int]],
     ) -> None:
-        self._connection = connection
+        self._connection, self._socket = connection, end
+        self._pace = _Pace()
         self._board, self._words = board, board.words
         self._host = host
         self._tokens = tokens
@@ -154,7 +183,10 @@ class _Program:
         self._num_received = self._num_done = 0
         self._memory: ToldWords | None = None
         self._told: _ToldSteps | None = None
+        self._gathering = Gathering()
         self._repeats = Repeats(board)
+        self._running: tuple[str, ...] = ()
+        """The requests of the last step."""
         self._log = SparseLog("controllers")
 
     def serve(self) -> None:
@@ -182,7 +214,7 @@ class _Program:
         """Wait a little, having done nothing for some seconds; returns whether the engine core is gone."""
         runs = self._told is not None and bool(self._told.running)
         if runs and idle_s < PAUSE_S:
-            time.sleep(STEP_POLL_S)
+            self._pace.rest(self._socket)
             return False
         found = self._waker.poll(1e3 * (PAUSE_POLL_S if runs else IDLE_POLL_S))
         return any(events & (select.POLLHUP | select.POLLERR) for _, events in found)
@@ -214,6 +246,7 @@ class _Program:
             self._host.add(*new)
         for req_id, tokens in message.tokens.items():
             self._tokens[req_id].extend(tokens)
+        self._running = message.table.ids
         self._host.read(message.table, message.discarded)
         self._told = None
         if message.told is not None:
@@ -230,6 +263,7 @@ class _Program:
     def _read_told(self) -> None:
         """Read the next step where the forward has told it."""
         number = self._num_done + 1
+        self._pace.follow()
         if self._told is None or self._memory is None:
             raise AssertionError(f"step {number} was told by the forward, but nothing is known of its requests")
         step = self._told.next(self._memory)
@@ -262,6 +296,7 @@ class _Program:
     def _finish(self, number: int) -> None:
         """Tell what came of a step, and then that it is done."""
         answers = self._host.take()
+        answers.actions = self._gathering.gather(answers.actions, self._running)
         rows = self._told if self._told is not None and self._told.ahead else None
         said = not answers.switched_off and (
             not answers.actions or self._repeats.say(number, answers.actions, rows, self._memory)
