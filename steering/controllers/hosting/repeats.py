@@ -78,11 +78,13 @@ class Repeats:
             before = Repeated(self._words[REPEATS], self._words[ACTIONS], self._scales.copy())
         requests: tuple[str, ...] | None = None
         actions: list[tuple[str, Action | SameRequests]] = []
+        has_same = False
         for name, action in answers.actions:
             if isinstance(action, SetSteeringEach) and isinstance(action.requests, tuple):
-                if requests is None and action.requests is not self._requests:
+                if action.requests is not self._requests and not has_same:
                     requests = self._requests = action.requests
                 if action.requests is self._requests:
+                    has_same = True
                     actions.append((name, SameRequests(action.module, action.scales, action.at)))
                     continue
             actions.append((name, action))
