@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from headgate.steering.controllers.actions import Action, SetSteeringEach
 from headgate.steering.controllers.controller_thread import ControllerFigures
 from headgate.steering.controllers.hosting.controller_process import ControllerProcess
-from headgate.steering.controllers.hosting.host import Answers, Repeat, SwitchedOff
+from headgate.steering.controllers.hosting.host import NO_ANSWERS, Answers, Repeat, SwitchedOff
 from headgate.steering.controllers.hosting.messages import (
     ACTIONS,
     REPEATS,
@@ -44,8 +44,8 @@ class AnswerReader:
         self._process = process
         self._figures = {name: ControllerFigures() for name in names}
         self._taken = Answers()
-        self._num_repeats = self._num_actions = 0
-        """Repeats that were taken, or left to the forward, and the scales in them."""
+        self._num_repeats = self._num_actions = self._num_left = 0
+        """Repeats that were taken, or left to the forward; the scales in them; and those left that nobody counted."""
         self._is_heard = self._has_left = False
         """Whether the forward hears further ones, and whether some were left to it."""
         self._is_to_settle = False
@@ -63,6 +63,11 @@ class AnswerReader:
         self._is_heard = self._is_heard and self._has_left
         return not self._is_heard
 
+    def take_count(self) -> int:
+        """See `HeardAnswers.take_count`."""
+        found, self._num_left = self._num_left, 0
+        return found
+
     def settle(self) -> None:
         """See `HeardAnswers.settle`."""
         self._is_to_settle = True
@@ -79,6 +84,7 @@ class AnswerReader:
                 self._settle(None)
             else:
                 self._leave()
+                return NO_ANSWERS
         while process.has_answers or (self._num_repeats < words[REPEATS] and not self._is_heard):
             if process.has_answers and (self._is_heard or self._num_repeats == words[REPEATS]):
                 self._take_one()
@@ -105,7 +111,7 @@ class AnswerReader:
     def _leave(self) -> None:
         """Leave the repeats that have come to the forward."""
         words = self._process.board.words
-        self._taken.num_heard += words[ACTIONS] - self._num_actions
+        self._num_left += words[ACTIONS] - self._num_actions
         self._num_repeats, self._num_actions = words[REPEATS], words[ACTIONS]
         self._has_left = True
 

@@ -70,7 +70,6 @@ class Answers:
     """Actions that came of steps.
 
     Attributes:
-        num_heard: Scales that nobody has to set, since the forward hears them.
         settled: Of all that were heard, the last ones, float64 ``[n]`` for the requests of the `Repeat`, NaN for those
             that were not set. It comes before the actions; the forward must hear none after them. None if that goes on.
         actions: Each with its controller's name, in their order.
@@ -78,11 +77,14 @@ class Answers:
         repeat: What the last action is, if it is alone; None if it is nothing of that kind.
     """
 
-    num_heard: int = 0
     settled: npt.NDArray[np.float64] | None = None
     actions: list[tuple[str, Action]] = field(default_factory=list)
     switched_off: list[SwitchedOff] = field(default_factory=list)
     repeat: Repeat | None = None
+
+
+NO_ANSWERS = Answers()
+"""Nobody adds to them."""
 
 
 class HeardAnswers(Protocol):
@@ -94,11 +96,15 @@ class HeardAnswers(Protocol):
         ...
 
     def begin(self) -> None:
-        """Leave the repeats of the last action to the forward from here on: `take` counts them alone."""
+        """Leave the repeats of the last action to the forward from here on: `take` does not return them."""
         ...
 
     def cancel(self) -> bool:
         """Undo `begin`; returns whether `take` has left nothing to the forward since."""
+        ...
+
+    def take_count(self) -> int:
+        """Return how many scales were left to the forward since this was asked last."""
         ...
 
     def settle(self) -> None:

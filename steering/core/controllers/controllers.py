@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
 from headgate.steering.core.controllers.decisions import Decisions
 from headgate.steering.core.controllers.driving.hearing import Hearing
-from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, SUBMITTED, SWITCHED_OFF, Outcomes
+from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, SWITCHED_OFF, Outcomes
 from headgate.steering.core.controllers.running import RunningController
 from headgate.steering.gates.rule import Selection
 from headgate.steering.gates.step_table import StepTable
@@ -41,6 +40,7 @@ class Controllers:
         host: Where they live.
         actuation: Applies actions to requests.
         services: Gives the tokens of requests.
+        outcomes: Of actions.
         hearing: Lets forwards hear what controllers decide.
         submitted: Actions of capture consumers; None if they are not taken.
 
@@ -54,6 +54,7 @@ class Controllers:
         host: ControllerHost,
         actuation: Actuation,
         services: CoreServices,
+        outcomes: Outcomes,
         hearing: Hearing,
         submitted: Actions | None = None,
     ) -> None:
@@ -62,11 +63,9 @@ class Controllers:
         self._running = tuple(running)
         self._host = host
         self._actuation = actuation
-        self._outcomes = Outcomes()
+        self._outcomes = outcomes
         self.traced = self._outcomes.traced
         self._decisions = Decisions(actuation, self._outcomes, services)
-        self._num_heard = Counter[str]()
-        """Scales that the forward took up by itself, by controller."""
         self._requests: dict[str, _Followed] = {}
         self._read: set[str] = set()
         """Those among them whose rows a controller reads."""
@@ -131,11 +130,7 @@ class Controllers:
         if self._submitted is not None and self._submitted.num_waiting:
             self._hearing.break_off()
         self._hearing.prepare()
-        heard_of, answers = self._hearing.controller, self._host.take()
-        if heard_of is not None and answers.num_heard:
-            self._outcomes.count(heard_of, SUBMITTED, answers.num_heard)
-            self._outcomes.count(heard_of, APPLIED, answers.num_heard)
-            self._num_heard[heard_of] += answers.num_heard
+        answers = self._host.take()
         if answers.settled is not None:
             self._hearing.settle(answers.settled)
         is_applied = False
@@ -166,12 +161,13 @@ class Controllers:
 
     def status(self) -> list[dict[str, Any]]:
         """Return plain values about each controller."""
+        self._hearing.count()
         figures = self._host.figures()
         return [
             {
                 **each.status(figures[each.name]),
                 "actions": self._outcomes.counts(each.name, figures[each.name].dropped),
-                "heard": self._num_heard[each.name],
+                "heard": self._outcomes.heard[each.name],
             }
             for each in self._running
         ]
@@ -185,6 +181,7 @@ class Controllers:
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """Return the actions by outcome, and the seconds, of each controller, for the metrics page."""
+        self._hearing.count()
         found = {
             name: {"actions": self._outcomes.counts(name, figures.dropped), "seconds": figures.seconds}
             for name, figures in self._host.figures().items()

@@ -18,6 +18,7 @@ from headgate.steering.core.controllers.driving.coefficients import Coefficients
 from headgate.steering.core.controllers.driving.drives import Drives, demand_of_both
 from headgate.steering.core.controllers.driving.hearing import Hearing
 from headgate.steering.core.controllers.hosting import open_host
+from headgate.steering.core.controllers.outcomes import Outcomes
 from headgate.steering.core.controllers.readers import ScoreColumns
 from headgate.steering.core.controllers.running import running_controllers
 from headgate.steering.core.gates import GateContent
@@ -73,16 +74,15 @@ def open_controllers(
     tell(())
     state.rules.reserve(each.name for each in running)
     host.start({each.name: each.reader.told for each in running})
-    first += 2 * MAX_READ
-    can_be_heard = host.heard is not None
-    drives = Drives(range(first, first + MAX_DRIVEN), reservations, tell, can_be_heard=can_be_heard)
+    driven = range(first + 2 * MAX_READ, first + 2 * MAX_READ + MAX_DRIVEN)
+    drives = Drives(driven, reservations, tell, can_be_heard=host.heard is not None)
     for each in running:
         logger.info("steering: controller %s, for %s", each.name, each.spec.applies_to)
     coefficients = Coefficients(drives, services, state.limits)
     submitted = services.actions if config.from_consumers else None
-    contents = Contents(state)
-    hearing = Hearing(host.heard, contents, coefficients)
-    return Controllers(running, host, Actuation(contents, coefficients), services, hearing, submitted)
+    contents, outcomes = Contents(state), Outcomes()
+    hearing = Hearing(host.heard, contents, coefficients, outcomes)
+    return Controllers(running, host, Actuation(contents, coefficients), services, outcomes, hearing, submitted)
 
 
 def _checked(steerable: Steerable | None, facts: CoreFacts) -> Steerable:

@@ -18,6 +18,7 @@ from headgate.steering.controllers.hosting.host import Answers, HeardAnswers, Re
 from headgate.steering.core.controllers.contents import Contents
 from headgate.steering.core.controllers.driving.coefficients import Coefficients
 from headgate.steering.core.controllers.driving.drives import Drive
+from headgate.steering.core.controllers.outcomes import Outcomes
 from headgate.steering.gates.coefficient_changes import NOBODY_HEARS, Hears
 from headgate.steering.programs.gate_codes import HEARD_ROWS
 
@@ -48,9 +49,13 @@ class Hearing:
         heard: Of the controllers' host; None if nothing can be heard.
         contents: Finds modules.
         coefficients: Of the requests.
+        outcomes: Told what was heard.
     """
 
-    def __init__(self, heard: HeardAnswers | None, contents: Contents, coefficients: Coefficients) -> None:
+    def __init__(
+        self, heard: HeardAnswers | None, contents: Contents, coefficients: Coefficients, outcomes: Outcomes
+    ) -> None:
+        self._outcomes = outcomes
         self._heard = heard
         self._contents = contents
         self._coefficients = coefficients
@@ -66,6 +71,11 @@ class Hearing:
         """Whose actions are heard; None if nobody's are."""
         return None if self._run is None else self._run.repeat.controller
 
+    def count(self) -> None:
+        """Count what was heard since this was called last."""
+        if self._run is not None and self._heard is not None:
+            self._outcomes.count_heard(self._run.repeat.controller, self._heard.take_count())
+
     def break_off(self) -> None:
         """Have it settled with the next answers: other requests run, or something else is to happen. Any thread."""
         self._is_broken = True
@@ -79,19 +89,15 @@ class Hearing:
         if self._is_broken or self._num_steps >= MAX_STEPS or run.version != self._contents.version:
             self._heard.settle()
 
-    def settle(self, scales: npt.NDArray[np.float64]) -> str:
-        """Take over what was heard last, before anything else happens: `Answers.settled`.
-
-        Returns:
-            Whose actions it were.
-        """
+    def settle(self, scales: npt.NDArray[np.float64]) -> None:
+        """Take over what was heard last, before anything else happens: `Answers.settled`."""
         if self._run is None:
             raise AssertionError("steering: controllers were heard, and nobody was to hear")
+        self.count()
         repeat, drive, _ = self._run
         self._coefficients.settle_each(repeat.requests, (repeat.controller,), drive, scales)
         self._run, self._last, self._num_repeats = None, None, 0
         self._order = NOBODY_HEARS
-        return repeat.controller
 
     def follow(self, answers: Answers, *, is_applied: bool) -> None:
         """Follow the answers of a step, and let workers hear further ones if that is worth while.

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headgate.capture.schema.batch import Int32Array, Int64Array
-from headgate.steering.controllers import SetSteeringEach, Stop
+from headgate.steering.controllers import SetSteering, SetSteeringEach, Stop
 from headgate.steering.controllers.actions import Action, singles
 from headgate.steering.controllers.hosting.answer_reader import AnswerReader
 from headgate.steering.controllers.hosting.host import Answers
@@ -135,7 +135,7 @@ def test_repeats_are_left_to_the_forward_until_they_are_settled():
 
     for number, scale in enumerate((0.5, 0.25), 3):
         found = pair.step(each(scale, -scale, at=[0, 2]))
-        assert (found.num_heard, found.settled, found.actions) == (2, None, [])
+        assert (pair.reader.take_count(), found.settled, found.actions) == (2, None, [])
         epoch, position, value = pair.process.memory.words[1]
         assert (position, value) == (number + AHEAD, scale)
     assert pair.process.memory.words[2][1:] == (2 + AHEAD, 3.0)
@@ -145,7 +145,7 @@ def test_repeats_are_left_to_the_forward_until_they_are_settled():
     found = pair.step(each(9, at=[1]))
     assert found.settled is not None
     np.testing.assert_array_equal(found.settled, [0.25, 9, -0.25, 5])
-    assert found.num_heard == 0
+    assert pair.reader.take_count() == 0
     assert alike(found.actions) == alike([each(9, at=[1])])
     assert found.repeat is not None
 
@@ -169,7 +169,8 @@ def test_nothing_is_settled_while_the_process_is_late_and_all_is_once_it_is_gone
     assert pair.reader.take(()).settled is None
     pair.process.finish(each(8, at=[3]))
     pair.process.count_step()
-    assert pair.reader.take(()).num_heard == 1
+    assert pair.reader.take(()).settled is None
+    assert pair.reader.take_count() == 1
     pair.process.lost = "gone"
 
     found = pair.reader.take(("a",))
@@ -221,63 +222,75 @@ def test_requests_are_those_of_each_action():
     assert alike(pair.step(each(9, 9, 9, 9)).actions) == alike([each(9, 9, 9, 9)])
 
 
+class Chance:
+    """Controllers that act by chance, and an engine core that leaves repeats to the forward by chance.
+
+    Attributes:
+        said: The last scale of each request, by controller; likewise `known`, to the engine core.
+        num_said: Scales in all; likewise `num_known`.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.draw, self.pair = random.Random(seed), Pair()
+        self.said: dict[tuple[str, str], float] = {}
+        self.known: dict[tuple[str, str], float] = {}
+        self.num_said = self.num_known = 0
+        self.heard_of: tuple[str, tuple[str, ...]] | None = None
+        self.was_late = False
+
+    def act(self) -> tuple[str, Action]:
+        name, requests = self.draw.choice([("one", REQUESTS)] * 6 + [("two", OTHERS)])
+        at = sorted(self.draw.sample(range(len(requests)), self.draw.randint(1, len(requests))))
+        scales = [self.draw.random() for _ in at]
+        self.said.update({(name, requests[place]): scale for place, scale in zip(at, scales, strict=True)})
+        self.num_said += len(at)
+        return name, each(*scales, requests=requests, at=None if len(at) == len(requests) else at)[1]
+
+    def take(self) -> None:
+        found = self.pair.reader.take(())
+        self.num_known += self.pair.reader.take_count()
+        if found.settled is not None:
+            assert self.heard_of is not None
+            name, requests = self.heard_of
+            pairs = zip(requests, found.settled.tolist(), strict=True)
+            self.known.update({(name, one): scale for one, scale in pairs if scale == scale})
+            self.heard_of = None
+        for name, action in found.actions:
+            for one in singles([action]):
+                assert isinstance(one, SetSteering)
+                self.known[name, one.request] = one.scale
+                self.num_known += 1
+        if found.repeat is not None and self.heard_of is None and self.draw.random() < 0.5:
+            self.heard_of = found.repeat.controller, found.repeat.requests
+            self.pair.reader.begin()
+        if self.heard_of is None and not self.pair.process.num_behind:
+            assert self.known == self.said
+
+    def step(self) -> None:
+        process = self.pair.process
+        process.count_step()
+        if self.draw.random() < 0.1:
+            process.rows = None if process.rows is not None else Rows()
+        if self.draw.random() < 0.9:
+            while process.num_behind:
+                process.finish(*(self.act() for _ in range(self.draw.choice([0, 1, 1, 1, 1, 1, 2]))))
+        if self.heard_of is not None and self.draw.random() < 0.2:
+            self.pair.reader.settle()
+        self.was_late = not self.was_late and self.draw.random() < 0.3  # then its answers come behind the next step
+        if not self.was_late:
+            self.take()
+
+
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_whatever_is_left_and_settled_the_engine_core_knows_the_last_scales(seed):
-    draw, pair = random.Random(seed), Pair()
-    said: dict[tuple[str, str], float] = {}
-    known: dict[tuple[str, str], float] = {}
-    count = {"said": 0, "known": 0}
-    heard_of: tuple[str, tuple[str, ...]] | None = None
-
-    def act() -> tuple[str, Action]:
-        name, requests = draw.choice([("one", REQUESTS)] * 6 + [("two", OTHERS)])
-        at = sorted(draw.sample(range(len(requests)), draw.randint(1, len(requests))))
-        scales = [draw.random() for _ in at]
-        given = each(*scales, requests=requests, at=None if len(at) == len(requests) else at)
-        said.update({(name, requests[place]): scale for place, scale in zip(at, scales, strict=True)})
-        count["said"] += len(at)
-        return name, given[1]
-
-    def take() -> None:
-        nonlocal heard_of
-        found = pair.reader.take(())
-        count["known"] += found.num_heard
-        if found.settled is not None:
-            assert heard_of is not None
-            name, requests = heard_of
-            known.update(
-                {
-                    (name, one): scale
-                    for one, scale in zip(requests, found.settled.tolist(), strict=True)
-                    if scale == scale
-                }
-            )
-            heard_of = None
-        for name, action in found.actions:
-            for one in singles([action]):
-                known[name, one.request] = one.scale
-                count["known"] += 1
-        if found.repeat is not None and heard_of is None and draw.random() < 0.5:
-            heard_of = found.repeat.controller, found.repeat.requests
-            pair.reader.begin()
-        if heard_of is None and not pair.process.num_behind:
-            assert known == said
-
+    chance = Chance(seed)
     for _ in range(40):
-        pair.process.count_step()
-        if draw.random() < 0.1:
-            pair.process.rows = None if pair.process.rows is not None else Rows()
-        if draw.random() < 0.9:
-            while pair.process.num_behind:
-                pair.process.finish(*(act() for _ in range(draw.choice([0, 1, 1, 1, 1, 1, 2]))))
-        if heard_of is not None and draw.random() < 0.2:
-            pair.reader.settle()
-        if draw.random() < 0.7:  # else the process was late, and its answer comes behind
-            take()
-    while pair.process.num_behind:
-        pair.process.finish()
-    pair.reader.settle()
-    take()
-    take()
-    assert (known, count["known"]) == (said, count["said"])
+        chance.step()
+    while chance.pair.process.num_behind:
+        chance.pair.process.finish()
+    chance.pair.reader.settle()
+    chance.take()
+    chance.take()
+
+    assert (chance.known, chance.num_known) == (chance.said, chance.num_said)
