@@ -125,8 +125,8 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
         controllers: Plug-ins that read scores and change steering while requests run. With any, each op site takes
-            ``(2 * max_num_seqs + 3) * (2 * max_ops_per_site + max_sae_features + 64) * 48`` bytes of device memory
-            more, each batch row 384 bytes and each of `max_num_seqs` requests twice that.
+            ``(2 * max_num_seqs + 3) * (4 * max_ops_per_site + 2 * max_sae_features + 64) * 48`` bytes of device memory
+            more, each batch row 384 bytes and each of `max_num_seqs` requests twice that, and 18 KiB of pinned memory.
         controller_process: Controllers run in a process of their own, beside the engine core; in that of the engine
             core if False. If None, in their own wherever the engine core has a process of its own.
         from_consumers: Capture consumers may steer running requests, too: ``context.steering.submit(action)``. Takes as
