@@ -9,7 +9,6 @@ from headgate.steering.controllers.controller_thread import ControllerFigures
 from headgate.steering.controllers.hosting.controller_process import ControllerProcess
 from headgate.steering.controllers.hosting.host import NO_ANSWERS, Answers, Repeat, SwitchedOff
 from headgate.steering.controllers.hosting.messages import (
-    ACTIONS,
     REPEATS,
     TOKEN_STEPS,
     Answer,
@@ -110,10 +109,11 @@ class AnswerReader:
 
     def _leave(self) -> None:
         """Leave the repeats that have come to the forward."""
-        words = self._process.board.words
-        self._num_left += words[ACTIONS] - self._num_actions
-        self._num_repeats, self._num_actions = words[REPEATS], words[ACTIONS]
-        self._has_left = True
+        board = self._process.board
+        self._num_repeats = board.words[REPEATS]
+        num_actions = int(board.repeats[self._num_repeats % TOKEN_STEPS, -1])
+        self._num_left += num_actions - self._num_actions
+        self._num_actions, self._has_left = num_actions, True
 
     def _settle(self, before: Repeated | None) -> None:
         """Take repeats again.
@@ -146,7 +146,7 @@ class AnswerReader:
         """Take the last action once more, with other scales."""
         board = self._process.board
         row = (self._num_repeats + 1) % TOKEN_STEPS
-        size, has_places, num_answers, epoch = board.repeats[row].tolist()
+        size, has_places, num_answers, epoch, num_actions = board.repeats[row].tolist()
         while self._process.num_answers < num_answers:
             self._take_one()
         at = board.places[row, :size].copy() if has_places else None
@@ -155,7 +155,7 @@ class AnswerReader:
         self._taken.actions.append((controller, again))
         self._taken.repeat = Repeat(controller, self._last_requests, module, epoch) if epoch else None
         self._num_repeats += 1
-        self._num_actions += size
+        self._num_actions = num_actions
 
     def _unpacked(self, controller: str, action: Action | SameRequests) -> Action:
         if isinstance(action, SameRequests):

@@ -144,12 +144,10 @@ class Repeated(NamedTuple):
 
     Attributes:
         num_repeats: Repeats of all that there were, so far.
-        num_actions: Scales in them.
         scales: float64: of its requests, as they were said last; NaN for those that were not.
     """
 
     num_repeats: int
-    num_actions: int
     scales: npt.NDArray[np.float64]
 
 
@@ -175,9 +173,9 @@ MAX_REQUESTS = 4096
 TOKEN_STEPS = 4
 """Steps whose tokens, or scales, stand there at a time."""
 _WORDS = 8
-STEPS, SENT, DONE, ANSWERS, REPEATS, ACTIONS = range(6)
+STEPS, SENT, DONE, ANSWERS, REPEATS = range(5)
 """Words of a `Board`: steps so far, and messages, of the engine core; and of the process, steps that it is done with,
-messages, repeats and the scales in these. Each is written by one side, after what it counts."""
+messages and repeats. Each is written by one side, after what it counts."""
 HAS_ORDER = platform.machine().lower() in ("x86_64", "amd64")
 """Whether another processor sees what was written before a word once it sees that word. Elsewhere all is sent."""
 
@@ -193,10 +191,10 @@ class Board:
         words: int64, by `STEPS` and so on.
         tokens: int64 ``[TOKEN_STEPS, MAX_REQUESTS]``: the tokens of the rows of a step that is told by the forward, in
             the row of its number modulo `TOKEN_STEPS`.
-        repeats: int64 ``[TOKEN_STEPS, 4]``: the last `SameRequests` once more, of the same controller and module, with
+        repeats: int64 ``[TOKEN_STEPS, 5]``: the last `SameRequests` once more, of the same controller and module, with
             other scales: how many there are, whether they are for some of the requests alone, the messages before it,
-            and the epoch of those who can hear them; 0 if nobody can. Likewise in the row of its number, as `scales`
-            and `places`.
+            the epoch of those who can hear them, 0 if nobody can, and the scales in all repeats so far. Likewise in the
+            row of its number, as `scales` and `places`.
         scales: float64 ``[TOKEN_STEPS, MAX_REQUESTS]``.
         places: int64 ``[TOKEN_STEPS, MAX_REQUESTS]``.
         current: float64 ``[MAX_REQUESTS]``: the scales of its requests, as they were said last in this epoch; NaN for
@@ -204,7 +202,7 @@ class Board:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        num_words = _WORDS + MAX_REQUESTS + TOKEN_STEPS * (3 * MAX_REQUESTS + 4)
+        num_words = _WORDS + MAX_REQUESTS + TOKEN_STEPS * (3 * MAX_REQUESTS + 5)
         if fd is None:
             fd = os.memfd_create("headgate-controllers")
             os.ftruncate(fd, 8 * num_words)

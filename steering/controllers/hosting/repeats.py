@@ -15,7 +15,6 @@ from headgate.capture.schema.batch import Float64Array, Int32Array, Int64Array
 from headgate.steering.controllers.actions import Action, SetSteeringEach
 from headgate.steering.controllers.hosting.host import Answers
 from headgate.steering.controllers.hosting.messages import (
-    ACTIONS,
     ANSWERS,
     HAS_ORDER,
     MAX_REQUESTS,
@@ -61,6 +60,8 @@ class Repeats:
         """Of the last action, or the one before."""
         self._one: tuple[str, str] | None = None
         """Controller and module of the last action for these, if it came by itself."""
+        self._num_actions = 0
+        """Scales in all repeats."""
         self._epoch = 0
         """Counts the actions that may be repeated; forwards listen to those of one."""
         self._num_repeats = self._num_packed = 0
@@ -75,7 +76,7 @@ class Repeats:
         """Return answers as they travel: the requests of most actions are those of the last ones."""
         before = None
         if self._num_repeats:
-            before = Repeated(self._words[REPEATS], self._words[ACTIONS], self._scales.copy())
+            before = Repeated(self._words[REPEATS], self._scales.copy())
         requests: tuple[str, ...] | None = None
         actions: list[tuple[str, Action | SameRequests]] = []
         has_same = False
@@ -140,10 +141,10 @@ class Repeats:
         board.scales[row, :size] = scales
         if at is not None:
             board.places[row, :size] = at
-        board.repeats[row] = size, at is not None, words[ANSWERS], self._epoch * self._is_heard
+        self._num_actions += size
+        board.repeats[row] = size, at is not None, words[ANSWERS], self._epoch * self._is_heard, self._num_actions
         self._scales[slice(None) if at is None else at] = scales
         self._num_repeats += 1
-        words[ACTIONS] += size
         words[REPEATS] += 1
 
     def _write(
