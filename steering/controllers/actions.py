@@ -94,6 +94,11 @@ class SetSteeringEach:
             yield SetSteering(request, module=self.module, scale=scale)
 
 
+def are_places(at: npt.NDArray[np.int64], num_requests: int) -> bool:
+    """Return whether `SetSteeringEach.at`, int64 ``[n]``, are ascending places among so many requests."""
+    return not len(at) or bool(at[0] >= 0 and at[-1] < num_requests and not np.count_nonzero(at[1:] <= at[:-1]))
+
+
 @dataclass(frozen=True, slots=True)
 class SetGlobal(_Acting):
     """Steer all requests, later ones too, in place of what this controller set for all; without content, no more.

@@ -49,6 +49,8 @@ STEP_POLL_S, PAUSE_POLL_S, IDLE_POLL_S = 50e-6, 1e-3, 0.05
 """Intervals at which the process looks for steps that forwards tell: while one is due, after `PAUSE_S` without one, and
 while no request runs. A message wakes it, unless it came together with another one."""
 PAUSE_S = 0.1
+DUE_SHARE, LONG_STEP_S = 0.6, 0.01
+"""A step is due after this share of the shortest of the last intervals, or of so many seconds."""
 _UNPICKLED = (pickle.PickleError, TypeError, AttributeError, ValueError, RecursionError)
 """Raised by what a controller has put into an action, if that cannot be pickled."""
 
@@ -152,10 +154,6 @@ class _Pace:
         """Rest until a message comes, or a step may."""
         due = self._last + DUE_SHARE * min(min(self._intervals, default=0.0), LONG_STEP_S)
         select.select([end], [], [], max(due - time.monotonic(), STEP_POLL_S))
-
-
-DUE_SHARE, LONG_STEP_S = 0.6, 0.01
-"""A step is due after this share of the shortest of the last intervals, or of so many seconds."""
 
 
 class _Program:

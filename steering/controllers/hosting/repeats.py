@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from headgate.capture.schema.batch import Float64Array, Int32Array, Int64Array
-from headgate.steering.controllers.actions import Action, SetSteeringEach
+from headgate.steering.controllers.actions import Action, SetSteeringEach, are_places
 from headgate.steering.controllers.hosting.host import Answers
 from headgate.steering.controllers.hosting.messages import (
     ANSWERS,
@@ -120,8 +120,9 @@ class Repeats:
         at, scales, size = action.at, action.scales, len(action.scales)
         if not _is_array(scales, "f8") or not (at is None or (_is_array(at, "i8") and len(at) == size)):
             return False
-        if size > MAX_REQUESTS or len(self._requests) > MAX_REQUESTS:
-            return False
+        most = len(self._requests)
+        if most > MAX_REQUESTS or not (size == most if at is None else are_places(at, most)):
+            return False  # the engine core says what is wrong with it
         begins = not self._num_repeats or (not self._is_heard and rows is not None and memory is not None)
         if begins:
             self._epoch = self._epoch % MAX_EPOCH + 1

@@ -21,6 +21,7 @@ from headgate.steering.controllers.actions import (
     SetSteeringEach,
     SingleAction,
     Stop,
+    are_places,
 )
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import FIELD
@@ -178,6 +179,6 @@ def _checked_places(at: np.ndarray[Any, Any], num_requests: int) -> Int64Array:
     if at.ndim != 1 or at.dtype.kind not in "iu":
         raise TypeError(f"at: expected a list of places among the requests, got {at.dtype} {list(at.shape)}")
     found: Int64Array = at.astype(np.int64, copy=False)
-    if len(found) and (found[0] < 0 or found[-1] >= num_requests or np.count_nonzero(found[1:] <= found[:-1])):
+    if not are_places(found, num_requests):
         raise ValueError(f"at: expected ascending places below {num_requests}, got {found[:8].tolist()}")
     return found

@@ -201,6 +201,20 @@ def test_a_scale_that_may_be_refused_is_not_heard(scale):
     assert pair.process.memory.words[1][2] == 2.0
 
 
+@pytest.mark.parametrize("at", [[4], [-1], [1, 0], [2, 2], None], ids=repr)
+def test_scales_for_no_request_travel_to_who_refuses_them(at):
+    pair, wrong = heard_pair(), [1.0] * (1 if at is None else len(at))
+    words = dict(pair.process.memory.words)
+
+    found = pair.step(each(*wrong, at=at))
+    ((_, action),) = found.actions
+    assert isinstance(action, SetSteeringEach)
+    assert action.scales.tolist() == wrong
+    assert found.settled is not None
+    np.testing.assert_array_equal(found.settled, [2, 3, 4, 5])
+    assert pair.process.memory.words == words
+
+
 def test_rows_beyond_those_that_words_can_name_are_not_heard():
     pair = Pair()
     pair.step(each(1, 2, 3, 4))
