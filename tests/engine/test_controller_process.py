@@ -138,5 +138,4 @@ def test_an_engine_answers_alike_wherever_its_controllers_live(folder: Path, mon
     assert expected[0][1]["acting"][0]["applied"] > 50
     assert len(quiet) > 100, "steps that go on are told by the forward"
     assert len(left) > 100, "what is set again and again is heard by the forward"
-    print(len(quiet), len(left), len(heard))
     assert len(heard) > 10, "rows are computed again whose coefficients the forward heard"

@@ -145,7 +145,7 @@ def test_a_controller_that_the_forward_tells_does_as_one_that_is_sent_the_scores
         actions = loud["applied"], quiet["applied"], quiet["heard"]
         print(mode, equal, "of", len(loud["tokens"]), "answers alike; actions, quietly, of these heard:", *actions)
         assert quiet["skipped"] == loud["heard"] == 0
-        assert quiet["heard"] > quiet["applied"] / 4 or mode == "two GPUs"
+        assert quiet["heard"] == 0 if mode == "two GPUs" else quiet["heard"] > quiet["applied"] / 4
         # With async scheduling a row more or less for each request: that of the step in flight at its end.
         assert abs(quiet["applied"] - loud["applied"]) <= len(loud["tokens"])
         assert loud["applied"] > 10 * len(loud["tokens"])
