@@ -16,6 +16,8 @@ TOKEN_VARIABLE = "HEADGATE_STREAM_TOKEN"  # noqa: S105  (the name of a variable)
 MIN_TOKEN = 16
 """Characters of a token, at least."""
 CONNECT_S = 10.0
+BACKLOG = 128
+"""Connections that wait to be accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +53,14 @@ class Address:
         """
         if self.path is None:
             family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            return socket.create_server((self.host, self.port), family=family, backlog=8)
+            return socket.create_server((self.host, self.port), family=family, backlog=BACKLOG)
         if _is_left_over(self.path):
             os.unlink(self.path)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             os.fchmod(listening.fileno(), 0o600)  # before `bind`, which makes the file with this mode
             listening.bind(self.path)
-            listening.listen(8)
+            listening.listen(BACKLOG)
         except OSError:
             listening.close()
             raise

@@ -7,9 +7,11 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.consumers.stream.address import Address
 from headgate.consumers.stream.backlog import Backlog
@@ -17,6 +19,7 @@ from headgate.consumers.stream.errors import StreamRefusedError
 from headgate.consumers.stream.wire import (
     ACKNOWLEDGED,
     END,
+    FIRST_BYTES_S,
     HANDSHAKE_S,
     HEADER,
     VERSION,
@@ -32,8 +35,15 @@ from headgate.consumers.stream.wire import (
 logger = logging.getLogger(__name__)
 
 
+MAX_GUESTS = 16
+"""Connections that shake hands at a time; a reader that has a session is none of them."""
+
+
 class Listener:
-    """Accepts readers on a thread of its own; a reader that was let in has two more.
+    """Accepts readers on a thread of its own; each shakes hands on another, and one that was let in has two more.
+
+    Whoever connects costs nobody else anything: a connection has `FIRST_BYTES_S` for its first byte and `HANDSHAKE_S`
+    for all, and where `MAX_GUESTS` shake hands already, the next one takes the place of one that has said nothing yet.
 
     Attributes:
         stream: Random: the name of this stream's numbers.
@@ -58,7 +68,10 @@ class Listener:
         self._socket = place.listen()
         self.address = place.text if place.path else f"tcp://{_host(place.host)}:{self._socket.getsockname()[1]}"
         self._session: Session | None = None
-        self._guest: socket.socket | None = None  # who shakes hands
+        self._guests: dict[threading.Thread, _Guest] = {}  # in the order in which they came
+        self._lock = threading.Lock()  # guards _guests and what they are
+        self._entrance = threading.Lock()  # guards _session: one reader is judged and let in at a time
+        self._refused = SparseLog(f"the stream at {self.address}")
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name=f"headgate-stream-{self.stream}", daemon=True)
         self._thread.start()
@@ -66,12 +79,16 @@ class Listener:
     def close(self, timeout_s: float) -> None:
         """Let nobody in any more, and end the connection of the reader; it is told the end within `timeout_s`."""
         self._is_closed.set()
-        for waited_for in (self._socket, self._guest):
-            if waited_for is not None:
-                with suppress(OSError):
-                    waited_for.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
         self._thread.join()
         self._socket.close()
+        with self._lock:
+            threads = list(self._guests)
+            for guest in self._guests.values():
+                guest.drop()
+        for thread in threads:
+            thread.join()
         if self._session is not None:
             self._session.finish(timeout_s)
             self._session.stop()
@@ -81,44 +98,69 @@ class Listener:
     def _accept(self) -> None:
         while not self._is_closed.is_set():
             try:
-                connection, _ = self._socket.accept()
+                connection, peer = self._socket.accept()
             except OSError:
                 if self._is_closed.is_set():
                     return
                 logger.exception("the stream at %s cannot accept a reader", self.address)
                 self._is_closed.wait(1.0)
                 continue
-            self._guest = connection
-            try:
-                self._let_in(connection)
-            except (OSError, StreamRefusedError) as error:
-                logger.warning("the stream at %s refused a reader: %s", self.address, error)
-                connection.close()
-            except Exception:  # one reader must not end the thread that lets in the next
-                logger.exception("the stream at %s could not let a reader in", self.address)
-                connection.close()
-            self._guest = None
+            guest = _Guest(connection, peer[0] if peer else "")
+            thread = threading.Thread(target=self._receive, args=(guest,), name="headgate-stream-guest", daemon=True)
+            with self._lock:
+                self._make_room()
+                self._guests[thread] = guest
+            thread.start()
 
-    def _let_in(self, connection: socket.socket) -> None:
+    def _make_room(self) -> None:
+        """Drop a guest if there are too many: of the host with the most, the oldest that is silent, or the oldest."""
+        guests = [guest for guest in self._guests.values() if guest.is_waiting]
+        if len(guests) < MAX_GUESTS:
+            return
+        ((host, _),) = Counter(guest.host for guest in guests).most_common(1)
+        of_host = [guest for guest in guests if guest.host == host]
+        next((guest for guest in of_host if not guest.has_spoken), of_host[0]).drop()
+
+    def _receive(self, guest: _Guest) -> None:
+        """Shake hands with one guest; the connection stays open if it became a session."""
+        try:
+            self._let_in(guest)
+        except (OSError, StreamRefusedError) as error:
+            self._refused.warning(f"a reader was refused: {error}")
+            guest.connection.close()
+        except Exception:
+            logger.exception("the stream at %s could not let a reader in", self.address)
+            guest.connection.close()
+        finally:
+            with self._lock:
+                del self._guests[threading.current_thread()]
+
+    def _let_in(self, guest: _Guest) -> None:
         """Shake hands; begin a session if the reader may have one."""
-        deadline = time.monotonic() + HANDSHAKE_S
-        connection.settimeout(HANDSHAKE_S)
+        connection, deadline = guest.connection, time.monotonic() + HANDSHAKE_S
+        connection.settimeout(FIRST_BYTES_S)
         keep_alive(connection)
         nonce = secrets.token_hex(16)
         send_text(connection, Greeting(nonce=nonce, needs_token=self._token is not None), None, "")
+        guest.has_spoken = bool(connection.recv(1, socket.MSG_PEEK))
         try:
             hello = receive_text(connection, Hello, self._token, f"reader {nonce}", deadline)
         except StreamRefusedError as error:
             send_text(connection, Welcome(refusal=str(error)), None, "")
             raise
-        answer = self._answer(hello)
-        send_text(connection, answer, self._token, f"stream {nonce} {hello.nonce}")
-        if answer.refusal is not None:
-            raise StreamRefusedError(answer.refusal)
-        if self._session is not None:
-            self._session.stop()
-        connection.settimeout(None)
-        self._session = Session(connection, self._backlog, hello.reader, answer.first)
+        with self._entrance:
+            answer = self._answer(hello)
+            send_text(connection, answer, self._token, f"stream {nonce} {hello.nonce}")
+            if answer.refusal is not None:
+                raise StreamRefusedError(answer.refusal)
+            with self._lock:
+                if not guest.is_waiting:
+                    raise ConnectionAbortedError("others came in its place")
+                guest.is_waiting = False
+            if self._session is not None:
+                self._session.stop()
+            connection.settimeout(None)
+            self._session = Session(connection, self._backlog, hello.reader, answer.first)
 
     def _answer(self, hello: Hello) -> Welcome:
         first, end = self._backlog.span
@@ -150,6 +192,30 @@ class Listener:
             dtype=model.dtype,
             hidden_size=model.hidden_size,
         )
+
+
+class _Guest:
+    """A connection that shakes hands.
+
+    Attributes:
+        connection: Its socket.
+        host: Where it comes from; empty on a Unix socket.
+        has_spoken: Whether a byte of it came.
+        is_waiting: Until it is let in or dropped.
+    """
+
+    def __init__(self, connection: socket.socket, host: str) -> None:
+        self.connection = connection
+        self.host = host
+        self.has_spoken = False
+        self.is_waiting = True
+
+    def drop(self) -> None:
+        """End the connection, which wakes the thread that waits for it, unless it was let in."""
+        if self.is_waiting:
+            self.is_waiting = False
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
 
 
 def _host(host: str) -> str:

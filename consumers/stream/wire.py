@@ -28,6 +28,8 @@ END = (1 << 64) - 1
 
 HANDSHAKE_S = 10.0
 """Seconds in which the other side must have done its part of the handshake."""
+FIRST_BYTES_S = 1.0
+"""Seconds in which a stream must have had the first byte of a reader."""
 
 _LENGTH = struct.Struct(">I")
 _CODE_BYTES = 32

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import stat
+import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,31 @@ def test_what_a_reader_said_cannot_be_said_again(token_file: str) -> None:
             second.sendall(said)
             answer = wire.receive_text(second, wire.Welcome, None, "", deadline)
     assert answer.refusal == "the token is wrong: both sides need the same"
+
+
+@pytest.mark.parametrize("said", [b"", b"\0"])
+def test_a_crowd_of_strangers_keeps_no_reader_waiting(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold every place, have an hour each to say something, and the reader is there before they are let go."""
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 3600.0)
+    monkeypatch.setattr(listener, "FIRST_BYTES_S", 3600.0)
+    with streaming() as stream, ExitStack() as strangers:
+        sent = stream.send("one")
+        for _ in range(3 * listener.MAX_GUESTS):
+            stranger = strangers.enter_context(parse_address(stream.address).connect())
+            stranger.sendall(said)
+        with StreamReader(stream.address, sites=SITE) as reader:
+            assert facts([next(reader)]) == expected_facts([sent])
+        names = [thread.name for thread in threading.enumerate()]
+    assert names.count("headgate-stream-guest") <= listener.MAX_GUESTS
+
+
+def test_a_stranger_that_says_nothing_is_let_go_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "FIRST_BYTES_S", 0.05)
+    with streaming() as stream, parse_address(stream.address).connect() as stranger:
+        deadline = time.monotonic() + 10
+        wire.receive_text(stranger, wire.Greeting, None, "", deadline)
+        with pytest.raises(ConnectionResetError):
+            wire.receive_bytes(stranger, 1, deadline)
 
 
 @pytest.mark.parametrize(
