@@ -15,6 +15,7 @@ from headgate.capture.schema.errors import CaptureFileError, ConfigError, Consum
 from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, Sidecar
 from headgate.consumers.filesystem.formats.shard_layout import forget_requests, read_shard
 from headgate.consumers.filesystem.storage.local_store import sync_folder, write_file
+from headgate.consumers.filesystem.storage.locks import open_lock
 from headgate.consumers.filesystem.storage.object_store import ObjectStore, open_files
 from headgate.consumers.filesystem.storage.source import LocalSource, RemoteSource
 from headgate.consumers.filesystem.storage.store import slug
@@ -215,7 +216,7 @@ def _locked(folder: Path, lock: Path, mode: int) -> int:
     """An open lock file that this process holds; the folder is made with `mode` if it is not there."""
     try:
         folder.mkdir(mode=mode, parents=True, exist_ok=True)
-        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = open_lock(lock)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written to: {error}") from error
     try:

@@ -25,6 +25,7 @@ from safetensors.numpy import save
 
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.consumers.filesystem.storage.local_store import sync_folder, write_file
+from headgate.consumers.filesystem.storage.locks import open_lock
 from headgate.consumers.moments.entry import MomentsEntry, MomentsKey, MomentsSettings, Phase
 
 FORMAT = "1"
@@ -207,7 +208,7 @@ class OwnedFile:
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         for number in itertools.count():
-            lock = os.open(root / f".moments-{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            lock = open_lock(root / f".moments-{number}.lock")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -38,6 +38,18 @@ def try_lock(file: int) -> Lock:
     return Lock.TAKEN
 
 
+def open_lock(path: Path) -> int:
+    """Open a lock file, made if it is missing, that no other user can open: whoever can, can hold the lock for ever.
+
+    Raises:
+        OSError: If it cannot be opened, or is a symbolic link.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if os.fstat(file).st_uid == os.geteuid():
+        os.fchmod(file, 0o600)  # an earlier version made it for everybody to read
+    return file
+
+
 @contextmanager
 def exclusively(path: Path) -> Iterator[None]:
     """Hold the lock file `path`, made if it is missing, unless the file system has no locks.
@@ -46,10 +58,8 @@ def exclusively(path: Path) -> Iterator[None]:
         TimeoutError: If somebody else holds it for `LOCK_TIMEOUT_S`.
         OSError: If it cannot be opened, or is a symbolic link.
     """
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    file = open_lock(path)
     try:
-        if os.fstat(file).st_uid == os.geteuid():
-            os.fchmod(file, 0o600)  # an earlier version made it for everybody to read, and so to lock
         _wait_for_lock(file, path)
         yield
     finally:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from headgate.capture.schema.errors import ConsumerError
-from headgate.consumers.filesystem.storage.locks import Lock, exclusively, try_lock
+from headgate.consumers.filesystem.storage.locks import Lock, exclusively, open_lock, try_lock
 from headgate.consumers.filesystem.storage.store import TEMP_FOLDER, slug
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class TempFolder:
         if self._lock_file is not None:
             os.close(self._lock_file)
         self._path.mkdir(mode=0o700)
-        self._lock_file = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock_file = open_lock(self._path / _LOCK)
         try_lock(self._lock_file)
 
     def _probe(self) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headgate.capture.schema.errors import ConfigError
-from headgate.consumers.filesystem.storage.locks import Lock, exclusively, try_lock
+from headgate.consumers.filesystem.storage.locks import Lock, exclusively, open_lock, try_lock
 from headgate.consumers.filesystem.storage.store import slug
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class SpoolFolder:
 
     def _take(self, folder: Path) -> bool:
         """Lock a folder; False if a process holds it."""
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = open_lock(folder / _LOCK)
         outcome = try_lock(lock)
         if outcome is Lock.TAKEN:
             self._locks[folder] = lock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -285,6 +286,18 @@ def test_moments_of_other_settings_are_refused(tmp_path: Path, changed: dict[str
         pass
     with feeding(tmp_path):
         pass  # the lock was given back
+
+
+def test_no_other_user_can_hold_a_lock_of_moments(tmp_path: Path) -> None:
+    lock = tmp_path / ".moments-0.lock"
+    lock.touch(0o644)  # as earlier versions made it
+    lock.chmod(0o644)
+
+    with feeding(tmp_path) as feed:
+        feed.whole(request("r"))
+
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+    assert sorted(tmp_path.glob("*.safetensors")) == [tmp_path / "moments-0.safetensors"]
 
 
 def test_two_consumers_of_one_root_would_count_twice_and_are_refused(tmp_path: Path) -> None:
