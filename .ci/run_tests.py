@@ -122,6 +122,8 @@ def engine_jobs() -> list[Job]:
         *ROOT.glob("tests/engine/test_*.py"),
         *ROOT.glob("tests/frontend/test_*.py"),
         ROOT / "tests/test_examples.py",
+        ROOT / "tests/test_guides.py",
+        ROOT / "tests/test_example_notebook.py",
     ]
     name_of = {(name.partition(":")[0], stem): name for name, stems in TOGETHER.items() for stem in stems}
     jobs: dict[str, list[str]] = {}
