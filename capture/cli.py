@@ -1,20 +1,21 @@
 """The ``headgate`` command line. Its sub-commands come from parts: the hook ``headgate_commands`` of `contracts.parts`.
 
-Each is imported only when it is called (or when help is asked for), so a sub-command that cannot be imported, for want
-of vLLM for instance, does not keep the others from working. A part that cannot be loaded stands for itself as a
-command that says why.
+Each is imported only when it is called, so a sub-command that cannot be imported, for want of vLLM for instance, does
+not keep the others from working. ``headgate --help`` imports none that brings its line of help. A part that cannot be
+loaded stands for itself as a command that says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import EntryPoint
-from typing import Any
+from importlib.metadata import EntryPoint, version
+from typing import Annotated, Any
 
 import typer
 import typer.core
 import typer.main
+from rich.markup import escape
 
 from headgate.capture.engine.contracts.parts import GROUP, load_part, part_names
 from headgate.capture.schema.errors import ConfigError
@@ -43,8 +44,28 @@ def _commands() -> dict[str, Callable[[], Any]]:
             found.setdefault(part, partial(_explain, part, str(error)))
             continue
         for name, value in commands.items():
-            found.setdefault(name, partial(_load, EntryPoint(name, value, GROUP)))
+            target, line = (value, None) if isinstance(value, str) else value
+            load = partial(_load, EntryPoint(name, target, GROUP))
+            found.setdefault(name, load if line is None else partial(UnloadedCommand, name, line, load))
     return found
+
+
+class UnloadedCommand(typer.core.TyperCommand):
+    """A command that is listed with its line of help, and imported when it is called.
+
+    Args:
+        name: The word behind ``headgate``.
+        line: What ``headgate --help`` says about it.
+        load: Imports the command.
+    """
+
+    def __init__(self, name: str, line: str, load: Callable[[], Any]) -> None:
+        super().__init__(name, help=escape(line))
+        self._load = load
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """A context of the command itself, which then runs in this one's place."""
+        return self._load().make_context(*args, **kwargs)
 
 
 def _load(point: EntryPoint) -> Any:
@@ -78,7 +99,19 @@ def _explain(name: str, why: str, short: str | None = None) -> Any:
 def _named(name: str, app: typer.Typer) -> Any:
     command = typer.main.get_command(app)
     command.name = name
+    _escape_help(command)
     return command
+
+
+def _escape_help(command: Any) -> None:
+    """Let rich print the help of a command and of those below it as it is written: it takes ``[plot]`` for a style."""
+    if getattr(command, "rich_markup_mode", None) != "rich":
+        return
+    for told in (command, *command.params):
+        if getattr(told, "help", None):
+            told.help = escape(told.help)
+    for below in getattr(command, "commands", {}).values():
+        _escape_help(below)
 
 
 def _lacks_vllm(error: Exception) -> bool:
@@ -88,8 +121,18 @@ def _lacks_vllm(error: Exception) -> bool:
 app = typer.Typer(cls=LazyCommands, no_args_is_help=True, add_completion=False)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"headgate {version('headgate')}")
+        raise typer.Exit
+
+
 @app.callback()
-def headgate() -> None:
+def headgate(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print headgate's version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
     """Read and write the residual stream of a model while stock vLLM serves it."""
 
 

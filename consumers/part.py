@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def headgate_commands() -> dict[str, str]:
+def headgate_commands() -> dict[str, tuple[str, str]]:
     """``headgate dump``, ``harvest`` and ``moments``."""
     return {
-        "dump": "headgate.consumers.dump:app",
-        "harvest": "headgate.consumers.harvest.command:app",
-        "moments": "headgate.consumers.moments.commands:app",
+        "dump": ("headgate.consumers.dump:app", "Look into folders of captured rows."),
+        "harvest": (
+            "headgate.consumers.harvest.command:app",
+            "Run prompts through MODEL and write their rows to ROOT.",
+        ),
+        "moments": ("headgate.consumers.moments.commands:app", "Look at moments of captured rows."),
     }
 
 

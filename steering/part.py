@@ -76,12 +76,12 @@ def headgate_metrics() -> MetricsPart:
 
 
 @hookimpl
-def headgate_commands() -> dict[str, str]:
+def headgate_commands() -> dict[str, tuple[str, str]]:
     """``headgate sae``, ``headgate probe`` and ``headgate vectors``."""
     return {
-        "sae": "headgate.steering.features.commands:app",
-        "probe": "headgate.steering.probes.commands:app",
-        "vectors": "headgate.steering.files.commands:app",
+        "sae": ("headgate.steering.features.commands:app", "Import SAEs and transcoders, and check them."),
+        "probe": ("headgate.steering.probes.commands:app", "Make probes from captured rows, and judge them."),
+        "vectors": ("headgate.steering.files.commands:app", "Show and import files of steering vectors."),
     }
 
 

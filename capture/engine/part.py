@@ -17,10 +17,19 @@ if TYPE_CHECKING:
     from headgate.capture.monitoring.verify_checks import CheckPart
 
 COMMANDS = {
-    "doctor": "headgate.capture.engine.commands.doctor:doctor",
-    "keys": "headgate.capture.engine.commands.keys:keys",
-    "serve": "headgate.capture.engine.commands.serve:serve",
-    "verify": "headgate.capture.engine.commands.verify:verify",
+    "doctor": (
+        "headgate.capture.engine.commands.doctor:doctor",
+        "Say whether headgate fits what is installed, and what MODEL offers.",
+    ),
+    "keys": ("headgate.capture.engine.commands.keys:keys", "Make keys of clients and of hosts."),
+    "serve": (
+        "headgate.capture.engine.commands.serve:serve",
+        "Serve MODEL over HTTP: vllm serve with headgate's flags and routes.",
+    ),
+    "verify": (
+        "headgate.capture.engine.commands.verify:verify",
+        "Compare answers, captures and steering of MODEL with stock vLLM on this machine.",
+    ),
 }
 
 
@@ -50,7 +59,7 @@ def headgate_metrics() -> MetricsPart:
 
 
 @hookimpl
-def headgate_commands() -> dict[str, str]:
+def headgate_commands() -> dict[str, tuple[str, str]]:
     """``headgate doctor``, ``keys``, ``serve`` and ``verify``."""
     return COMMANDS
 

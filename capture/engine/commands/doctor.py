@@ -1,18 +1,21 @@
-"""``headgate doctor``: what is installed, what would be patched, and what a model offers."""
+"""``headgate doctor``: whether headgate fits what is installed, and what a model offers."""
 
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from headgate.capture.engine.compiler.inductor import KERNELS, LOWERING, missing_symbols
@@ -52,22 +55,51 @@ class ModelReport(NamedTuple):
 
 def doctor(
     model: Annotated[str | None, typer.Argument(help="Model folder or name; its sites are listed.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also list every wrapped attribute of vLLM, and vLLM's own log.")
+    ] = False,
 ) -> None:
-    """Say what is installed, what would be patched, and what MODEL offers: its sites and the memory they cost."""
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    """Say whether headgate fits what is installed, and what MODEL offers: its sites and the memory they cost."""
+    if not verbose:
+        os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
+        for name in ("vllm", "huggingface_hub"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     console = Console()
     healthy = _report_versions(console)
-    healthy &= _report_patches(console)
+    healthy &= _report_patches(console, verbose)
     healthy &= _report_compiler(console)
     _report_consumers(console)
     if model is not None:
-        try:
-            _print_model(console, examine(model))
-        except HeadgateError as error:
-            console.print(f"[red]{model}: {error}")
-            healthy = False
+        healthy &= _report_model(console, model, verbose)
     if not healthy:
         raise typer.Exit(1)
+
+
+def _report_model(console: Console, model: str, verbose: bool) -> bool:
+    if _is_path(model) and not Path(model).is_dir():
+        console.print(f"[red]{escape(model)}: there is no such folder", soft_wrap=True)
+        return False
+    try:
+        report = examine(model)
+    except Exception as error:  # noqa: BLE001  (vLLM and transformers raise much: whatever it is, it is one line)
+        if verbose:
+            console.print_exception()
+        console.print(f"[red]{escape(model)}: {escape(_in_one_line(error))}", soft_wrap=True)
+        return False
+    _print_model(console, report)
+    return True
+
+
+def _in_one_line(error: Exception) -> str:
+    if isinstance(error, HeadgateError):
+        return str(error)
+    told = " ".join(str(error).split("[type=")[0].split()[:60])  # pydantic writes the input's representation behind
+    return f"{type(error).__name__}: {told} (--verbose: all of it)"
+
+
+def _is_path(model: str) -> bool:
+    """Whether a model can only be a folder: names at a hub are ``name`` or ``owner/name``."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
 def examine(model: str) -> ModelReport:
@@ -130,25 +162,34 @@ def _single_process(config: object) -> Iterator[None]:
 
 
 def _report_versions(console: Console) -> bool:
-    for name, version in versions().items():
-        console.print(f"[bold]{name}[/] {version}")
+    console.print(", ".join(f"[bold]{name}[/] {version}" for name, version in versions().items()), highlight=False)
     try:
         check_version(versions()["vllm"])
     except HeadgateError as error:
-        console.print(f"[red]{error}")
+        console.print(f"[red]{escape(str(error))}", soft_wrap=True)
         return False
     return True
 
 
-def _report_patches(console: Console) -> bool:
+def _report_patches(console: Console, verbose: bool) -> bool:
     from headgate.capture.engine.patch_table import PATCHES
 
-    table = Table("vLLM attribute", "what headgate's wrapper does", "state", title="Patches", title_justify="left")
-    problems = [patch.problem(import_module(patch.module)) for patch in PATCHES]
-    for patch, problem in zip(PATCHES, problems, strict=True):
-        table.add_row(patch.target, patch.why, "[green]fits" if problem is None else f"[red]{problem}")
-    console.print(table)
-    return not any(problems)
+    problems = {patch: problem for patch in PATCHES if (problem := patch.problem(import_module(patch.module)))}
+    if verbose:
+        table = Table("vLLM attribute", "what headgate's wrapper does", "state", title="Wrapped", title_justify="left")
+        for patch in PATCHES:
+            state = f"[red]{escape(problems[patch])}" if patch in problems else "[green]fits"
+            table.add_row(patch.target, patch.why, state)
+        console.print(table)
+    for patch, problem in problems.items():
+        console.print(f"[red]{patch.module}.{patch.target}: {escape(problem)}; {escape(patch.why)}", soft_wrap=True)
+    state = f"[red]{len(problems)} do not fit" if problems else "[green]all fit"
+    console.print(
+        f"[bold]vLLM[/] {len(PATCHES)} attributes are wrapped in memory, {state}[/]; --verbose lists what each is for",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return not problems
 
 
 def _report_compiler(console: Console) -> bool:
@@ -159,26 +200,27 @@ def _report_compiler(console: Console) -> bool:
     state = (
         f"[red]{len(missing)} of {len(uses)} symbols are missing: run with --enforce-eager"
         if missing
-        else f"[green]all {len(uses)} symbols are there; rewrites of kernels are on unless "
-        "additional_config['headgate']['compiler'] says otherwise"
+        else f"[green]all {len(uses)} symbols that headgate uses are there"
     )
-    console.print(f"[bold]inductor[/] {state}")
+    console.print(f"[bold]inductor[/] {state}", soft_wrap=True, highlight=False)
     return not missing
 
 
 def _report_consumers(console: Console) -> None:
     found = entry_points(group=GROUP)
-    console.print(f"[bold]consumers[/] {', '.join(sorted(found.names)) or 'none installed'}")
+    console.print(f"[bold]consumers[/] {', '.join(sorted(found.names)) or 'none installed'}", soft_wrap=True)
 
 
 def _print_model(console: Console, report: ModelReport) -> None:
     console.print(
         f"[bold]{report.architecture}[/] {report.num_layers} layers, hidden size {report.hidden_size}, "
-        f"{str(report.dtype).removeprefix('torch.')}, steps of up to {report.max_tokens} tokens"
+        f"{str(report.dtype).removeprefix('torch.')}, steps of up to {report.max_tokens} tokens",
+        soft_wrap=True,
+        highlight=False,
     )
     table = Table("hook point", "taken at", "sites", "device memory", title="Sites", title_justify="left")
     for hook, module, num_sites in report.hooks:
         table.add_row(hook.value, module, str(num_sites), f"{num_sites * report.site_mib():.1f} MiB")
     console.print(table)
     if report.no_hook_z:
-        console.print(f"no hook_z: {report.no_hook_z}")
+        console.print(f"no hook_z: {escape(report.no_hook_z)}")

@@ -90,10 +90,12 @@ class PartSpecs:
         """Make the part's share of the server's ``/metrics``. Asked in API servers."""
 
     @hookspec(firstresult=True)
-    def headgate_commands(self) -> Mapping[str, str] | None:
+    def headgate_commands(self) -> Mapping[str, str | tuple[str, str]] | None:
         """Name the part's sub-commands of ``headgate``, each with ``"module:attribute"``.
 
         The attribute is a function, which typer makes a command of, or a `typer.Typer`; imported when it is called.
+        ``("module:attribute", "What it does.")`` also brings the line for ``headgate --help``, which then imports
+        nothing.
         """
 
     @hookspec(firstresult=True)
@@ -157,7 +159,7 @@ class Part:
         metrics: MetricsPart | None = self._hook.headgate_metrics()
         return metrics
 
-    def commands(self) -> Mapping[str, str]:
+    def commands(self) -> Mapping[str, str | tuple[str, str]]:
         """Call ``headgate_commands``."""
         return self._hook.headgate_commands() or {}
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from headgate.capture.cli import app
-from headgate.capture.engine.contracts.parts import GROUP
+from headgate.capture.engine.contracts.parts import GROUP, load_part, part_names
+from tests.fresh_python import run_python
 
 Invoke = Callable[..., Result]
 
@@ -26,11 +28,13 @@ def headgate_commands():
         "other": "headgate_test_other:plain",
         "wants": "headgate_test_wants_vllm:app",
         "broken": "headgate_test_broken:app",
+        "told": ("headgate_test_broken:app", "Said [here] without an import."),
+        "later": ("headgate_test_other:plain", "Count later."),
     }
 """
 
 PLUGIN = '''
-import sys
+from typing import Annotated
 
 import typer
 
@@ -48,7 +52,7 @@ def two() -> None:
     """Say two."""
 
 
-def plain(count: int = 1) -> None:
+def plain(count: Annotated[int, typer.Option(help="Needs headgate[count].")] = 1) -> None:
     """Count."""
     typer.echo(f"counted to {count}")
 '''
@@ -92,12 +96,47 @@ def test_help_lists_every_command_with_what_it_does(invoke: Invoke) -> None:
         assert text in result.stdout
 
 
+def test_help_imports_no_command_that_brings_its_line(invoke: Invoke) -> None:
+    result = invoke("--help")
+
+    assert "Said [here] without an import." in result.stdout
+    assert "Count later." in result.stdout
+    assert invoke("later", "--count", "3").stdout == "counted to 3\n"
+
+
+def test_help_of_the_installed_parts_imports_no_command() -> None:
+    """It took 2 s of CPU when it imported all of them, torch and scikit-learn among them."""
+    lazy = "import sys; from typer.testing import CliRunner; from headgate.capture.cli import app; "
+    shown = "print(CliRunner().invoke(app, ['--help']).stdout); "
+    heavy = "print(sorted({'torch', 'vllm', 'httpx', 'headgate.consumers.dump'} & set(sys.modules)))"
+    done = run_python(["-c", lazy + shown + heavy], environment={}, may_fork=False)
+
+    assert "doctor" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def test_the_lines_of_help_are_those_of_the_commands() -> None:
+    for part in part_names():
+        for value in load_part(part).commands().values():
+            assert isinstance(value, tuple), f"part {part}: {value} brings no line of help"
+            assert value[1].endswith("."), value
+
+
+def test_the_version_is_printed(invoke: Invoke) -> None:
+    assert invoke("--version").stdout == f"headgate {version('headgate')}\n"
+
+
+def test_words_in_brackets_are_kept_in_help(invoke: Invoke) -> None:
+    """Rich takes ``[count]`` for the name of a style, and leaves it out."""
+    assert "Needs headgate[count]." in invoke("count", "--help").stdout
+
+
 def test_a_command_that_cannot_be_loaded_says_why_whatever_its_arguments(invoke: Invoke) -> None:
-    for arguments in (("broken",), ("broken", "--flag", "3"), ("broken", "--help")):
+    for arguments in (("broken",), ("broken", "--flag", "3"), ("broken", "--help"), ("told",), ("told", "--help")):
         result = invoke(*arguments)
 
         assert result.exit_code == 1
-        assert "headgate broken cannot be loaded from headgate_test_broken:app" in result.stderr
+        assert f"headgate {arguments[0]} cannot be loaded from headgate_test_broken:app" in result.stderr
         assert "RuntimeError: out of order" in result.stderr
 
 

@@ -62,6 +62,17 @@ def test_a_file_is_imported_with_its_source(persona: Path, tmp_path: Path) -> No
     assert f"source_sha256: {made.metadata['source_sha256']}" in told
 
 
+def test_an_import_of_a_file_of_headgate_names_its_element_type(persona: Path, tmp_path: Path) -> None:
+    run("import", persona, "--to", tmp_path / "evil.safetensors", "--layer", 1)
+    vectors = load(tmp_path / "evil.safetensors").vectors
+    assert vectors is not None
+    save(tmp_path / "mine.safetensors", vectors)
+
+    told = run("import", tmp_path / "mine.safetensors", "--to", tmp_path / "again.safetensors")
+
+    assert "again.safetensors: safetensors, bfloat16, vectors of 4 values" in told
+
+
 def test_every_tier_of_a_file_of_headgate_is_shown_and_kept(persona: Path, tmp_path: Path) -> None:
     vectors = load(persona).vectors
     assert vectors is not None
