@@ -35,10 +35,10 @@ URL = "http://localhost:8000"
 
 FLAGS = "--enforce-eager --block-size 32 --max-model-len 1024 --max-num-batched-tokens 256 --max-num-seqs 8"
 
-EVERY_TIME: tuple[str, ...] = ("capture",)
+EVERY_TIME: tuple[str, ...] = ("capture", "consumers")
 """Guides that `make test` runs; those below run in `make test-extended`."""
 
-EXTENDED: tuple[str, ...] = ("chats",)
+EXTENDED: tuple[str, ...] = ("chats", "server", "datasets", "harvest", "moments", "reward", "stream")
 
 pages = pytest.mark.parametrize(
     "name", [*EVERY_TIME, *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED)]
