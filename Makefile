@@ -16,7 +16,7 @@ MATRIX_TESTS := $(sort $(wildcard tests/frontend/test_*.py))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick docs dist test-unit test-engine test-extended test-matrix test-lowest test-producers fuzz chaos gpu-test lint format types lock clean
+.PHONY: help setup demo test quick docs dist test-unit test-engine test-extended test-matrix test-lowest test-producers walks fuzz chaos gpu-test lint format types lock clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -55,6 +55,9 @@ test-matrix: setup ## The front end's tests on the oldest and the newest vLLM (P
 		done; \
 	done; \
 	[ -z "$$failed" ] || { echo "FAILED$$failed"; exit 1; }
+
+walks: setup ## Which files of headgate's run for five requests, process by process
+	@$(BIN)/python -m tests.walks.walk
 
 fuzz: setup ## Hostile bodies against the HTTP server for half an hour: make fuzz FUZZ_SECONDS=600 FUZZ_SEED=7
 	@FUZZ_SECONDS=$(or $(FUZZ_SECONDS),1800) $(BIN)/python -m pytest -s tests/frontend/test_fuzz.py
