@@ -38,7 +38,10 @@ FLAGS = "--enforce-eager --block-size 32 --max-model-len 1024 --max-num-batched-
 EVERY_TIME: tuple[str, ...] = ("capture", "consumers")
 """Guides that `make test` runs; those below run in `make test-extended`."""
 
-EXTENDED: tuple[str, ...] = ("chats", "server", "datasets", "harvest", "moments", "reward", "stream")
+EXTENDED: tuple[str, ...] = (
+    *("chats", "server", "datasets", "harvest", "moments", "reward", "stream"),
+    *("controllers",),
+)
 
 pages = pytest.mark.parametrize(
     "name", [*EVERY_TIME, *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED)]
@@ -117,7 +120,10 @@ def run_part(name: str, part: list[Block], model_dir: Path, folder: Path) -> Non
         blocks.write_text("\n".join(source_of(part, model_dir, folder)).replace(URL, url))
         program.write_text(PROGRAM % {"settings": dict(ENGINE_DEFAULTS), "blocks": str(blocks)})
         printed = run_example(str(program), cwd=folder, environment=IN_ONE_PROCESS) if blocks.stat().st_size else ""
-    assert_printed([line for block in part if block.language == "text" for line in block.text.splitlines()], printed)
+    assert_printed(
+        [line for block in part if block.language == "text" and block.is_run for line in block.text.splitlines()],
+        printed,
+    )
 
 
 def source_of(part: list[Block], model_dir: Path, folder: Path) -> Iterator[str]:

@@ -58,7 +58,7 @@ def advice(path: Path) -> str:
     name = _converter(path)
     return (
         f"Convert it where it was made: `headgate vectors converter {name}` prints the program, and "
-        "docs/guides/steering.md has them all"
+        "docs/reference/steering.md has them all"
     )
 
 
