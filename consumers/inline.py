@@ -43,8 +43,8 @@ class InlineParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Parameters of the inline consumer.
 
     Attributes:
-        max_bytes: Rows of one HTTP answer, all its prompts, samples and sites together; of `LLM`, of one prompt. A
-            sample whose rows do not fit any more gets an error in place of them. In the answer they take a third more.
+        max_bytes: Bytes of rows in one HTTP answer, all its prompts, samples and sites together (for `LLM`, of one
+            prompt). A sample whose rows do not fit gets an error instead. In base64 they take a third more.
     """
 
     max_bytes: int = 1 << 20

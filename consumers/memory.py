@@ -41,11 +41,10 @@ class MemoryParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Parameters of the memory consumer.
 
     Attributes:
-        max_bytes: RAM that rows may take: those of running requests, those of results that are still in use, and
-            those that are kept.
-        keep_bytes: Bytes of the rows that requests have kept.
-        keep_key_bytes: The same of one client's key; all clients without a key count as one.
-        keep_s: Seconds after which kept rows are given up.
+        max_bytes: RAM for rows of running requests, of results that are still in use, and of requests that keep them.
+        keep_bytes: Bytes of rows that requests keep (``"keep": NAME``).
+        keep_key_bytes: The same for one client's key; all clients without a key count as one.
+        keep_s: Seconds after which kept rows are discarded.
     """
 
     max_bytes: int = 4 * GIB

@@ -40,18 +40,17 @@ class CaptureConsumerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     Attributes:
         name: Its entry point's name in the group ``vllm.capture_consumers``.
-        instance_name: What requests call it; `name` if None. Needed to configure one consumer twice.
+        instance_name: The name that requests use; `name` if None. Needed to configure one consumer twice.
         params: Passed to the consumer, which checks them.
-        location: ``driver`` puts a consumer that would run in the worker into the process that owns the requests (the
-            API server, or `LLM`'s). The engine's interpreter is spared its work, and rows of all pipeline stages come
-            to it as one; they are sent there, which takes memory bandwidth. ``engine`` puts it onto threads of the
-            worker's own process; others stay beside it. Where it belongs if None.
-        overload: What happens to rows while the consumer's queue is full: ``block`` holds up the forward pass
-            (nothing is lost), ``drop`` loses them (counted, and said in the result), ``spill`` writes them to
+        location: ``driver`` runs a consumer of the worker in the process that owns the requests (the API server, or
+            `LLM`'s), where rows of all pipeline stages arrive together; sending them there takes memory bandwidth.
+            ``engine`` runs it on threads of the worker's own process. If None, the consumer's class decides.
+        overload: What happens to rows while the consumer's queue is full: ``block`` makes the forward pass wait
+            (nothing is lost), ``drop`` discards them (counted, and reported in the result), ``spill`` writes them to
             local disk and delivers them later, in order.
-        queue_bytes: Host memory that rows waiting for this consumer may take.
-        max_stall_s: Seconds one delivery may take, or hold up the engine, before the consumer counts as hung:
-            its requests then end with an error and the engine goes on without it.
+        queue_bytes: Host memory for rows that wait for this consumer.
+        max_stall_s: Seconds that one delivery may take, or hold up the engine, before the consumer counts as hung:
+            its requests then end with an error and the engine continues without it.
     """
 
     name: str
@@ -69,36 +68,36 @@ class CaptureConsumerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Capture as the operator configured it. No consumers: capture does nothing at all.
+    """Capture as the operator configured it. Without consumers, capture is off.
 
     Attributes:
         consumers: The consumers to load.
         sites: ``{hook point: layers}`` that can be captured; requests choose any subset. Changes the compiled
-            graph. Each site costs ``ring_rows * hidden_size`` elements of device memory. Where the consumer
-            `HIDDEN_STATES` is configured ``final_norm`` is added, and is the default if it is the only consumer.
-        ring_rows: Rows of the staging ring on the device, at least ``max_num_batched_tokens``; that if None.
+            graph. Each site costs ``ring_rows * hidden_size`` elements of device memory. The consumer
+            `HIDDEN_STATES` adds ``final_norm``, which is the default if it is the only consumer.
+        ring_rows: Rows of the staging ring on the device, at least ``max_num_batched_tokens``, which is the default.
         staging_bytes: Pinned host memory that the device copies rows into. If None, what a full step of all sites
             needs, rounded up to a power of two, within 256 MiB and 2 GiB and a sixteenth of the machine's memory.
-        processes: Processes beside each worker in which consumers run, so that the engine's interpreter is spared their
-            work and a consumer that crashes takes no engine with it. With more than one, consumers are dealt out among
-            them in the order in which they are configured. 0: on threads of the worker, where every call of theirs
-            delays the engine's steps.
-        linger_s: Seconds that captured rows may wait for those of the next steps, so that the rows of several steps
-            are copied and handed to consumers at once; 0 does so for each step. If None, what the consumers of the
-            running requests allow. So may the end of a request, unless its client waits for its results. Rows that
-            wait when the worker shuts down, of requests that have not ended, are given up.
+        processes: Processes beside each worker in which consumers run, so that their work does not delay the engine's
+            interpreter and a consumer that crashes does not end the engine. With more than one, consumers are assigned
+            to them in turn, in the order of the configuration. 0 runs consumers on threads of the worker, where each
+            call delays the engine's steps.
+        linger_s: Seconds that captured rows may wait for rows of the next steps, so that the rows of several steps
+            are copied and delivered together; 0 delivers each step's rows at once. If None, what the consumers of the
+            running requests allow. The end of a request may wait as long, unless its client waits for its results.
+            Waiting rows of unfinished requests are discarded when the worker shuts down.
         spill_dir: Folder for ``overload="spill"``; the system's temporary folder if None.
-        self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
-        fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
-        result_wait_s: Seconds a finished request waits for its results before they are ``pending``; it does not where
-            rows may wait for longer and other requests capture, too. Requests with ``capture_wait`` wait up to
-            `result_timeout_s`.
+        self_test: Test every site with a dummy step at start-up, and do not serve if one does not respond.
+        fire_counter: Count on the device how often each site ran (debugging; one more kernel for each site).
+        result_wait_s: Seconds that a finished request waits for its results before they are ``pending``. It does not
+            wait if rows may wait for longer and other requests capture as well. Requests with ``capture_wait`` wait up
+            to `result_timeout_s`.
         result_timeout_s: Upper limit of that wait, and of `LLM`'s.
-        close_timeout_s: Seconds that shutting down may take to deliver what is still queued. vLLM ends its processes
+        close_timeout_s: Seconds for delivering queued rows at shutdown. vLLM ends its processes
             5 seconds later, or after ``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``, if the environment sets it.
         max_request_rows: Positions that one HTTP request may capture for one consumer, all its prompts and samples
-            together; of `LLM`, one prompt. No limit if None. A request that could capture more, if it generated all
-            that its ``max_tokens`` allows, is refused.
+            together (for `LLM`, one prompt). No limit if None. A request that could capture more, if it generated
+            ``max_tokens`` tokens, is refused.
         max_request_bytes: The same for the rows of all sites and consumers, in bytes.
     """
 
@@ -279,14 +278,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Settings of the HTTP server.
 
     Attributes:
-        max_body_bytes: Of one request; longer ones are answered with status 413. Uploads to audio routes have vLLM's
+        max_body_bytes: Limit of one request's body; longer ones get status 413. Uploads to audio routes have vLLM's
             own limit, ``VLLM_MAX_AUDIO_CLIP_FILESIZE_MB``.
-        max_buffered_bytes: Of all requests that one API server receives and reads at a time; those beyond are answered
-            with status 503 and ``Retry-After``. If None, eight times `max_body_bytes`.
-        keys_file: JSON file of the keys that clients have, with their roles and limits (`AccessKey`); read again when
-            it changes. With it, whatever needs a role needs a key, also from the server's own machine.
-        usage_file: SQLite file in which limits per day and of concurrency are counted, made if there is none; on a
-            local disk. If None, they are counted in memory, and begin anew when the server starts.
+        max_buffered_bytes: Limit of all bodies that one API server receives and parses at a time; further ones get
+            status 503 and ``Retry-After``. If None, eight times `max_body_bytes`.
+        keys_file: JSON file of the clients' keys, with their roles and limits (`AccessKey`); read again when it
+            changes. With it, everything that needs a role needs a key, also from the server's own machine.
+        usage_file: SQLite file on a local disk that counts daily and concurrency limits, created if it does not exist.
+            If None, they are counted in memory and start from zero when the server starts.
     """
 
     max_body_bytes: int = 128 * MIB
@@ -296,14 +295,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How workers on other hosts reach the front ends of their engine; used by engines that span hosts, and only there.
+    """How workers on other hosts reach the front ends of their engine; used only by engines that span hosts.
 
     Attributes:
         listen: Address of the front ends' host that the others connect to: ``IP``, ``IP:PORT`` or ``IP:FIRST-LAST``.
-            Each API server takes a port for results and one for each driver-located consumer, any free one if none is
-            named. On hosts without a front end nothing listens, whatever this is.
-        keys_file: File of the keys with which both ends know each other, the same on each host; if None, they are in
-            the environment variable ``HEADGATE_NETWORK_KEYS``.
+            Each API server takes a port for results and one for each consumer in the driver; without a range, any
+            free ones. Hosts without a front end never listen.
+        keys_file: File of the keys with which both ends authenticate, the same on each host; if None, the environment
+            variable ``HEADGATE_NETWORK_KEYS`` has them.
     """
 
     listen: str | None = None
@@ -345,11 +344,11 @@ def server_config(additional_config: Any) -> ServerConfig:
 
 
 class CompilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of what headgate does to torch's inductor.
+    """Settings of headgate's changes to torch's inductor.
 
     Attributes:
-        rewrites: Move the loads of headgate's tables, and prefetch the norm's weights, in front of the loops of kernels
-            for GPUs. For speed alone: answers stay as they are. Off, each norm in front of attention takes 0.3 to 0.7
+        rewrites: Move the loads of headgate's tables, and a prefetch of the norm's weights, before the loops of GPU
+            kernels. This changes speed only, not answers: without it, each norm before attention takes 0.3 to 0.7
             microseconds longer (H200). Changes the compiled graph.
     """
 

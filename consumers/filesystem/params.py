@@ -35,36 +35,35 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Parameters of the filesystem consumer.
 
     Attributes:
-        root: Folder, or URL of an object store (``s3://bucket/run``, ``gs://``, ``az://``), that everything is written
-            under. Credentials come from the environment and are refused in the URL.
+        root: Folder, or URL of an object store (``s3://bucket/run``, ``gs://``, ``az://``), for all files. Credentials
+            come from the environment and are refused in the URL.
         layout: For requests that name none.
         tag: For requests that name none.
         tags: Tags that requests may name, `tag` among them; any if None.
-        threads: WriterThread threads; all rows of one request go through the same one.
-        fsync: Put files and their folders on the disk before a request's result says so. Without it a killed process
-            still leaves only whole files, a power cut may not.
-        if_exists: When a file of that tag and request id is there already: ``error`` ends the request with an error,
-            ``number`` writes ``{request_id}~2``. Nothing is ever overwritten.
+        threads: Writer threads; all rows of one request go through the same one.
+        fsync: Sync files and their folders to the disk before a request's result arrives. Without it a killed process
+            still leaves only complete files, but a power failure may not.
+        if_exists: If a file of that tag and request id exists: ``error`` ends the request with an error, ``number``
+            writes ``{request_id}~2``. Nothing is ever overwritten.
         shard_bytes: Size at which a shard is full.
-        max_request_bytes: Rows of one request held in memory before they move to a temporary file in the root; a
-            quarter of the memory if None. What moves is written twice.
-        memory_bytes: The same for all requests together, with what is queued for the writer threads; a sixteenth of
-            the machine's memory, within 1 and 32 GiB, if None. A quarter of it stays at hand for rows to come.
-        max_tag_bytes: What may lie under one tag, files of earlier runs included; no limit if None. A file counts 4 KiB
-            beside its bytes. A request whose rows or files do not fit any more ends with an error. Counted by each
-            worker process on its own. Local roots only.
-        max_root_bytes: The same for the whole root. What lies there is added up when the consumer is opened.
-        spool: Folder of this machine where files wait for an object store; ``$XDG_STATE_HOME/headgate/spool``, or the
-            same under ``~/.local/state``, if None. What waits there outlives the process.
-        spool_bytes: What may wait there for `root`, each file 4 KiB more. A request whose rows do not fit any more ends
-            with an error.
-        upload_threads: Files or folders that are uploaded at a time, by each worker process; each takes up to 32 MiB.
-        upload_wait_s: Seconds for which a result waits for the upload of its files. After that it says ``"uploaded":
-            false``, and the upload goes on. While the store is down no result waits.
-        keep_aborted: Whether the rows of requests that were aborted or failed are written; without it their results are
-            errors.
-        hooks: ``{hook point: layers}`` to record of every request, whether it asks or not.
-        positions: Which positions of those.
+        max_request_bytes: Rows of one request kept in memory before they move to a temporary file in the root, and
+            are therefore written twice; a quarter of `memory_bytes` if None.
+        memory_bytes: Limit for the rows of all requests together, including rows queued for the writer threads; if
+            None, a sixteenth of the machine's memory, within 1 and 32 GiB. A quarter of it is reserved for new rows.
+        max_tag_bytes: Limit of files under one tag, including files of earlier runs; no limit if None. Each file counts
+            4 KiB more than its bytes. A request whose rows or files do not fit ends with an error. Counted by each
+            worker process separately. Local roots only.
+        max_root_bytes: The same for the whole root, whose files are added up when the consumer is opened.
+        spool: Local folder where files wait for an object store, and which outlives the process;
+            ``$XDG_STATE_HOME/headgate/spool``, or the same under ``~/.local/state``, if None.
+        spool_bytes: Limit of files that wait there for `root`; each file counts 4 KiB more than its bytes. A request
+            whose rows do not fit ends with an error.
+        upload_threads: Concurrent uploads of files or folders of each worker process; each takes up to 32 MiB.
+        upload_wait_s: Seconds that a result waits for the upload of its files. After that it has ``"uploaded":
+            false``, and the upload continues. While the store is unreachable no result waits.
+        keep_aborted: Whether the rows of aborted and failed requests are written; without it their results are errors.
+        hooks: ``{hook point: layers}`` to record for every request.
+        positions: Which positions to record with `hooks`.
     """
 
     root: str

@@ -26,23 +26,24 @@ class MomentsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Parameters of the moments consumer.
 
     Attributes:
-        root: Folder of the state, on a local file system; `flush_s` says when it is written.
+        root: Folder of the state, on a local file system.
         tag: For requests that name none.
         tags: Further tags that requests may name; each has moments of its own.
-        hooks: ``{hook point: layers}`` to look at in every request, whether it asks or not.
-        positions: Which positions of those. ``all`` and ``all_prompt`` keep requests from reading the prefix cache.
-        skip_positions: Leave out this many positions at the beginning of each request; 1 leaves out the first token.
-        max_norm: Leave out longer rows, as attention sinks are: one number, or one for each site (``{"12.post_mlp":
-            300}``; other sites then have no limit). None leaves out no row.
-        covariance: ``full`` keeps the whole matrix, ``sketch`` its largest directions, ``none`` the variances alone;
+        hooks: ``{hook point: layers}`` to record for every request.
+        positions: Which positions to record with `hooks`. With ``all`` and ``all_prompt`` requests do not read the
+            prefix cache.
+        skip_positions: Omit this many positions at the beginning of each request; 1 omits the first token.
+        max_norm: Omit longer rows, such as those of attention sinks: one number, or one for each site
+            (``{"12.post_mlp": 300}``; other sites then have no limit). None omits no row.
+        covariance: ``full`` keeps the whole matrix, ``sketch`` its largest directions, ``none`` only the variances;
             ``auto`` is ``full`` up to a hidden size of `full_width`, and ``sketch`` above.
         full_width: See `covariance`.
         rank: Directions of a sketch.
         quantile_error: Relative error of the quantiles of norms.
-        flush_s: Seconds between two writes of the state, if anything has changed; a process that is killed loses no
-            more than that. 0 writes at the end of each request, before its result.
-        max_bytes: Memory that the state of one process may take, with every site, phase and tag in use; while it is
-            written it takes as much again.
+        flush_s: Seconds between two writes of a changed state; a killed process loses no more than that. 0 writes at
+            the end of each request, before its result.
+        max_bytes: Memory for the state of one process, with every site, phase and tag in use; writing it takes as
+            much again.
     """
 
     root: str

@@ -28,8 +28,8 @@ class ProbeParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Parameters of the probe consumer.
 
     Attributes:
-        probes: Files of probes, by the names that requests choose them by.
-        max_scores: Numbers that the result of one sample may hold: positions times classes, of all its probes.
+        probes: Files of probes by name, for requests to choose from.
+        max_scores: Largest number of scores in the result of one sample: positions times classes, over all its probes.
     """
 
     probes: dict[str, str]

@@ -41,18 +41,18 @@ class RewardParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Parameters of the reward consumer.
 
     Attributes:
-        layer: Layer of the site, negative from the last; ignored by ``final_norm``.
+        layer: Layer of the site, negative from the last; ignored for ``final_norm``.
         direction: File of the direction: steering vectors (``.safetensors``) or an array ``[hidden]`` (``.npy``).
-        directions: Several, by the names that requests choose them by. One of the two must be given.
-        default: Name of the direction of requests that name none; the first if None.
+        directions: Several directions by name, for requests to choose from. Give either `direction` or `directions`.
+        default: Name of the direction for requests that name none; the first if None.
         hook: Hook point of the site.
         positions: Slice of the generated positions.
         measure: ``cos``, the mean cosine of the rows with the direction, or ``projection``, the mean of their dot
             products with the direction at unit length.
         scale: Factor of the measure.
         transform: Function of the scaled measure.
-        dtype: Precision of products and lengths. float32: they are computed in float64 on the worker's device, with
-            directions rounded to float32, and copied as float32. float64: whole rows are copied.
+        dtype: Precision of products and lengths. ``float32``: computed in float64 on the worker's device, with
+            directions rounded to float32, and copied as float32. ``float64``: whole rows are copied.
     """
 
     layer: int = -1

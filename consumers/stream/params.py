@@ -27,15 +27,15 @@ class StreamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         address: Where the reader connects: ``tcp://HOST:PORT`` or ``unix:///PATH``.
         token_file: File with the token that the reader must prove to have; the environment's ``HEADGATE_STREAM_TOKEN``
-            if None. Required of an address that other machines can reach.
-        max_bytes: Batches that the reader has not acknowledged; a request may have half of it.
-        running_bytes: Rows of requests that still run; they are sent when their request has ended.
-        batch_rows: Rows in a batch, at most; a batch is of one request.
-        wait_s: Seconds for which the rows of a request wait for room. Keep it below the consumer's ``max_stall_s``.
-        max_away_s: Seconds without a reader after which, for want of room, everything is given up.
-        tag: Of requests that name none.
-        hooks: ``{hook point: layers}`` to stream of every request, whether it asks or not.
-        positions: Which positions of those.
+            if None. Required for an address that other machines can reach.
+        max_bytes: Bytes of batches that the reader has not acknowledged; one request may have half of it.
+        running_bytes: Bytes of rows of running requests; they are sent when their request has ended.
+        batch_rows: Largest number of rows in a batch; each batch has rows of one request.
+        wait_s: Seconds that the rows of a request wait for room. Keep it below the consumer's ``max_stall_s``.
+        max_away_s: Seconds without a reader after which all kept rows are discarded if there is no room for new ones.
+        tag: Tag of requests that name none.
+        hooks: ``{hook point: layers}`` to stream for every request.
+        positions: Which positions to stream with `hooks`.
     """
 
     address: str

@@ -28,11 +28,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of what one key captures; each is off if None. A day is one of UTC.
+    """Limits of what one key captures; each is off if None. Days are days of UTC.
 
     Attributes:
         max_bytes_per_day: Bytes of captured rows, over all sites. A prompt is admitted if all that it could capture
-            fits, and counts with what it did capture; with all it could, if its client went away before its end.
+            fits, and counts with what it did capture, or with all it could if its client disconnected before its end.
         max_requests_per_day: Prompts that capture anything.
         max_concurrent_requests: Prompts that capture anything at the same time.
         max_request_rows: Positions that one HTTP request captures for one consumer, all its prompts and samples
@@ -64,14 +64,14 @@ class AccessKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One entry of a file of keys.
 
     Attributes:
-        name: Who it is, for the audit, quotas and messages: letters, digits, ``._-``.
+        name: The client's name in the audit, quotas and messages: letters, digits, ``._-``.
         sha256: Hexadecimal digest of the key, or several while a key is being replaced. Never the key itself.
         roles: ``capture``, ``steer``, ``admin``, or the name of another part that has routes. ``admin`` includes all.
-        expires: Time from which on the key is unknown, such as ``"2027-01-31T00:00:00Z"``.
-        tags: Tags that its captures may have, ``*`` standing for any characters; any tag if None.
-        default_tag: The tag of captures that name none; if None the consumer's own.
-        consumers: Consumers that it may name, ``hidden_states`` among them; all if None.
-        sites: ``{hook point: layers}`` that it may capture, layers being ``"all"`` or a list; all if None.
+        expires: Time at which the key expires, such as ``"2027-01-31T00:00:00Z"``.
+        tags: Tags that its captures may have; ``*`` matches any characters; any tag if None.
+        default_tag: The tag of captures that name none; the consumer's own if None.
+        consumers: Consumers that it may name, including ``hidden_states``; all if None.
+        sites: ``{hook point: layers}`` that it may capture; layers are ``"all"`` or a list; all if None.
         limits: How much it may capture.
     """
 
