@@ -36,6 +36,7 @@ from headgate.capture.schema.spec import CaptureSpec
 if TYPE_CHECKING:
     __version__: str
     from headgate.capture.engine.api import LLM, SamplingParams, start_llm
+    from headgate.capture.engine.frontends.prompt_tokens import prompt_tokens
     from headgate.capture.engine.requests.chat_messages import message_spans
     from headgate.capture.engine.setup.cli_flags import additional_config
     from headgate.capture.handles import CaptureHandle, RowView, UnreadCaptureWarning, fetch_all
@@ -74,6 +75,7 @@ __all__ = [
     "hookimpl",
     "message_spans",
     "parse_client_spec",
+    "prompt_tokens",
     "site_map",
     "start_llm",
 ]
@@ -87,6 +89,7 @@ _LATE = {
     "additional_config": "headgate.capture.engine.setup.cli_flags",
     "fetch_all": "headgate.capture.handles",
     "message_spans": "headgate.capture.engine.requests.chat_messages",
+    "prompt_tokens": "headgate.capture.engine.frontends.prompt_tokens",
     "start_llm": "headgate.capture.engine.api",
 }
 """Names that need vLLM or are part of its world, and what few need: imported when they are first used."""

@@ -116,6 +116,8 @@ def _say(manifest: dict[str, Any], to: str) -> None:
     console.print(f"{facts['rows']:,} rows of {', '.join(facts['sites'])} from {prompts:,} prompts in {escape(to)}")
     if facts["prompts_cut_in_this_run"]:
         console.print(f"{facts['prompts_cut_in_this_run']:,} prompts were cut to {facts['context']:,} tokens")
+    if facts["records_refused_in_this_run"]:
+        console.print(f"{facts['records_refused_in_this_run']:,} records were left out: the log above names the first")
     if facts["chats_without_messages_in_this_run"]:
         console.print(
             f"{facts['chats_without_messages_in_this_run']:,} chats without the places of their messages: the model's "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol, cast
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from headgate.capture import message_spans
 from headgate.capture.schema.errors import ConfigError
@@ -44,7 +44,11 @@ class HarvestEngine(Protocol):
         ...
 
     def tokens(self, prompt: Prompt) -> Sequence[int]:
-        """The tokens of a prompt."""
+        """The tokens of a prompt.
+
+        Raises:
+            RequestError: If the model cannot take it, such as a chat that its template refuses.
+        """
         ...
 
     def messages(self, chat: Chat) -> Sequence[MessageSpan] | None:
@@ -88,23 +92,16 @@ class VllmEngine:
         )
 
     def tokens(self, prompt: Prompt) -> Sequence[int]:
-        if is_chat(prompt):
-            return self._render(prompt, is_open=prompt[-1]["role"] != "assistant")
-        return list(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else cast("list[int]", prompt)
+        return self._render(prompt, is_open=not is_chat(prompt) or prompt[-1]["role"] != "assistant")
 
     def messages(self, chat: Chat) -> Sequence[MessageSpan] | None:
-        bos = getattr(self._tokenizer, "bos_token_id", None)
+        bos = getattr(self._llm.renderer.tokenizer, "bos_token_id", None)
         return message_spans(chat, self.tokens(chat), partial(self._render, is_open=False), bos=bos)
 
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return self._llm.get_tokenizer()
+    def _render(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]], *, is_open: bool) -> list[int]:
+        from headgate.capture import prompt_tokens  # imports vLLM, which is there if an `LLM` is
 
-    def _render(self, chat: Sequence[Mapping[str, Any]], *, is_open: bool) -> list[int]:
-        found = self._tokenizer.apply_chat_template(
-            list(chat), tokenize=True, add_generation_prompt=is_open, return_dict=False
-        )
-        return list(found)
+        return prompt_tokens(self._llm, prompt, add_generation_prompt=is_open)
 
     def run(
         self, tasks: Sequence[Task], wanted: Wanted, consumer: str, specs: Sequence[Mapping[str, Any]]

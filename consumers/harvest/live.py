@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.consumers.datasets.pool import RowPool
 from headgate.consumers.datasets.reading import Bytes
 from headgate.consumers.datasets.sinks import SinkFilter
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES
 from headgate.consumers.harvest.engine import HarvestEngine, engine_of
-from headgate.consumers.harvest.prompts import Prompt, PromptSet, each_prompt
+from headgate.consumers.harvest.prompts import Prompt, PromptSet, Record, Refusals, each_record
 from headgate.consumers.harvest.run import DEFAULT_BATCH
 from headgate.consumers.harvest.wanted import Task, Tokens, Wanted, parse_site_names
 
@@ -63,6 +63,7 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
 
     Attributes:
         num_sinks: Rows that were left out as sinks so far.
+        num_refused: Records so far that are no prompts that the model can take; the log names the first of them.
 
     Raises:
         ConfigError: If an argument is out of range, or `max_bytes` does not hold a batch.
@@ -105,9 +106,13 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
         self._filter: SinkFilter | None = None  # once there are rows
         self._error: BaseException | None = None  # of the thread
         self._is_over = False
-        plan = _Plan(wanted, wanted.context(context, facts.max_length), max_bytes // 4 // cost, batch)
-        self._source = _Source(engine, plan, each_prompt(prompts), consumer)
+        self._plan = _Plan(wanted, wanted.context(context, facts.max_length), max_bytes // 4 // cost, batch)
+        self._source = _Source(engine, self._plan, each_record(prompts), consumer)
         self._finalizer = weakref.finalize(self, self._source.stop)
+
+    @property
+    def num_refused(self) -> int:
+        return self._plan.refusals.count
 
     def __iter__(self) -> LiveRows:
         return self
@@ -230,26 +235,27 @@ class _Plan:
         context: Tokens of a prompt at most.
         max_rows: Rows of a batch at most.
         max_prompts: Prompts of a batch at most.
+
+    Attributes:
+        refusals: Records so far that the model cannot take.
     """
 
     def __init__(self, wanted: Wanted, context: int, max_rows: int, max_prompts: int) -> None:
         self.wanted = wanted
+        self.refusals = Refusals()
         self._context = context
         self._max_rows = max_rows
         self._max_prompts = max_prompts
 
-    def batches(self, engine: HarvestEngine, prompts: Iterable[Prompt]) -> Iterator[list[Task]]:
-        """The prompts in their order; those without rows are left out.
+    def batches(self, engine: HarvestEngine, records: Iterable[Record]) -> Iterator[list[Task]]:
+        """The prompts in their order; those without rows are left out, and records that the model cannot take.
 
         Raises:
-            ConfigError: If the rows of one prompt alone do not fit.
+            ConfigError: If the rows of one prompt alone do not fit, or the model can take none of several records.
         """
         pending: list[Task] = []
         rows = 0
-        for index, prompt in enumerate(prompts):
-            task = self.wanted.plan(index, engine.tokens(prompt), self._context)
-            if task is None:
-                continue
+        for task in self._tasks(engine, records):
             if task.most_rows > self._max_rows:
                 raise ConfigError(
                     f"max_bytes: {task.name} can have {task.most_rows} rows, and a batch of prompts has room for "
@@ -263,6 +269,20 @@ class _Plan:
         if pending:
             yield pending
 
+    def _tasks(self, engine: HarvestEngine, records: Iterable[Record]) -> Iterator[Task]:
+        num_taken = 0
+        for index, record in enumerate(records):
+            try:
+                token_ids = engine.tokens(record.prompt())
+            except (ConfigError, RequestError) as error:
+                self.refusals.add(record, error)
+                continue
+            num_taken += 1
+            if (task := self.wanted.plan(index, token_ids, self._context)) is not None:
+                yield task
+        if self.refusals.count and not num_taken:
+            raise ConfigError(f"{self.refusals.first}; none of the {self.refusals.count} records can be run")
+
 
 class _Source:
     """A thread that runs batches of prompts, at most `_BATCHES` ahead of those who take their rows.
@@ -274,7 +294,7 @@ class _Source:
         consumer: Instance name of the consumer `memory`.
     """
 
-    def __init__(self, engine: HarvestEngine, plan: _Plan, prompts: Iterator[Prompt], consumer: str) -> None:
+    def __init__(self, engine: HarvestEngine, plan: _Plan, prompts: Iterator[Record], consumer: str) -> None:
         self._engine = engine
         self._plan = plan
         self._prompts = prompts

@@ -13,14 +13,17 @@ A list is a chat if it holds objects with ``role`` and ``content``, and a tokeni
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
 from headgate.capture.schema.errors import ConfigError, shown
+
+logger = logging.getLogger("headgate")
 
 Chat = list[dict[str, Any]]
 Prompt = str | Chat | list[int]
@@ -29,14 +32,38 @@ Prompt = str | Chat | list[int]
 FIELDS = ("text", "messages", "prompt", "input_ids", "token_ids")
 """Fields that are looked for where none is named."""
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+LOGGED_REFUSALS = 20
+"""Records that are left out of a run, and named in the log."""
 _NO_FIELD = "none"
 _CHUNK = 1 << 20
 _ROWS = 1024
 
 
+class Record(NamedTuple):
+    """A record that should be a prompt.
+
+    Attributes:
+        place: Its file and line, or the like, for messages.
+        value: As it was read; a `ConfigError` if it could not be.
+        field: Of the prompt in it; ``none`` if it is one itself.
+    """
+
+    place: str
+    value: object
+    field: str = _NO_FIELD
+
+    def prompt(self) -> Prompt:
+        """Return the prompt.
+
+        Raises:
+            ConfigError: If it is none; the message has its place.
+        """
+        return _prompt(_value(self.value, self.field, self.place), self.place)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSet:
-    """Prompts that can be gone through more than once.
+    """Prompts that can be gone through more than once; `records` goes on behind one that is bad.
 
     Attributes:
         name: As the user named them.
@@ -55,8 +82,11 @@ class PromptSet:
         Raises:
             ConfigError: At a record that is no prompt; the message has its place.
         """
-        for place, record in self._records():
-            yield _prompt(_value(record, self.field, place), place)
+        return (record.prompt() for record in self.records())
+
+    def records(self) -> Iterator[Record]:
+        """Every record in order, also those that are no prompts."""
+        return (Record(place, record, self.field) for place, record in self._records())
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[Chat]:
@@ -82,19 +112,39 @@ def open_prompts(name: str, *, field: str | None = None, split: str = "train") -
     return _of_data_set(name, field, split)
 
 
-def each_prompt(prompts: str | Iterable[Prompt]) -> Iterator[Prompt]:
+def each_record(prompts: str | Iterable[Prompt]) -> Iterator[Record]:
     """Go through prompts of any kind once: those of a file or a data set by its name, or those that a program has.
 
     Raises:
-        ConfigError: As `open_prompts`, and at a value that is no prompt.
+        ConfigError: As `open_prompts`.
     """
     if isinstance(prompts, str):
-        yield from open_prompts(prompts)
-    elif isinstance(prompts, PromptSet):
-        yield from prompts
-    else:
-        for number, value in enumerate(prompts):
-            yield _prompt(value, f"prompt {number}")
+        prompts = open_prompts(prompts)
+    if isinstance(prompts, PromptSet):
+        return prompts.records()
+    return (Record(f"prompt {number}", value) for number, value in enumerate(prompts))
+
+
+class Refusals:
+    """Counts records that are no prompts that the model can take, and logs where the first of them are.
+
+    Attributes:
+        count: How many there were.
+        first: Why the first of them was refused; empty if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = ""
+
+    def add(self, record: Record, error: Exception) -> None:
+        """Note that a record was refused."""
+        text = str(error) if record.place in str(error) else f"prompts: {record.place}: {error}"
+        self.first = self.first or text
+        self.count += 1
+        if self.count <= LOGGED_REFUSALS:
+            more = "; further ones are counted alone" if self.count == LOGGED_REFUSALS else ""
+            logger.warning("harvest: left out: %s%s", text, more)
 
 
 def _of_file(path: Path, name: str, field: str | None) -> PromptSet:
@@ -130,8 +180,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, object]]:
             if line.strip():
                 try:
                     yield place, msgspec.json.decode(line)
-                except msgspec.DecodeError as error:
-                    raise ConfigError(f"prompts: {place}: not JSON: {error}") from error
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    yield place, ConfigError(f"prompts: {place}: not JSON: {error}")
 
 
 def _parquet(path: Path, column: str | None) -> Iterator[tuple[str, object]]:
@@ -186,8 +236,10 @@ def _field_of(first: tuple[str, object] | None, name: str, asked: str | None) ->
         raise ConfigError(f"prompts: {name} is empty")
     place, record = first
     if asked is not None:
-        _prompt(_value(record, asked, place), place)
+        _value(record, asked, place)
         return asked
+    if isinstance(record, ConfigError):
+        raise record
     if not isinstance(record, Mapping):
         return _NO_FIELD
     found = [known for known in FIELDS if known in record]
@@ -197,6 +249,8 @@ def _field_of(first: tuple[str, object] | None, name: str, asked: str | None) ->
 
 
 def _value(record: object, name: str, place: str) -> object:
+    if isinstance(record, ConfigError):
+        raise record
     if name == _NO_FIELD and not isinstance(record, Mapping):
         return record
     if not isinstance(record, Mapping) or name not in record:
@@ -210,7 +264,7 @@ def _prompt(value: object, place: str) -> Prompt:
         return value
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         items: list[Any] = list(value)
-        if all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in items) and items:
+        if items and all(map(_is_message, items)):
             return [dict(item) for item in items]
         if all(type(item) is int for item in items):
             return items
@@ -218,3 +272,8 @@ def _prompt(value: object, place: str) -> Prompt:
         f"prompts: {place}: expected a text, a list of messages with role and content, or a list of token ids, got "
         f"{shown(value)}"
     )
+
+
+def _is_message(item: object) -> bool:
+    """Whether it has the fields of a message; one that calls tools may say nothing else."""
+    return isinstance(item, Mapping) and "role" in item and ("content" in item or "tool_calls" in item)

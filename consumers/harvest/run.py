@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.results import MessageSpan
 from headgate.consumers.datasets.dataset import open_dataset
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES
 from headgate.consumers.harvest.engine import EngineFacts, HarvestEngine
 from headgate.consumers.harvest.places import TAG
-from headgate.consumers.harvest.prompts import Prompt, PromptSet, is_chat
+from headgate.consumers.harvest.prompts import PromptSet, Record, Refusals, is_chat
 from headgate.consumers.harvest.root import HarvestRoot
 from headgate.consumers.harvest.wanted import Task, Wanted, settings_of
 
@@ -48,6 +48,7 @@ class _Run:
         done: Rows by prompt that is durable.
         rows: Rows of the prompts gone through so far, those of the batch that runs included where they are known.
         skipped: Prompts gone through that have no rows.
+        refusals: Records gone through that the model cannot take.
         cut: Prompts that this run cut to the context.
         unclear: Chats that this run has found no messages in.
     """
@@ -62,6 +63,7 @@ class _Run:
     skipped: int = 0
     cut: int = 0
     unclear: int = 0
+    refusals: Refusals = field(default_factory=Refusals)
     messages: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """Of chats that have yet to run, where their messages lie."""
     durable: int = field(init=False)
@@ -82,12 +84,12 @@ class _Run:
     def _known(self, prompts: PromptSet) -> Iterator[list[Task]]:
         """The fewest prompts, from the first on, that have the rows: how many each has is known before it runs."""
         pending: list[Task] = []
-        for index, prompt in enumerate(prompts):
+        for index, record in enumerate(prompts.records()):
             if self.rows >= self.wanted_rows:
                 break
             if index in self.done:
                 self.rows += self.done[index]
-            elif (task := self._plan(index, prompt)) is not None:
+            elif (task := self._plan(index, record)) is not None:
                 pending.append(task)
                 self.rows += task.most_rows
             if len(pending) == self.batch:
@@ -98,15 +100,21 @@ class _Run:
 
     def _counted(self, prompts: PromptSet) -> Iterator[list[Task]]:
         """Fixed batches, the last of which is the first that the rows are there after."""
-        numbered = enumerate(prompts)
+        numbered = enumerate(prompts.records())
         while self.rows < self.wanted_rows and (group := list(islice(numbered, self.batch))):
-            planned = [self._plan(index, prompt) for index, prompt in group if index not in self.done]
+            planned = [self._plan(index, record) for index, record in group if index not in self.done]
             if tasks := [task for task in planned if task is not None]:
                 yield tasks
             self.rows += sum(self.done.get(index, 0) for index, _ in group)
 
-    def _plan(self, index: int, prompt: Prompt) -> Task | None:
-        task = self.wanted.plan(index, self.engine.tokens(prompt), self.context)
+    def _plan(self, index: int, record: Record) -> Task | None:
+        try:
+            prompt = record.prompt()
+            token_ids = self.engine.tokens(prompt)
+        except (ConfigError, RequestError) as error:
+            self.refusals.add(record, error)
+            return None
+        task = self.wanted.plan(index, token_ids, self.context)
         if task is None:
             self.skipped += 1
             return None
@@ -267,6 +275,7 @@ def _manifest(run: _Run, root: HarvestRoot, settings: Mapping[str, Any], facts: 
         "prompts_with_rows": len(run.done),
         "prompts_without_rows": run.skipped,
         "prompts_cut_in_this_run": run.cut,
+        "records_refused_in_this_run": run.refusals.count,
         "chats_without_messages_in_this_run": run.unclear,
         "has_all_rows": run.durable >= run.wanted_rows,
     }

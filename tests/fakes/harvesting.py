@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headgate.capture.schema.errors import ConsumerError
+from headgate.capture.schema.errors import ConsumerError, RequestError
 from headgate.capture.schema.results import CaptureResult, MessageSpan
 from headgate.consumers.captured_rows import CapturedRows
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest
@@ -42,6 +42,12 @@ def prompt_file(path: Path, lengths: Sequence[int]) -> PromptSet:
     return open_prompts(str(path))
 
 
+class Unrenderable(str):
+    """A prompt that no engine can take."""
+
+    __slots__ = ()
+
+
 class FakeEngine:
     """Runs prompts; see `HarvestEngine`. A text has a token for each character.
 
@@ -61,6 +67,8 @@ class FakeEngine:
         self._aborts = aborts
 
     def tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, Unrenderable):
+            raise RequestError("messages", "the template refuses")
         return list(range(len(prompt)))
 
     def messages(self, chat: Chat) -> list[MessageSpan] | None:

@@ -16,6 +16,7 @@ import msgspec
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_frontend import LLM, AsyncLLM, RequestOutput
 from headgate.capture.engine.contracts.wire_format import CAPTURE
+from headgate.capture.engine.frontends.prompt_tokens import chat_params_of
 from headgate.capture.engine.frontends.unsent_renderings import looking_up
 from headgate.capture.engine.requests.call_context import Call, enter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
@@ -179,7 +180,7 @@ class AsyncCapturing:
     async def _render(self, chat: Chat, settings: Document) -> tuple[Mapping[str, Any], LLMChat]:
         """Render a chat as `LLM.chat` does; the rows' messages are found by rendering parts of it alike."""
         renderer = self._llm.renderer
-        _, (prompt,) = await renderer.render_chat_async([list(chat)], *_chat_params(renderer, settings))
+        _, (prompt,) = await renderer.render_chat_async([list(chat)], *chat_params_of(renderer, settings))
         alive = weakref.ref(self._llm)
 
         def render(part: Chat) -> Tokens:
@@ -187,30 +188,12 @@ class AsyncCapturing:
                 raise EngineGoneError(ENGINE_GONE)
             closed = {**settings, "add_generation_prompt": False, "continue_final_message": False}
             with looking_up():
-                _, (found,) = renderer.render_chat([list(part)], *_chat_params(renderer, closed))
+                _, (found,) = renderer.render_chat([list(part)], *chat_params_of(renderer, closed))
             return cast("Tokens", found["prompt_token_ids"])
 
         is_continued = bool(settings.get("continue_final_message"))
         bos = getattr(renderer.tokenizer, "bos_token_id", None)
         return prompt, LLMChat(None, chat, render, is_continued=is_continued, bos=bos)
-
-
-def _chat_params(renderer: Any, settings: Document) -> tuple[Any, Any]:
-    """Return what `render_chat` takes beside the chat; as ``LLM.chat`` has it."""
-    from vllm.renderers import ChatParams, merge_kwargs
-    from vllm.tokenizers.mistral import MistralTokenizer
-
-    own = {
-        "add_generation_prompt": settings.get("add_generation_prompt", True),
-        "continue_final_message": settings.get("continue_final_message", False),
-        "tools": settings.get("tools"),
-        "tokenize": isinstance(renderer.tokenizer, MistralTokenizer),
-    }
-    chat_params = ChatParams(
-        chat_template=settings.get("chat_template"),
-        chat_template_kwargs=merge_kwargs(settings.get("chat_template_kwargs"), own),
-    )
-    return chat_params, renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
 
 
 def _default_params(llm: Any) -> Any:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from headgate.consumers.datasets import open_dataset
-from headgate.consumers.harvest import HarvestRoot, PromptSet, VllmEngine, Wanted, harvest, open_prompts
+from headgate.consumers.harvest import HarvestRoot, PromptSet, Wanted, harvest, open_prompts
 from headgate.consumers.harvest.wanted import parse_site_names
 from tests.fakes.capturing import capturing
 from tests.fakes.harvesting import FakeEngine
@@ -59,52 +57,11 @@ def test_without_the_wish_files_tell_of_no_messages(tmp_path: Path) -> None:
         positions(root, roles="user")
 
 
-class Tokenizer:
-    """Renders a message as its role, its letters and an end; `merges` puts the last two messages into one."""
+def test_bad_records_are_named_and_counted_and_end_no_harvest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prompts, root = chats(tmp_path / "p.jsonl", TALK, {"no": "prompt"}, TALK), tmp_path / "root"
+    with HarvestRoot(root) as opened, capturing(root) as files:
+        manifest = harvest(FakeEngine(files), prompts, opened, Wanted(sites=WANTED.sites), rows=100)
 
-    bos_token_id = 1
-
-    def __init__(self, *, merges: bool = False) -> None:
-        self._merges = merges
-
-    def apply_chat_template(
-        self, chat: Sequence[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool, return_dict: bool
-    ) -> list[int]:
-        assert tokenize
-        assert not return_dict
-        found = [1]
-        for at, message in enumerate(chat):
-            is_merged = self._merges and at == len(chat) - 1
-            found += [2, len(message["role"]), *message["content"].encode(), *([] if is_merged else [3])]
-        return [*found, 2, len("assistant")] if add_generation_prompt else found
-
-
-def engine(tokenizer: Tokenizer) -> VllmEngine:
-    config = SimpleNamespace(
-        **dict.fromkeys(("model", "revision", "tokenizer", "quantization"), "m"),
-        dtype="torch.float32",
-        get_hidden_size=lambda: 4,
-        max_model_len=64,
-    )
-    vllm_config = SimpleNamespace(model_config=config)
-    return VllmEngine(
-        SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=vllm_config), get_tokenizer=lambda: tokenizer)
-    )
-
-
-@pytest.mark.parametrize("last", ["user", "assistant"])
-def test_messages_of_an_engine_lie_where_its_template_puts_them(last: str) -> None:
-    chat = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}, {"role": last, "content": "you"}]
-    found = engine(Tokenizer())
-
-    spans = found.messages(chat)
-
-    assert spans is not None
-    assert [(one.role, one.start, one.stop) for one in spans] == [("system", 1, 6), ("user", 6, 11), (last, 11, 17)]
-    tokens = found.tokens(chat)
-    assert [bytes(tokens[one.start + 2 : one.stop - 1]) for one in spans] == [b"be", b"hi", b"you"]
-    assert len(tokens) == (17 if last == "assistant" else 19)
-
-
-def test_messages_that_the_template_mixes_are_not_guessed() -> None:
-    assert engine(Tokenizer(merges=True)).messages([{"role": "user", "content": "a"}] * 2) is None
+    assert manifest["harvest"]["records_refused_in_this_run"] == 1
+    assert positions(root).keys() == {"prompt-0", "prompt-2"}
+    assert f"left out: prompts: {tmp_path / 'p.jsonl'}, line 2: expected" in caplog.text

@@ -6,13 +6,13 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from headgate.capture.schema.errors import ConfigError
-from headgate.consumers.harvest import VllmEngine, open_prompts
+from headgate.consumers.harvest import open_prompts
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
@@ -156,40 +156,22 @@ def test_a_column_of_parquet_is_read(tmp_path: Path) -> None:
         list(open_prompts(path, field="body"))
 
 
-class Tokenizer:
-    """Says what it was asked."""
+def test_a_set_goes_on_behind_records_that_are_no_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": \n{"text": 5}\n{"text": "\xe9"}\n{"text": "b"}\n')
 
-    def encode(self, text: str) -> list[int]:
-        return [1, *text.encode()]
+    found: list[object] = []
+    for record in open_prompts(str(path)).records():
+        try:
+            found.append(record.prompt())
+        except ConfigError as error:
+            found.append(str(error).partition(": expected")[0].partition(": not JSON")[0])
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **settings: Any) -> list[int]:
-        assert settings.pop("tokenize")
-        assert settings.pop("return_dict") is False
-        head = b"assistant:" if settings.pop("add_generation_prompt") else b""
-        assert settings == {}
-        return list("".join(f"{one['role']}:{one['content']};" for one in messages).encode() + head)
+    assert found == ["a", *(f"prompts: {path}, line {number}" for number in (2, 3, 4)), "b"]
 
 
-def test_an_llm_tokenizes_texts_and_chats_and_leaves_tokens_alone() -> None:
-    config = SimpleNamespace(
-        model="my/model",
-        revision=None,
-        hf_config=SimpleNamespace(_commit_hash="abc"),
-        tokenizer="my/model",
-        dtype="torch.bfloat16",
-        quantization=None,
-        max_model_len=64,
-        get_hidden_size=lambda: 16,
-    )
-    engine = VllmEngine(
-        SimpleNamespace(
-            llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=config)), get_tokenizer=Tokenizer
-        )
-    )
+@pytest.mark.parametrize("told", [{}, {"content": None}])
+def test_a_message_may_call_tools_and_say_nothing(tmp_path: Path, told: dict[str, None]) -> None:
+    chat = [CHAT[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}], **told}]
 
-    assert engine.facts == ("my/model", "abc", "my/model", "bfloat16", None, 16, 64)
-    assert engine.tokens("Hi") == [1, *b"Hi"]
-    assert engine.tokens([4, 5]) == [4, 5]
-    assert engine.tokens([]) == []
-    assert bytes(engine.tokens(CHAT)) == b"user:Hi;assistant:Ho;"
-    assert bytes(engine.tokens(CHAT[:1])) == b"user:Hi;assistant:"
+    assert list(open_prompts(json_lines(tmp_path / "prompts.jsonl", chat))) == [chat]

@@ -21,7 +21,7 @@ from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest
 from headgate.consumers.harvest import LiveRows, Wanted, parse_site_names
-from tests.fakes.harvesting import ROW_BYTES, FakeEngine
+from tests.fakes.harvesting import ROW_BYTES, FakeEngine, Unrenderable
 
 COST = ROW_BYTES + 16
 """Bytes of a row of one site in the pool."""
@@ -216,10 +216,23 @@ def test_a_prompt_whose_rows_did_not_come_is_named() -> None:
         next(rows)
 
 
-def test_a_prompt_that_is_none_is_named() -> None:
+def test_records_that_are_no_prompts_are_named_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    given: list[Any] = ["ab", 5, Unrenderable("cd"), "ef"]
+    with LiveRows(FakeEngine(), given, "1.post_mlp", batch_size=2, max_bytes=1 << 20) as rows:
+        found = rows_in(list(rows.of_one_site()))
+
+        assert rows.num_refused == 2
+    expected = rows_by_prompt([[0, 1], [], [], [0, 1]])
+    assert found == Counter([*expected[0], *expected[3]])
+    assert "left out: prompts: prompt 1: expected a text" in caplog.text
+    assert "left out: prompts: prompt 2: messages: the template refuses" in caplog.text
+
+
+def test_records_none_of_which_is_a_prompt_end_with_the_first_reason() -> None:
+    given: list[Any] = [5, 6]
     with (
-        LiveRows(FakeEngine(), ["ab", 5], "1.post_mlp", batch_size=2, max_bytes=1 << 20) as rows,  # type: ignore[list-item]
-        pytest.raises(ConfigError, match="prompt 1: expected a text"),
+        LiveRows(FakeEngine(), given, "1.post_mlp", batch_size=2, max_bytes=1 << 20) as rows,
+        pytest.raises(ConfigError, match=r"prompt 0: expected a text.*none of the 2 records can be run"),
     ):
         next(rows)
 
