@@ -112,7 +112,7 @@ def run_part(name: str, part: list[Block], model_dir: Path, folder: Path) -> Non
     """Run the blocks, and compare what they print."""
     serve: AbstractContextManager[Server | None] = nullcontext()
     if part[0].text.startswith("headgate serve"):
-        command = shlex.split(part[0].text)[2:]
+        command = shlex.split(part[0].text.replace("\\\n", " "))[2:]
         serve = serving(["-c", "from headgate.capture.cli import main; main()", "serve", *command, *shlex.split(FLAGS)])
     with serve as server:
         url = server.url if server else URL
