@@ -81,7 +81,7 @@ def open_routes(services: RouteServices) -> APIRouter:
         },
     )
     async def consumers() -> dict[str, object]:
-        """The consumers that the operator configured; their parameters, which may hold secrets, are not told."""
+        """The consumers that the operator configured, without their parameters, which may hold secrets."""
         return described(_front_end(services))
 
     _add_state(router, services)
@@ -93,7 +93,7 @@ def _add_state(router: APIRouter, services: RouteServices) -> None:
 
     @router.get(
         "/{consumer}",
-        summary="State of a consumer that spans requests, such as moments",
+        summary="State that a consumer keeps over all requests, such as moments",
         response_model=None,
         responses={
             200: {
@@ -101,15 +101,15 @@ def _add_state(router: APIRouter, services: RouteServices) -> None:
                 "content": {"application/json": {"schema": {"type": "object"}, "example": _REPORT_EXAMPLE}},
             },
             400: {"description": "A field of the query is wrong."},
-            403: {"description": "The request lacks the role `capture`, or its key allows other consumers alone."},
-            404: {"description": "The server has no such consumer, or it has no state to tell of."},
+            403: {"description": "The request lacks the role `capture`, or its key does not allow this consumer."},
+            404: {"description": "The server has no such consumer, or it has no state."},
             500: {"description": "The consumer's state cannot be read."},
         },
     )
     async def state(consumer: str, request: Request) -> dict[str, Any]:
-        """The state that a consumer keeps over all requests, as far as the client's key allows.
+        """The state that a consumer keeps over all requests, limited to what the client's key allows.
 
-        `consumer` is what requests call it. The query is the consumer's own.
+        `consumer` is its name in requests. The consumer defines the fields of the query.
         """
         front = _front_end(services)
         with services.client_errors():
