@@ -8,9 +8,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
+PARENT_POLL_S = 1.0
+"""Interval at which a process looks whether its parent lives: forked children of the parent keep its socket open."""
 _LENGTH_BYTES = 8
 
 
@@ -117,3 +121,15 @@ def start_module(module: str, settings: object, *fds: int) -> tuple[Connection, 
     connection = Connection(ours)
     connection.send(pickle.dumps(settings))
     return connection, child
+
+
+def watch_parent(end: Callable[[], object]) -> None:
+    """Call `end` once the process that has started this one is gone, on a thread that waits for that."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_S)
+        end()
+
+    threading.Thread(target=watch, name="headgate-parent", daemon=True).start()

@@ -9,8 +9,6 @@ import pickle
 import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +17,11 @@ from typing import Protocol
 import torch
 
 from headgate.capture.local_delivery import Place, open_local_delivery
-from headgate.capture.process.connection import Connection, start_module
+from headgate.capture.process.connection import Connection, start_module, watch_parent
 from headgate.capture.process.serving import CaptureServer
 from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.shared_memory import SharedMemory, SharedRows
-
-PARENT_POLL_S = 1.0
-"""Interval at which a process looks whether its worker lives: forked children of the worker keep its socket open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +82,7 @@ def main(arguments: Sequence[str]) -> None:
     sys.path[:] = settings.path
     _start_logging(settings)
     torch.set_num_threads(settings.num_threads)
-    threading.Thread(target=_await_orphaned, args=(os.getppid(), connection), daemon=True).start()
+    watch_parent(connection.shut)
     place = settings.place
     shared = SharedMemory(settings.num_rows * place.row_bytes, settings.num_readers, (memory_fd, freed_fd))
     rows_AD = shared.rows(place.model.hidden_size, getattr(torch, place.model.dtype))
@@ -105,9 +100,3 @@ def _start_logging(settings: Settings) -> None:
         datefmt="%m-%d %H:%M:%S",
     )
     logging.getLogger("headgate").setLevel(settings.log_level)
-
-
-def _await_orphaned(parent: int, connection: Connection) -> None:
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_S)
-    connection.shut()

@@ -28,6 +28,8 @@ MAX_OVER_BUDGET = 10
 """So many steps one after the other over its budget, or with too many actions, switch a controller off."""
 HANGS_S = 10.0
 """A step that takes so long switches it off, too."""
+_LOOK_S = 1.0
+"""What the time between two looks counts at most, see `Standstill`."""
 
 
 @dataclass(slots=True)
@@ -49,6 +51,26 @@ class ControllerFigures:
     seconds: float = 0.0
     dropped: int = 0
     error: str | None = None
+
+
+class Standstill:
+    """How long somebody has made no progress, by looks at a number that changes whenever he does.
+
+    Of the time between two looks a second counts at most: in a longer time whoever looks may have stood still himself,
+    stopped or on a machine that was suspended, and whom he looks at as well.
+    """
+
+    def __init__(self) -> None:
+        self._progress = -1
+        self._seconds = self._looked = 0.0
+
+    def look(self, progress: int) -> float:
+        """Return the seconds since `progress` changed, which are 0 at the first look."""
+        now = time.perf_counter()
+        is_further = progress != self._progress
+        self._seconds = 0.0 if is_further else self._seconds + min(now - self._looked, _LOOK_S)
+        self._progress, self._looked = progress, now
+        return self._seconds
 
 
 class ControllerThread:
@@ -75,6 +97,7 @@ class ControllerThread:
         """Of the last step, when it is done."""
         self._began = math.inf
         """When the step that the controller is busy with was handed over; infinite if it is not busy."""
+        self._standstill = Standstill()
         self._is_late = False
         """Whether that step has been counted as over budget."""
         self._num_over = 0
@@ -104,6 +127,7 @@ class ControllerThread:
             return
         self.figures.steps += 1
         self._began, self._is_late, self._actions = time.perf_counter(), False, []
+        self._standstill.look(self.figures.steps)
         if not self._is_called_at_once:
             self._done.clear()
             self._inbox.put(lambda: self._step(readings))
@@ -148,7 +172,7 @@ class ControllerThread:
             self.switch_off(
                 f"it took longer than budget_ms={1000 * self._budget_s:g} in {self._num_over} steps one after the other"
             )
-        elif (busy_s := time.perf_counter() - self._began) > HANGS_S:
+        elif (busy_s := self._standstill.look(self.figures.steps)) > HANGS_S:
             self.switch_off(f"it has not returned from a step for {busy_s:.0f} s")
 
     def _step(self, readings: StepReadings) -> None:

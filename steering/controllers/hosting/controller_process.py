@@ -15,7 +15,7 @@ from typing import Any
 
 from headgate.capture.process.connection import Connection, start_module
 from headgate.capture.schema.errors import ConfigError
-from headgate.steering.controllers.controller_thread import HANGS_S
+from headgate.steering.controllers.controller_thread import HANGS_S, Standstill
 from headgate.steering.controllers.hosting.messages import ANSWERS, DONE, SENT, STEPS, Board, Loaded, Settings
 from headgate.steering.controllers.loading import ControllerSpec
 
@@ -52,7 +52,9 @@ class ControllerProcess:
         self.lost: str | None = None
         self._words = self.board.words
         self._budget_s = sum(spec.budget_ms for spec in specs) / 1000
-        self._late_since: float | None = None
+        self._late_until = 0
+        """It is late until it is done with so many steps."""
+        self._standstill = Standstill()
         self._sending = threading.Lock()
         settings = Settings(specs=tuple(specs), path=tuple(sys.path), log_level=logger.getEffectiveLevel())
         module = "headgate.steering.controllers.hosting"
@@ -96,15 +98,20 @@ class ControllerProcess:
         return pickle.loads(data)  # noqa: S301  (from the process that was started here)
 
     def await_done(self) -> None:
-        """Wait until it is done with all steps, for the budgets at most; not at all while it is late."""
+        """Wait until it is done with all steps, for the budgets at most.
+
+        When they are over, it is late until it is done with the steps that were waited for: it is not waited for again
+        before, which would cost every step the budgets while it is slower than they allow.
+        """
         words, began = self._words, time.perf_counter()
         while words[DONE] < self.num_steps and self.lost is None:
             waited_s = time.perf_counter() - began
-            if self._late_since is not None or waited_s > self._budget_s:
+            is_late = words[DONE] < self._late_until
+            if is_late or waited_s > self._budget_s:
+                self._late_until = self._late_until if is_late else self.num_steps
                 self._wait_on()
                 return
             time.sleep(0 if waited_s < _SPIN_S else _POLL_S)
-        self._late_since = None
 
     def await_answer(self, seconds: float) -> bool:
         """Wait for an answer; returns whether there is one."""
@@ -127,11 +134,9 @@ class ControllerProcess:
         _end(self._connection, self._child)
 
     def _wait_on(self) -> None:
-        now = time.monotonic()
-        self._late_since = now if self._late_since is None else self._late_since
         self.check()
-        if self.lost is None and now - self._late_since > HANGS_S:
-            self.lose(f"its process has not returned from a step for {now - self._late_since:.0f} s")
+        if self.lost is None and (seconds := self._standstill.look(self._words[DONE])) > HANGS_S:
+            self.lose(f"its process has not returned from a step for {seconds:.0f} s")
 
     def _await_loaded(self) -> Loaded:
         timer = threading.Timer(LOADED_S, self._connection.shut)

@@ -14,11 +14,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from headgate.capture.monitoring.rate_limited_log import SparseLog
-from headgate.capture.process.connection import Connection
+from headgate.capture.process.connection import Connection, watch_parent
 from headgate.capture.schema.batch import BoolArray, Int32Array, Int64Array
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.controllers.actions import Action
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str]) -> None:
     settings: Settings = pickle.loads(data)  # noqa: S301  (from the engine core that has started this process)
     sys.path[:] = settings.path
     _start_logging(settings)
+    watch_parent(partial(os._exit, 1))  # also while a controller does not return: nothing here has to be closed
     tokens: dict[str, list[int]] = {}
     try:
         host = LocalHost(settings.specs, tokens.get)

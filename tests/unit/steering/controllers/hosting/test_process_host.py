@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,8 +22,10 @@ from headgate.steering.controllers.hosting import controller_process
 from headgate.steering.controllers.hosting.host import Answers, LocalHost
 from headgate.steering.controllers.hosting.process_host import ProcessHost
 from headgate.steering.controllers.loading import ControllerSpec
+from tests.deadlines import patience
 from tests.fakes.hosted_controllers import Running, Worker, publish, spec, told_of
 
+TIMEOUT_S = patience(60)
 NAMES = {"all": ["one", "two"], "some": ["one"]}
 NUMBERS = {"all": [0, 1], "some": [2]}
 
@@ -266,3 +271,32 @@ def test_memory_of_others_is_not_read() -> None:
     assert not pair.apart.attach(place._replace(path="/proc/1/fd/none"), is_alone=True)
     assert not pair.apart.attach(place._replace(num_slots=place.num_slots + 1), is_alone=True)
     assert pair.apart.attach(place, is_alone=True)
+
+
+ORPHANING = """
+import sys, time
+sys.path[:0] = {path!r}
+from tests.fakes.hosted_controllers import spec
+from tests.unit.steering.controllers.hosting.test_process_host import Pair
+pair = Pair([spec("failing", "all", budget_ms=500, how="hang")], {{"all": [0]}})
+pair.add("h", 1, 1, ("all",))
+table, _ = pair.worker.step({{"h": 1}})
+pair.apart.read(table, ())
+pair.apart.take()
+print(pair.apart._process._child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_one_that_hangs_ends_when_the_engine_core_is_killed() -> None:
+    script = ORPHANING.format(path=[path for path in sys.path if path])
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as engine_core:
+        assert engine_core.stdout is not None
+        child = int(engine_core.stdout.readline())
+        ends = os.pidfd_open(child)
+        engine_core.kill()
+
+    try:
+        assert select.select([ends], [], [], TIMEOUT_S)[0], "it lives on"
+    finally:
+        os.close(ends)
