@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from headgate.capture.engine.core import (
     block_keys,
+    core_calls,
     core_startup,
     engine_core,
     fan_out,
@@ -172,6 +173,13 @@ PATCHES = (
         wrap=fan_out.send_input,
         why="the same for `AsyncLLM`, to each of its engine cores",
         parameters=("self", "request_type", "request", "engine"),
+    ),
+    Patch(
+        module=_CLIENT,
+        target="AsyncMPClient._ensure_output_queue_task",
+        wrap=core_calls.end_calls_with_receiving,
+        why="a call into an engine core that ends would stay open, and a server that is told to end would wait for it",
+        parameters=("self",),
     ),
     Patch(
         module="vllm.v1.engine.async_llm",

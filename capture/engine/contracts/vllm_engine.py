@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headgate.capture.engine.contracts.plain_values import Document
 
 if TYPE_CHECKING:
+    from asyncio import Task
     from queue import Queue
 
     import numpy as np
@@ -318,6 +319,7 @@ class ClientResources(Protocol):
     """``vllm.v1.engine.core_client.BackgroundResources``."""
 
     engine_dead: bool
+    output_queue_task: Task[None]
 
 
 class SendingClient(Protocol):
@@ -328,10 +330,26 @@ class SendingClient(Protocol):
     def _send_input(self, request_type: RequestType, request: object, *engine: object) -> Any: ...
 
 
+class OpenCall(Protocol):
+    """A future of either kind: of a call into an engine core."""
+
+    def done(self) -> bool: ...
+
+    def set_exception(self, exception: Exception) -> None: ...
+
+
+class SyncEngineClient(SendingClient, Protocol):
+    """``vllm.v1.engine.core_client.SyncMPClient``, behind an `LLM` whose engine core has a process of its own."""
+
+    utility_results: Mapping[int, OpenCall]
+    outputs_queue: Queue[object]
+
+
 class AsyncEngineClient(SendingClient, Protocol):
     """``vllm.v1.engine.core_client.DPLBAsyncMPClient``, behind an `AsyncLLM`."""
 
     core_engines: Sequence[object]
+    utility_results: Mapping[int, OpenCall]
 
     async def _call_utility_async(self, method: str, *args: object, engine: object) -> object: ...
 

@@ -141,6 +141,7 @@ class CoreConnection(Protocol):
 class StartedEngine(Engine, Protocol):
     """An `LLMEngine` or `AsyncLLM` at the end of its ``__init__``."""
 
+    vllm_config: VllmConfig
     engine_core: CoreConnection
 
 

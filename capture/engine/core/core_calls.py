@@ -2,20 +2,31 @@
 
 It answers with a `CoreAnswer`. Only plain values and bytes cross, long ones as `core.frames.Frame`. With data
 parallelism every engine core has a state of its own, so each of them gets every call.
+
+vLLM leaves such a call open when its engine core is gone, and a server waits for its open requests before it ends. So
+`end_calls_with_receiving` and `end_waits_with_core` let all calls fail then, vLLM's own included.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import compress
 from typing import Generic, cast
 
 from headgate.capture.engine.contracts.core_part import CoreAnswer
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
-from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
+from headgate.capture.engine.contracts.vllm_engine import (
+    AsyncEngineClient,
+    EngineClient,
+    Function,
+    OpenCall,
+    SyncEngineClient,
+)
 from headgate.capture.engine.core.frames import lift
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.hosts import SETUP_RPC
@@ -116,6 +127,58 @@ class AsyncCoreClient:
                 f"{self._part}: {method} succeeded on {len(engines)} of {self.num_engines} engine cores and could not "
                 f"be taken back on {len(failures)} of them ({failures[0]}); they differ until it succeeds in all"
             ) from failures[0]
+
+
+def end_calls_with_receiving(original: Function) -> Function:
+    """Wrap ``AsyncMPClient._ensure_output_queue_task``: the task receives answers; when it ends, open calls fail."""
+
+    @wraps(original)
+    def wrapped(self: AsyncEngineClient) -> None:
+        original(self)
+        receiving, calls = self.resources.output_queue_task, self.utility_results
+        if receiving.done():  # a call was begun since
+            _fail(calls)
+        elif vars(self).get(_RECEIVING) is not receiving:
+            setattr(self, _RECEIVING, receiving)
+            receiving.add_done_callback(lambda _: _fail(calls))
+
+    return wrapped
+
+
+_RECEIVING = "_headgate_receiving"
+
+
+def end_waits_with_core(client: object) -> None:
+    """Let whoever waits for the engine core of an `LLM` get vLLM's ``EngineDeadError`` when it ends.
+
+    A thread waits for the end of vLLM's own, which receives what the engine core sends. It does not keep the client
+    alive. The client of an `AsyncLLM`, or of an engine core in this process, has no such thread.
+    """
+    receiving: threading.Thread | None = vars(client).get("output_queue_thread")
+    if receiving is None:
+        return
+    there = cast("SyncEngineClient", client)
+    calls, outputs = there.utility_results, there.outputs_queue
+
+    def end_waits() -> None:
+        receiving.join()
+        _fail(calls)
+        outputs.put_nowait(_engine_dead())
+
+    threading.Thread(target=end_waits, name="headgate-engine-core-end", daemon=True).start()
+
+
+def _fail(calls: Mapping[int, OpenCall]) -> None:
+    for call in list(calls.values()):
+        if not call.done():
+            call.set_exception(_engine_dead())
+
+
+def _engine_dead() -> Exception:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    error: Exception = EngineDeadError()
+    return error
 
 
 async def worker_setups(client: AsyncEngineClient) -> list[object]:

@@ -9,6 +9,7 @@ from functools import partial, wraps
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
 from headgate.capture.engine.contracts.vllm_frontend import StartedEngine
+from headgate.capture.engine.core.core_calls import end_waits_with_core
 from headgate.capture.engine.frontends.closing_time import let_consumers_close
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.request_reader import OpenPart
@@ -59,6 +60,8 @@ def open_front_end(vllm_config: VllmConfig) -> FrontEnd | None:
 def open_drivers_with_engine(original: Function) -> Function:
     """Wrap ``__init__`` of `AsyncLLM` and `LLMEngine`: open the consumers that are located here, or refuse to start.
 
+    Whoever waits for the engine core of an `LLM` does so until it ends.
+
     A server does so before it has clients: opening a folder may take long, and the event loop would wait. No earlier,
     since engine cores are forked in the course of it, and nothing should have threads and sockets then.
     """
@@ -66,6 +69,8 @@ def open_drivers_with_engine(original: Function) -> Function:
     @wraps(original)
     def __init__(self: StartedEngine, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
+        if sections(self.vllm_config):
+            end_waits_with_core(self.engine_core)
         front = front_end_of(self)
         try:
             if front is not None:
