@@ -8,17 +8,23 @@ tests/frontend stand in for vLLM's worker there. Importing vLLM takes 13 s of a 
 these processes are forked from there. What a process printed is shown when it fails; otherwise its last line, and the
 whole is kept in .pytest_cache/logs. Their engine cores and workers are forked as well; servers, the demo and scripts
 that tests run as a user does start theirs as vLLM does by itself.
+
+Every minute it says what runs. A process is begun only where the machine has the memory that the largest one takes, of
+24 GiB in all, and the most that they took together is printed at the end. Whatever was started ends with this process:
+on SIGTERM and SIGINT, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
+import ctypes
 import gc
 import importlib
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -26,15 +32,30 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from resource import struct_rusage
 from typing import Any, NamedTuple, NoReturn
+
+import psutil  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST_OPTIONS = ("--durations=15", "--timeout=600")
 PYTEST = (sys.executable, "-m", "pytest", *PYTEST_OPTIONS)
 LOGS = ROOT / ".pytest_cache" / "logs"
 NOTHING_COLLECTED = 5
+GIB = 2**30
+LIMIT = 24 * GIB
+"""Bytes that all processes of the tests may take together, if the machine has them."""
+LARGEST = 6 * GIB
+"""Bytes that a process is expected to take, its own processes included; the largest one of all took 5."""
+TELL_S, LOOK_S, POLL_S = 60.0, 5.0, 0.2
+"""Intervals at which is told what runs, memory is looked at, and ends are waited for."""
+END_S = 10.0
+"""Seconds that processes have to end when they are told to; then they are killed."""
+PR_SET_CHILD_SUBREAPER = 36
 LONGEST = (
     "test_chaos",
     "test_parity_families",
@@ -143,9 +164,14 @@ def start(job: Job) -> int:
     program = [sys.executable] if job.arguments[0].endswith(".py") else PYTEST
     with job.log.open("wb") as file:
         process = subprocess.Popen(
-            [*program, *job.arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment
+            [*program, *job.arguments],
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # a terminal's signals reach this process alone, which ends all others
         )
-    process.returncode = 0  # `run_all` waits for it
+    process.returncode = 0  # `Runner` waits for it
     return process.pid
 
 
@@ -153,6 +179,9 @@ def become(job: Job, environment: Mapping[str, str]) -> NoReturn:
     """Be ``python -m pytest``, in a fork."""
     import pytest
 
+    os.setsid()
+    for number in ENDING:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     with job.log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -171,17 +200,6 @@ def become(job: Job, environment: Mapping[str, str]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)  # taking all modules apart takes seconds
-
-
-def told(job: Job, took: float, status: int, used: struct_rusage) -> tuple[bool, str]:
-    """Whether a process that ended passed, and what to show."""
-    is_good = os.waitstatus_to_exitcode(status) in (0, NOTHING_COLLECTED)
-    printed = job.log.read_text(errors="replace")
-    lines = printed.splitlines()
-    summary = next((line for line in reversed(lines) if line.startswith("=")), lines[-1] if lines else "no summary")
-    times = f"{took:6.0f} s, {used.ru_utime + used.ru_stime:4.0f} of CPU"
-    line = f"{times}  {job.name}: {summary.strip('= ')}"
-    return is_good, line if is_good else f"{printed}\n{line} FAILED"
 
 
 def import_vllm() -> None:
@@ -225,29 +243,180 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_all([*engines[:1], *units, *engines[1:]], options.jobs)
 
 
+@dataclass
+class Running:
+    """A job's process.
+
+    Attributes:
+        job: What it runs.
+        began: When, on the monotonic clock.
+        taken: Bytes that it and its own processes take; memory that several share is theirs in equal parts.
+        most: The most so far.
+    """
+
+    job: Job
+    began: float
+    taken: int = 0
+    most: int = 0
+
+    def state(self) -> str:
+        """What it is at: the last that it printed."""
+        lines = self.job.log.read_bytes()[-4000:].decode(errors="replace").splitlines()
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        return (
+            f"{self.job.name} ({time.monotonic() - self.began:.0f} s, {self.taken / GIB:.1f} GiB): {last.strip()[:90]}"
+        )
+
+    def end(self, status: int, used: struct_rusage) -> tuple[bool, str]:
+        """Whether it passed, and what to show."""
+        is_good = os.waitstatus_to_exitcode(status) in (0, NOTHING_COLLECTED)
+        printed = self.job.log.read_text(errors="replace")
+        lines = printed.splitlines()
+        summary = next((line for line in reversed(lines) if line.startswith("=")), lines[-1] if lines else "no summary")
+        times = f"{time.monotonic() - self.began:6.0f} s, {used.ru_utime + used.ru_stime:4.0f} of CPU"
+        line = f"{times}, {self.most / GIB:4.1f} GiB  {self.job.name}: {summary.strip('= ')}"
+        return is_good, line if is_good else f"{printed}\n{line} FAILED"
+
+
+class Runner:
+    """Runs jobs in order, a few at a time.
+
+    Args:
+        jobs: The jobs.
+        at_a_time: How many at most.
+    """
+
+    def __init__(self, jobs: Sequence[Job], at_a_time: int) -> None:
+        self._num_jobs = len(jobs)
+        self._waiting = deque(jobs)
+        self._at_a_time = at_a_time
+        self._running: dict[int, Running] = {}
+        self._failed: list[str] = []
+        self._began = self._told_at = self._looked_at = time.monotonic()
+        self._most, self._most_of = 0, "nothing"
+
+    def run(self) -> int:
+        """Run all; returns the exit status."""
+        while self._waiting or self._running:
+            while self._waiting and len(self._running) < self._at_a_time and self._has_room():
+                job = self._waiting.popleft()
+                self._running[start(job)] = Running(job, time.monotonic())
+            process, status, used = os.wait4(-1, os.WNOHANG)  # tells what it used, its own children included
+            if (ended := self._running.pop(process, None)) is not None:
+                is_good, shown = ended.end(status, used)
+                print(shown, flush=True)
+                self._failed += [] if is_good else [ended.job.name]
+            elif not process:  # an orphan otherwise
+                self._watch()
+                time.sleep(POLL_S)
+        print(
+            f"{self._num_jobs - len(self._failed)} of {self._num_jobs} test processes passed", self._memory(), sep="; "
+        )
+        print(*(f"FAILED {name}" for name in self._failed), sep="\n", end="\n" if self._failed else "")
+        return 1 if self._failed else 0
+
+    def _has_room(self) -> bool:
+        """Whether the memory for one more is there, when those that run have taken what they may."""
+        free = psutil.virtual_memory().available
+        taken = [each.taken for each in self._running.values()]
+        limit = min(LIMIT, free + sum(taken))
+        return not taken or sum(max(each, LARGEST) for each in taken) + LARGEST <= limit
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self._look()
+        if now - self._told_at >= TELL_S:
+            self._told_at = now
+            states = "".join(f"\n         {each.state()}" for each in self._running.values())
+            print(f"{now - self._began:6.0f} s  {len(self._waiting)} wait, these run:{states}", flush=True)
+
+    def _look(self) -> None:
+        """Look at the memory of every process."""
+        taken = taken_by([*self._running])
+        for process, each in self._running.items():
+            each.taken = taken[process]
+            each.most = max(each.most, each.taken)
+        if (total := sum(taken.values())) > self._most:
+            self._most, self._most_of = total, " + ".join(each.job.name for each in self._running.values())
+
+    def _memory(self) -> str:
+        return f"at most {self._most / GIB:.1f} GiB at a time, looked at every {LOOK_S:.0f} s: {self._most_of}"
+
+
+def descendants() -> dict[int, list[int]]:
+    """Processes that this one and its own have started, by which of its children they come from.
+
+    Those whose parent has ended are children of this process: see `run_all`.
+    """
+    parent_of: dict[int, int] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            parent_of[process.pid] = process.ppid()
+    found: dict[int, list[int]] = {}
+    for process_id in parent_of:
+        one = process_id
+        while parent_of.get(one, 0) not in (0, os.getpid()):
+            one = parent_of[one]
+        if parent_of.get(one) == os.getpid():
+            found.setdefault(one, []).append(process_id)
+    return found
+
+
+def taken_by(children: Sequence[int]) -> dict[int, int]:
+    """Bytes that each of these children takes with its own processes, and under 0 this process and orphans."""
+    taken = dict.fromkeys([0, *children], 0)
+    for child, family in {os.getpid(): [os.getpid()], **descendants()}.items():
+        for process in family:
+            with suppress(OSError):  # it has ended
+                shares = re.search(r"^Pss: +(\d+) kB", Path(f"/proc/{process}/smaps_rollup").read_text(), re.MULTILINE)
+                taken[child if child in taken else 0] += 1024 * int(shares[1]) if shares else 0
+    return taken
+
+
+def end_descendants() -> int:
+    """End whatever was started here and runs; returns how many processes those were."""
+    told: set[tuple[int, int]] = set()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + END_S
+        while (left := descendants()) and time.monotonic() < until:
+            for process in chain.from_iterable(left.values()):
+                if (process, number) not in told:
+                    told.add((process, number))
+                    with suppress(ProcessLookupError):
+                        os.kill(process, number)
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(POLL_S)
+    return len({process for process, _ in told})
+
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def run_all(jobs: Sequence[Job], at_a_time: int) -> int:
-    """Run them in order, so many at a time; returns the exit status."""
+    """Run them in order, so many at a time; returns the exit status. Whatever they have started ends here."""
     LOGS.mkdir(parents=True, exist_ok=True)
     if any(job.is_forked for job in jobs):
         import_vllm()
-    waiting, running, failed = deque(jobs), dict[int, tuple[Job, float]](), list[str]()
-    while waiting or running:
-        while waiting and len(running) < at_a_time:
-            job = waiting.popleft()
-            running[start(job)] = job, time.monotonic()
-        process, status, used = os.wait4(-1, 0)  # tells what it used, its own children included
-        job, began = running.pop(process)
-        is_good, shown = told(job, time.monotonic() - began, status, used)
-        print(shown, flush=True)
-        if not is_good:
-            failed.append(job.name)
-    gc.unfreeze()
-    print(
-        f"{len(jobs) - len(failed)} of {len(jobs)} test processes passed",
-        *(f"FAILED {name}" for name in failed),
-        sep="\n",
-    )
-    return 1 if failed else 0
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process
+    for number in ENDING:
+        signal.signal(number, _stop)
+    try:
+        return Runner(jobs, at_a_time).run()
+    finally:
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+        if (count := end_descendants()) > 0:
+            print(f"{count} processes were left and have been ended", flush=True)
+        gc.unfreeze()
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    print(f"{signal.Signals(number).name}: ending what runs", flush=True)
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":
