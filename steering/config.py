@@ -70,67 +70,67 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The operator's configuration of steering.
 
     Attributes:
-        max_steering_slots: Vectors that are on the device at a time, for all requests, modules and global vectors
-            together; slot 0 is the zero vector. Costs ``max_steering_slots * hidden_size`` elements of the model's
-            dtype of device memory: 8192 slots are 42 MB for a hidden size of 2560, 134 MB for 8192, in bfloat16.
-            Requests whose vectors find no slot wait for one.
-        max_steering_configs: Another way to say it: slots for so many distinct configurations, each with a vector at
-            every site of `sites` in both phases, and for global vectors beside them. A registered module counts as one
-            configuration. A configuration of fewer vectors takes fewer slots, so more of them fit.
-        max_vectors_per_request: Vectors that one request may bring: one for each site and phase, counted once if
-            both phases are alike. If None, every site in both phases, as far as the slots suffice. Each costs
-            ``hidden_size`` elements of host memory while the request lives.
-        max_waiting: Requests that may wait for slots at a time; further ones are answered with HTTP 503 and
-            ``Retry-After``. If None, 1024; for an `LLM`, whose program waits for itself alone, as many as come.
-        max_wait_s: Seconds that one request may wait for slots, until it is answered likewise. If None, 120; for an
-            `LLM` as long as it takes.
-        sites: ``{hook point: layers}`` that can be steered; requests choose any subset. Changes the compiled graph.
-            A site costs 8 bytes of device memory for each batch row.
-        op_sites: ``{hook point: layers}`` where operations can act; none if empty. They can be steered with vectors,
-            too. Each adds a kernel to every forward, some 2 us of it while nobody uses it, and takes device memory for
-            the programs of running requests: ``(2 * max_num_seqs + 3) * (4 * max_ops_per_site + 1) * 48`` bytes. In
-            models that carry the stream alone (GPT-2, OPT, Phi, ...) a ``post_attn`` op site takes
-            ``max_num_batched_tokens * hidden_size * 4`` bytes beside, once for all layers.
-        max_ops_per_site: Operations of one request that may act at one site in one phase, its modules' included, and
-            as many global ones.
-        saes: ``{name: "PATH" or "PATH@SITE"}`` of SAEs and transcoders whose features requests may change. Each of
-            their sites is an op site by that. Where there are SAEs, or may be, each op site takes
-            ``(2 * max_num_seqs + 3) * max_sae_features * 96`` bytes of device memory more. Where there are transcoders,
-            or may be, ``max_num_batched_tokens * max_sae_features * 4`` bytes come to that, once.
-        sae_encode: Names of SAEs of `saes` that requests may let reconstruct rows, at most one for each site. Each has
-            its weights on the device of every worker that owns the site: ``2 * num_features * hidden_size`` elements,
-            bfloat16 for a model in bfloat16 and else float32, and 16 bytes for each feature beside. On a GPU each adds
-            four kernels to every forward, three more for every 256 batch rows beyond the first, which end at once while
-            nobody uses them; and working memory for the activations of 256 rows: 1024 bytes for each feature.
-        sae_root: Folder whose SAEs may be registered at run time, over HTTP; none may if None.
-        max_sae_features: Features of one request that may be changed at one site in one phase, its modules' included,
-            and as many global ones. Each takes two slots, or one if it is only added to. A transcoder's counts at every
-            site that it reads or writes, and takes a slot for each; of those that are read, so many in all.
-        max_gates: Gates of one request; 0 for none. Where there are op sites, gates take
-            ``4 * 8 * max_gates`` bytes of device memory for each batch row and twice that for each of `max_num_seqs`
-            requests, and ``(2 * max_num_seqs + 3) * 5 * max_gates * 48`` bytes at each op site.
-        max_rules: Rules that can be registered at a time; 0 for none. They take as much memory as gates do, and
-            ``(2 * max_num_seqs + 3) * (2 * max_ops_per_site + max_sae_features) * 48`` bytes at each op site beside.
-        max_probe_units: Hidden units of MLP probes, and one more for each such probe, that the gates of a request read
-            at one site; as many are for all rules, and for all controllers. If None, as many as the probes of `probes`
-            at one site have together. Each takes ``(2 * max_num_seqs + 3) * 48`` bytes of device memory at each op site
-            for each of these three that the engine has.
-        rules_file: File of rules to register at start, a list in YAML or JSON; none if None.
-        probes: ``{name: path}`` of probes that gates can name (``.safetensors``). Their sites are op sites by that.
-        modules: ``{name: path}`` of named modules to load at start, from files of every format that
-            `headgate.steering.load` reads; ``PATH@layer=20,concept=3`` where a file does not tell them. Each vector of
-            a module takes a slot for as long as it is registered.
-        audit_file: File to which each change of global vectors and modules is added as a line of JSON, by every engine
-            core; none if None.
-        self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
-        fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
-        controllers: Plug-ins that read scores and change steering while requests run. With any, each op site takes
-            ``(2 * max_num_seqs + 3) * (4 * max_ops_per_site + 2 * max_sae_features + 64) * 48`` bytes of device memory
-            more, each batch row 384 bytes and each of `max_num_seqs` requests twice that, and 18 KiB of pinned memory.
-        controller_process: Controllers run in a process of their own, beside the engine core; in that of the engine
-            core if False. If None, in their own wherever the engine core has a process of its own.
-        from_consumers: Capture consumers may steer running requests, too: ``context.steering.submit(action)``. Takes as
-            much memory as controllers do.
+        max_steering_slots: Vectors on the device at a time, for requests, modules and global vectors together; slot 0
+            is the zero vector. They take ``max_steering_slots * hidden_size`` elements of the model's dtype of device
+            memory: in bfloat16, 8192 slots are 42 MB for a hidden size of 2560, and 134 MB for 8192. Requests whose
+            vectors find no free slot wait.
+        max_steering_configs: The same limit in other units: slots for this many distinct configurations with a vector
+            at every site of `sites` in both phases, and for global vectors. A registered module counts as one
+            configuration. More configurations fit if they have fewer vectors.
+        max_vectors_per_request: Vectors of one request: one for each site and phase, counted once if both phases are
+            equal. If None, every site in both phases, as far as the slots suffice. Each takes ``hidden_size`` elements
+            of host memory while the request lives.
+        max_waiting: Requests that may wait for slots at a time; further ones get HTTP 503 with ``Retry-After``. If
+            None, 1024 on a server, and no limit for an `LLM`.
+        max_wait_s: Seconds that a request may wait for slots before it gets HTTP 503. If None, 120 on a server, and no
+            limit for an `LLM`.
+        sites: ``{hook point: layers}`` that can be steered; requests choose any subset. Changes the compiled graph. A
+            site takes 8 bytes of device memory for each batch row.
+        op_sites: ``{hook point: layers}`` where operations can act, in addition to vectors; none if empty. Each adds a
+            kernel to every forward pass, about 2 us while it is not used, and takes device memory for the programs of
+            running requests: ``(2 * max_num_seqs + 3) * (4 * max_ops_per_site + 1) * 48`` bytes. In models whose layers
+            pass on the stream alone (GPT-2, OPT, Phi, ...) ``post_attn`` op sites take ``max_num_batched_tokens *
+            hidden_size * 4`` bytes more, once for all layers.
+        max_ops_per_site: Operations of one request at one site in one phase, those of its modules included, and as many
+            global ones.
+        saes: ``{name: "PATH" or "PATH@SITE"}`` of SAEs and transcoders whose features requests may change. All their
+            sites become op sites. With SAEs, or with `sae_root`, each op site takes ``(2 * max_num_seqs + 3) *
+            max_sae_features * 96`` bytes of device memory more; with transcoders, or with `sae_root`,
+            ``max_num_batched_tokens * max_sae_features * 4`` bytes are added once.
+        sae_encode: Names of SAEs of `saes` with which requests may reconstruct rows, at most one for each site. Every
+            worker that owns the site holds the weights on its device: ``2 * num_features * hidden_size`` elements, in
+            bfloat16 for a model in bfloat16 and else in float32, and 16 bytes for each feature. On a GPU each SAE adds
+            four kernels to every forward pass, and three for every 256 batch rows beyond the first, which end at once
+            while they are not used; and working memory of 1024 bytes for each feature.
+        sae_root: Folder whose SAEs may be registered while the engine runs; None permits none.
+        max_sae_features: Features that one request may change at one site in one phase, its modules' included, and as
+            many global ones. Each takes two slots, or one if its activation is not read. A transcoder's feature counts
+            at every site that it reads or writes, and takes a slot for each; of features that are read, this is also
+            the limit over all sites.
+        max_gates: Gates of one request; 0 disables gates. Where there are op sites, gates take ``4 * 8 * max_gates``
+            bytes of device memory for each batch row, twice that for each of `max_num_seqs` requests, and ``(2 *
+            max_num_seqs + 3) * 5 * max_gates * 48`` bytes at each op site.
+        max_rules: Rules that can be registered at a time; 0 disables rules. They take as much memory as gates, and ``(2
+            * max_num_seqs + 3) * (2 * max_ops_per_site + max_sae_features) * 48`` bytes at each op site.
+        max_probe_units: Hidden units of MLP probes, plus one for each such probe, that the gates of a request read at
+            one site; rules and controllers have as many each. If None, the largest sum over the probes of `probes` at
+            one site. Each takes ``(2 * max_num_seqs + 3) * 48`` bytes of device memory at each op site for gates, rules
+            and controllers, as far as the engine has them.
+        rules_file: File of rules to register at start, a list in YAML or JSON.
+        probes: ``{name: path}`` of probes that gates can name (``.safetensors``). Their sites become op sites.
+        modules: ``{name: path}`` of modules to load at start, in every format that `headgate.steering.load` reads;
+            ``PATH@layer=20,concept=3`` if the file does not contain these. Each vector of a module takes a slot while
+            it is registered.
+        audit_file: File to which every engine core appends each change of global vectors and modules as a line of JSON.
+        self_test: Check at start-up that every site responds to a vector, and refuse to serve if one does not.
+        fire_counter: Count on the device how often each site ran, for debugging; one more kernel for each site.
+        controllers: Plug-ins that read scores and change steering while requests run. With any, each op site takes ``(2
+            * max_num_seqs + 3) * (4 * max_ops_per_site + 2 * max_sae_features + 64) * 48`` bytes of device memory more,
+            each batch row 384 bytes and each of `max_num_seqs` requests twice that, and 18 KiB of pinned memory.
+        controller_process: Whether controllers run in a process of their own, or in the engine core's. If None, in
+            their own if the engine core has a process of its own.
+        from_consumers: Whether capture consumers may steer running requests with ``context.steering.submit(action)``.
+            Takes as much memory as controllers.
     """
 
     max_steering_slots: int = DEFAULT_SLOTS
