@@ -40,7 +40,7 @@ EVERY_TIME: tuple[str, ...] = ("capture", "consumers")
 
 EXTENDED: tuple[str, ...] = (
     *("chats", "server", "datasets", "harvest", "moments", "reward", "stream"),
-    *("controllers",),
+    *("controllers", "dynamic"),
 )
 
 pages = pytest.mark.parametrize(
