@@ -36,7 +36,7 @@ FETCH_THREADS = 8
 
 
 class UnreadCaptureWarning(UserWarning):
-    """Rows were captured, and their handle was dropped before anybody looked at them."""
+    """Rows were captured, and their handle was dropped before they were read."""
 
 
 class ChatFinder(Protocol):
@@ -130,7 +130,7 @@ class CaptureHandle:
     Attributes:
         request_id: The id of the request in vLLM.
         sample_index: Which of its ``n`` samples.
-        result: The consumer's result; its payload leads to the rows, and is gone after `discard`.
+        result: The consumer's result. Its payload leads to the rows, and is None after `discard`.
         num_prompt_tokens: Length of the prompt.
     """
 
@@ -162,7 +162,7 @@ class CaptureHandle:
         Raises:
             ConsumerError: If a row is missing: the consumer failed, was out of room (such as ``max_bytes`` of
                 `memory`), lost rows to overload, or had not finished when the call returned.
-            CaptureFileError: If a file is gone or damaged.
+            CaptureFileError: If a file is missing or damaged.
         """
         if self._rows is None:
             self._on_drop.detach()
@@ -179,7 +179,7 @@ class CaptureHandle:
         return asyncio.to_thread(self.fetch).__await__()
 
     def discard(self) -> None:
-        """Let the rows go, without a warning; files stay where they are."""
+        """Release the rows without a warning; files are not deleted."""
         self._on_drop.detach()
         self._rows = None
         self.result = CaptureResult(status=self.result.status, error=self.result.error, key=self.result.key)
@@ -207,7 +207,7 @@ class CaptureHandle:
         return self._finder().spans("messages")
 
     def message(self, index: int = -1, *, role: str | None = None, include_generated: bool = False) -> RowView:
-        """Return those rows that belong to one message of the chat.
+        """Return the rows of one message of the chat.
 
         Args:
             index: Which message, negative from the last.

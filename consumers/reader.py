@@ -149,7 +149,7 @@ class StoredCapture:
     def tensor(self, site: Site | str) -> Tensor:
         """``[rows, hidden]`` in the model's own dtype.
 
-        Writing to it changes this copy alone, never the file.
+        Writing to it changes only this copy, never the file.
 
         Args:
             site: ``"12.post_mlp"``, ``"final_norm"``, an alias such as ``"12.resid_post"``, or a `Site`.
@@ -201,10 +201,10 @@ def _widened(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class CaptureFolder:
-    """All requests in roots of the filesystem consumer. Iterating reads them anew: tags, then names, in their order.
+    """All requests in roots of the filesystem consumer. Each iteration reads the folders, by tag, then by name.
 
     Attributes:
-        damaged: Errors of the files that the last iteration left out, if the folder was opened with ``strict=False``.
+        damaged: Errors of the files that the last iteration omitted, if the folder was opened with ``strict=False``.
     """
 
     def __init__(self, roots: Sequence[str | os.PathLike[str]], *, strict: bool) -> None:
@@ -340,7 +340,7 @@ def open_capture(path: str | os.PathLike[str]) -> StoredCapture:
 
 
 def open_stored(payload: Any) -> StoredCapture:
-    """Open the rows that a result of the filesystem consumer tells of.
+    """Open the rows of a result of the filesystem consumer.
 
     Args:
         payload: ``CaptureResult.payload`` of one sample; of several pipeline stages, the list of theirs.

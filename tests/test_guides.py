@@ -120,6 +120,7 @@ def run_part(name: str, part: list[Block], model_dir: Path, folder: Path) -> Non
         blocks.write_text("\n".join(source_of(part, model_dir, folder)).replace(URL, url))
         program.write_text(PROGRAM % {"settings": dict(ENGINE_DEFAULTS), "blocks": str(blocks)})
         printed = run_example(str(program), cwd=folder, environment=IN_ONE_PROCESS) if blocks.stat().st_size else ""
+        (folder / f"{name}.txt").write_text(printed)  # what the page should show
     assert_printed(
         [line for block in part if block.language == "text" and block.is_run for line in block.text.splitlines()],
         printed,

@@ -76,12 +76,12 @@ class LLM(vllm.LLM):  # type: ignore[misc]
         """Start an engine.
 
         Args:
-            args: For vLLM's `LLM`, as is everything else in `kwargs`.
+            args: Arguments of vLLM's `LLM`.
             capture_consumers: Each a `CaptureConsumerSpec`, its shorthand ``name:key=val,key=val``, or its fields
                 as a dict.
             capture_sites: ``{hook point: layers}`` that can be captured; ``{"post_mlp": "all"}`` by default.
             steering: True, or an object of settings: the fields of `headgate.steering.SteeringConfig`.
-            kwargs: Likewise.
+            kwargs: Keywords of vLLM's `LLM`.
 
         Raises:
             ConfigError: If the configuration is wrong.

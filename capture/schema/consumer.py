@@ -236,21 +236,21 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
     """The base of every consumer; subclass `BatchedConsumer` or `StreamingConsumer`.
 
     Class attributes:
-        location: ``"worker"``: beside the engine's worker, in a capture process, once per pipeline stage; nothing is
-            shipped but the payload (JSON values). ``"engine"``: the same on threads of the worker. ``"driver"``: in the
-            process that owns the request, where live Python objects are at hand; rows are shipped there. The operator
-            may move a worker's consumer there, too.
-        reads_client_spec: False if requests cannot name it: it then works through `global_capture_spec` alone.
-        takes_messages: It keeps where the messages of a chat lie: of a request with ``capture_messages``, the option
-            ``messages`` of its spec lists ``{"role", "start", "stop"}`` of each, in positions of the prompt.
-        takes_tag: Its specs have an option ``tag`` that says where it writes: the keys of clients may limit it.
-        is_awaited: Its payload is what a client came for: requests that name it wait for their results as if they had
-            set ``capture_wait``, unless they say false.
-        global_spec_param: The parameter without which `global_capture_spec` returns nothing: where it is not set, no
-            request asks. None: every request does, if the method is overridden.
-        linger_s: Seconds that rows may wait for those of the next steps, so that they come in fewer and larger blocks,
-            which costs the engine less; the smallest of a running request's consumers counts. The operator's
-            ``capture.linger_s`` goes before it.
+        location: ``"worker"``: in a capture process beside the engine's worker, once per pipeline stage; only the
+            payload (JSON values) leaves it. ``"engine"``: the same on threads of the worker. ``"driver"``: in the
+            process that owns the request, where live Python objects can be used; rows are sent there. The operator
+            can move a worker's consumer there.
+        reads_client_spec: False if requests cannot name it; it then works through `global_capture_spec` only.
+        takes_messages: It stores the boundaries of a chat's messages: if a request sets ``capture_messages``, the
+            option ``messages`` of its spec lists ``{"role", "start", "stop"}`` of each, in positions of the prompt.
+        takes_tag: Its specs have an option ``tag`` that decides where it writes; clients' keys can restrict it.
+        is_awaited: Requests that name it wait for their results as if they had set ``capture_wait``, unless they set
+            that to false.
+        global_spec_param: The parameter without which `global_capture_spec` returns nothing; the method is not called
+            if it is not set. None: the method is called for every request, if it is overridden.
+        linger_s: Seconds that rows may wait for rows of the next steps, so that they arrive in fewer and larger blocks,
+            which costs the engine less. The smallest value of a running request's consumers counts. The operator's
+            ``capture.linger_s`` takes precedence.
     """
 
     location: ClassVar[Location] = "worker"
@@ -295,12 +295,12 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
 
     @classmethod
     def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
-        """Return the spec that applies to every request, whether it asks or not; None for nothing."""
+        """Return the spec that applies to every request; None for nothing."""
         return None
 
     @classmethod
     def readouts(cls, params: Mapping[str, Any], model: ModelInfo) -> Mapping[Site, Readout]:
-        """Return functions for the worker's device, whose outputs come in place of the rows; `params` were checked.
+        """Return functions for the worker's device, whose outputs replace the rows; `params` were checked.
 
         Raises:
             ConfigError: If one cannot be made: its file is not there, or does not fit the model.
@@ -325,7 +325,7 @@ class StreamingConsumer(CaptureConsumer):
     """A consumer that gets rows as they arrive. Calls for one request: `begin`, any `write`, `finish` or `abandon`."""
 
     def begin(self, request: RequestInfo) -> None:
-        """A request that wants something of this consumer was taken."""
+        """A request that captures for this consumer has begun."""
 
     @abstractmethod
     def write(self, blocks: Sequence[RowBlock]) -> None:
@@ -340,10 +340,10 @@ class StreamingConsumer(CaptureConsumer):
         """
 
     def abandon(self, request: RequestInfo) -> None:
-        """The request failed after `begin` and will never be finished: let go of what is kept for it.
+        """The request failed after `begin` and will never be finished: release what is kept for it.
 
-        Its result is an error already. It comes after a `begin` or `write` that raised, a call that took too long,
-        or an end of the request that nobody can account for.
+        Its result is an error already. This is called after a `begin` or `write` that raised, after a call that took
+        too long, and if the end of the request is unknown.
         """
 
 

@@ -57,7 +57,7 @@ class MessageSpan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         role: As the client wrote it.
         start: Its first position.
-        stop: The position behind its last.
+        stop: The position after its last.
         token_ids: Its ``stop - start`` tokens.
     """
 
@@ -72,7 +72,7 @@ class CaptureResult(msgspec.Struct, kw_only=True, omit_defaults=False):
 
     Attributes:
         status: ``ok``: every wanted row was delivered. ``partial_error``: some were, `error` says what is missing.
-            ``error``: nothing usable. ``pending``: not done when the answer was sent; it goes on by itself.
+            ``error``: nothing usable. ``pending``: not done when the answer was sent; the capture continues.
         error: Text for people; None when `status` is ``ok``.
         payload: What the consumer reports: a file list, a score, ... From driver consumers of `LLM` and
             `AsyncLLM` any object; over HTTP and from workers JSON values only.
@@ -80,7 +80,7 @@ class CaptureResult(msgspec.Struct, kw_only=True, omit_defaults=False):
         num_bytes: Bytes of rows delivered, over all sites.
         dropped_rows: Positions lost to overload.
         key: The consumer's name, under which a request finds the result; empty while a worker puts it together.
-        messages: Where the messages of the request's chat lie, in order; None unless ``capture_messages`` asked.
+        messages: The boundaries of the chat's messages, in order; None unless ``capture_messages`` was set.
     """
 
     status: Status
@@ -160,7 +160,7 @@ class RowFetcher(Protocol):
 
     @classmethod
     def fetch_rows(cls, payload: Any) -> FetchedRows:
-        """Return the rows behind the payload of one sample's result. Any thread of the process that got the result.
+        """Return the rows of one sample's payload. Any thread of the process that received the result.
 
         Raises:
             CaptureFileError: If they cannot be read.
@@ -237,7 +237,7 @@ class ReportContext:
 
 @runtime_checkable
 class StateReporter(Protocol):
-    """A class of consumers whose state spans requests, and that tells clients of it: ``GET /v1/capture/INSTANCE``."""
+    """A consumer class that reports its state over all requests to clients: ``GET /v1/capture/INSTANCE``."""
 
     @classmethod
     def report(cls, context: ReportContext) -> dict[str, Any]:

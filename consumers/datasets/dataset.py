@@ -38,9 +38,9 @@ class Dataset:
     """Captured rows of one or several roots; made by `open_dataset`.
 
     Attributes:
-        roots: Those it was opened from.
-        sites: Names of the selected sites that some request has, in the order of the forward pass.
-        problems: Files that give no rows, with the reason.
+        roots: The roots that it was opened from.
+        sites: Names of the selected sites that at least one request has, in the order of the forward pass.
+        problems: Files without usable rows, with the reason.
     """
 
     roots: tuple[IndexedRoot, ...]
@@ -65,13 +65,13 @@ class Dataset:
             lines = [(site, count, self.duplicates(site)) for site, count in self.num_rows.items()]
         except (CaptureFileError, ValueError) as error:
             return notebook.page("Dataset", {**facts, "rows": error})
-        table = notebook.Table(("site", "rows", "requests left out as doubles"), lines, len(lines))
+        table = notebook.Table(("site", "rows", "duplicate requests"), lines, len(lines))
         return notebook.page("Dataset", facts, table)
 
     def rows(self, sites: Sites | None = None) -> RowView:
         """The rows that have a value at every one of `sites`, by default at all sites of the data set.
 
-        A request that was found before with the same tag, id, sample and sites, in another root, is left out.
+        A request that an earlier root has, with the same tag, id, sample and sites, is omitted.
 
         Raises:
             ValueError: If a site is not in the data set, or no request has all of them.
@@ -80,7 +80,7 @@ class Dataset:
         return self._view(self.sites if sites is None else parse_sites(sites))[0]
 
     def duplicates(self, sites: Sites | None = None) -> int:
-        """Requests that `rows` leaves out because an earlier root has them; by default the sum over all sites."""
+        """Requests that `rows` omits because an earlier root has them; by default the sum over all sites."""
         if sites is not None:
             return self._view(parse_sites(sites))[1]
         return sum(self._view((site,))[1] for site in self.sites)
@@ -190,19 +190,20 @@ def open_dataset(
     """Open roots of the filesystem consumer, of any layouts, as one data set. Rows are read when they are used.
 
     Args:
-        roots: Folders or fsspec URLs. Where two have one request, the one named first gives its rows.
+        roots: Folders or fsspec URLs. A request in two roots is read from the root that is named first.
         sites: ``"12.post_mlp"``, several, or None for all.
         phases: ``"prefill"``, ``"decode"``, or both.
         positions: A selector as in a request: ``"last_prompt"``, ``[0, -1]``, ``{"start": 1}``.
-        drop_bos: Leave out position 0.
+        drop_bos: Omit position 0.
         tags: One, or several.
-        roles: One, or several: rows in messages of that role, of requests captured with ``capture_messages``. Others
-            have none, with a warning. The answer is in no message.
+        roles: One, or several: rows in messages of that role, of requests captured with ``capture_messages``. Other
+            requests are omitted, with a warning. The answer is in no message.
         since: A datetime, a date or ISO text, UTC unless it says otherwise: requests written then or later.
         until: The same: requests written before.
-        strict: Raise on torn files and those of a newer headgate; otherwise leave them out, in `Dataset.problems`.
-        index: Keep an index beside each root (``ROOT.headgate-index``), so that only files that are new or changed are
-            opened the next time.
+        strict: Raise on damaged files and files of a newer headgate; otherwise omit them and list them in
+            `Dataset.problems`.
+        index: Keep an index beside each root (``ROOT.headgate-index``), so that the next call opens only files that
+            are new or changed.
 
     Raises:
         ValueError: If a selector cannot be read.

@@ -34,7 +34,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class MixedBatches(Iterator[RowBatch]):
-    """An iterator of batches. No row comes twice in an epoch; each comes once, but for dropped sinks.
+    """An iterator of batches that returns each row once per epoch, except for dropped sinks.
 
     The same arguments give the same batches on every machine.
 
@@ -45,15 +45,16 @@ class MixedBatches(Iterator[RowBatch]):
     Args:
         view: The rows.
         batch_size: Rows in a batch; the last one of an epoch may be smaller.
-        seed: Of the order.
-        min_rows: Rows that are mixed: the pool takes so many times the bytes of a row at all sites, and up to 64 MiB or
-            two batches more.
-        min_requests: Requests that are mixed. Where requests are few and long, the pool grows until it has them.
-        epochs: How often the data are gone through, each time in another order; None for ever.
-        first_epoch: The number of the first of them, which its order follows from.
-        drop_sinks: Leave out rows whose norm is above 10 times the median at one of the sites; see `sinks_of`.
+        seed: Seed of the order.
+        min_rows: Rows in the pool that batches are drawn from. It takes this many times the bytes of a row at all
+            sites, and up to 64 MiB or two batches more.
+        min_requests: Requests in the pool, which grows until it has them where requests are long.
+        epochs: Passes over the data, each in another order; None for no end.
+        first_epoch: The number of the first epoch, which determines its order.
+        drop_sinks: Omit rows whose norm is above 10 times the median at one of the sites; see `sinks_of`.
         part: ``(i, n)``: the i-th of n disjoint parts, whose union is all rows; for ranks and workers.
-        reads_ahead: Read on a thread while the caller uses a batch; otherwise between two batches. Both give the same.
+        reads_ahead: Read on a thread while the caller uses a batch; otherwise between two batches. The batches are
+            equal.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -120,7 +121,7 @@ class MixedBatches(Iterator[RowBatch]):
         raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the epoch, to go on from with `load_state_dict`: plain values and one array of row numbers."""
+        """The place in the epoch, for `load_state_dict`: plain values and one array of row numbers."""
         return {
             "version": STATE_VERSION,
             "rows": fingerprint_of(self.view),

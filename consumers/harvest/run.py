@@ -225,17 +225,18 @@ def harvest(
 ) -> dict[str, Any]:
     """Run prompts until the root has `rows` rows at each site, or there are no more prompts; return the manifest.
 
-    A root whose harvest was cut off, at any moment, ends with the rows of one that was not. A larger `rows` goes on.
+    An interrupted harvest that is run again ends with the rows of an uninterrupted one. A larger `rows` continues a
+    finished harvest.
 
     Args:
-        engine: With the consumer `filesystem` for the root, with `HarvestRoot.params`. It writes in this process
-            (``location="driver"``): then nothing writes there once this process is gone.
-        prompts: In their order.
-        root: Where the rows go, a folder; `run_prompts` is for object stores, too.
-        wanted: Rows of each prompt. No prompt's rows are cut, so a few more come.
-        rows: How many.
+        engine: An engine with the consumer `filesystem` for the root, with `HarvestRoot.params`. It writes in this
+            process (``location="driver"``), so nothing writes there after this process has ended.
+        prompts: The prompts, in order.
+        root: The folder for the rows; `run_prompts` also takes object stores.
+        wanted: Which rows of each prompt. No prompt's rows are cut, so the total is slightly larger than `rows`.
+        rows: Rows at each site.
         batch: Prompts that run together.
-        context: Tokens that a prompt is cut to; as many as the engine takes if None.
+        context: Tokens that longer prompts are truncated to; if None, what the engine accepts.
         consumer: Instance name of the consumer.
         report: Called at the beginning and after each batch.
 

@@ -31,10 +31,10 @@ class SiteMoments:
     Attributes:
         site: Name of the site.
         num_rows: Rows that count.
-        num_skipped: Rows left out at the beginning of requests.
-        num_sinks: Rows left out since they are longer than `max_norm`.
-        num_not_finite: Rows left out since they hold NaN or infinity.
-        covariance_error: Bound of the spectral norm of what the covariance of a sketch lacks; 0 of a whole one.
+        num_skipped: Rows omitted at the beginning of requests.
+        num_sinks: Rows omitted because they are longer than `max_norm`.
+        num_not_finite: Rows omitted because they hold NaN or infinity.
+        covariance_error: Bound of the spectral norm of the error of a sketch's covariance; 0 for a full covariance.
         kind: How covariance was kept: ``full``, ``sketch`` or ``none``.
     """
 

@@ -54,7 +54,7 @@ class StreamBatch:
         """``[rows, hidden]`` in the model's dtype; without a copy.
 
         Args:
-            site: Its name; it may be left out if there is one.
+            site: Its name; optional if there is only one.
         """
         import torch
 

@@ -46,22 +46,22 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 class StreamReader(Iterator[StreamBatch]):
     """Batches of a stream, in the order in which their requests ended; ends when the server does. One thread.
 
-    Where a connection breaks it is made anew, and goes on with the first row that has not come. A reader that is made
-    with the state of an earlier one goes on after that.
+    It reconnects when the connection breaks, and continues with the first row that has not arrived. A reader with the
+    state of an earlier one continues after that state.
 
     Attributes:
-        sites: Those of its rows; known once a batch came.
-        num_lacking: Requests' batches that were left out for want of one of the sites.
+        sites: Sites of its rows; known after the first batch.
+        num_lacking: Batches that were omitted because their request lacks one of the sites.
 
     Args:
         address: The consumer's: ``tcp://HOST:PORT`` or ``unix:///PATH``.
-        sites: One or several; those of the first batch if None.
-        batch_size: Rows in a batch, over requests; one batch is what the server cut, all of one request, if None. It is
-            smaller at the end, and where the server's ``max_bytes`` would be half full of rows that wait.
+        sites: One or several; the sites of the first batch if None.
+        batch_size: Rows in a batch, over requests; if None, batches are as the server sent them, each with rows of one
+            request. Batches are smaller at the end, and if waiting rows would fill half of the server's ``max_bytes``.
         acknowledge: ``auto``: a batch is acknowledged when the next one is asked for. ``manual``: `acknowledge` does so
             for all batches so far, such as after a checkpoint with `state_dict`.
         token_file: File with the token; the environment's ``HEADGATE_STREAM_TOKEN`` if None.
-        reconnect_s: Seconds for which a connection is tried again before that is an error.
+        reconnect_s: Seconds of attempts to reconnect before an error is raised.
 
     Raises:
         ConfigError: If an argument cannot be used, or pyarrow is not installed.
@@ -112,7 +112,7 @@ class StreamReader(Iterator[StreamBatch]):
         """The next batch; waits for its rows.
 
         Raises:
-            StreamGapError: If rows that come next are gone.
+            StreamGapError: If the next rows no longer exist.
             StreamRefusedError: If the server does not let this reader in.
             StreamError: If there is no server for `reconnect_s`, or too much is not acknowledged.
         """
@@ -132,7 +132,7 @@ class StreamReader(Iterator[StreamBatch]):
         self._line.acknowledge(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the last batch, in plain values: a reader goes on from there with `load_state_dict`."""
+        """The place after the last batch, in plain values, for `load_state_dict`."""
         return {"stream": self._line.stream, "next": self._place[0], "rows": self._place[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

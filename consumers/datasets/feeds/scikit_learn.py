@@ -32,7 +32,7 @@ def labelled(batches: Iterable[RowBatch], labels: Mapping[str, Any], site: str |
     Args:
         batches: `Dataset.batches` or `Dataset.mixed`.
         labels: By request id, tag, or ``tag/request_id``, in which the more exact name wins.
-        site: Its name; it may be left out if there is one.
+        site: Its name; optional if there is only one.
 
     Raises:
         KeyError: If a request has no label.

@@ -123,7 +123,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path, started: list[Any], monk
     done = call(tmp_path)
 
     assert done.exit_code == 1
-    assert "the same command goes on" in done.stderr
+    assert "the same command continues" in done.stderr
 
 
 def test_a_log_has_a_line_at_first_and_then_now_and_then() -> None:
