@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 import subprocess
 import sys
@@ -104,6 +105,8 @@ class Connection:
 def start_module(module: str, settings: object, *fds: int) -> tuple[Connection, subprocess.Popen[bytes]]:
     """Start ``python -m module``, with the numbers of its end of a socket and of open files as arguments.
 
+    The connection ends with the process, even if children of the process keep its socket open.
+
     Args:
         module: Its name; it is found as here.
         settings: Its first message, pickled.
@@ -120,7 +123,25 @@ def start_module(module: str, settings: object, *fds: int) -> tuple[Connection, 
         )
     connection = Connection(ours)
     connection.send(pickle.dumps(settings))
+    _watch_child(child.pid, connection)
     return connection, child
+
+
+def _watch_child(process: int, connection: Connection) -> None:
+    try:
+        end = os.pidfd_open(process)
+    except ProcessLookupError:  # it has ended, and another thread has waited for that
+        connection.shut()
+        return
+
+    def watch() -> None:
+        waiting = select.poll()
+        waiting.register(end, select.POLLIN)
+        waiting.poll()
+        os.close(end)
+        connection.shut()  # what it has sent can still be received
+
+    threading.Thread(target=watch, name="headgate-child", daemon=True).start()
 
 
 def watch_parent(end: Callable[[], object]) -> None:

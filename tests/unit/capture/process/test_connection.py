@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate.capture.process.connection import Connection
+from headgate.capture.process.connection import Connection, start_module
+from tests.unit.conftest import TIMEOUT_S
 
 Pair = tuple[Connection, Connection]
 
@@ -66,3 +70,33 @@ def test_half_a_message_is_none(pair: Pair) -> None:
     near.shut()
 
     assert far.receive() is None
+
+
+FORKING = """
+import os, socket, sys, time
+from headgate.capture.process.connection import Connection
+
+connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+connection.receive()
+if child := os.fork():
+    connection.send(str(child).encode())
+    os._exit(1)
+time.sleep(600)
+"""
+
+
+def test_it_ends_with_the_process_though_a_child_of_that_keeps_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "forking_program.py").write_text(FORKING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    connection, child = start_module("forking_program", None)
+
+    grandchild = int(connection.receive() or b"0")
+    try:
+        assert connection.receive() is None
+        assert child.wait(TIMEOUT_S) == 1
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        connection.close()
