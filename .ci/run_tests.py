@@ -260,9 +260,9 @@ class Running:
     most: int = 0
 
     def state(self) -> str:
-        """What it is at: the last that it printed."""
-        lines = self.job.log.read_bytes()[-4000:].decode(errors="replace").splitlines()
-        last = next((line for line in reversed(lines) if line.strip()), "")
+        """What it is at: the last file that it named, or the last that it printed."""
+        lines = self.job.log.read_text(errors="replace").splitlines()
+        last = next((line for line in reversed(lines) if line.startswith("tests/")), "".join(lines[-1:]))
         return (
             f"{self.job.name} ({time.monotonic() - self.began:.0f} s, {self.taken / GIB:.1f} GiB): {last.strip()[:90]}"
         )

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from examples.model import ensure_model
+from tests.deadlines import patience
 from tests.environment import set_environment
 
 if TYPE_CHECKING:
@@ -46,6 +47,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if folder in ("engine", "gpu"):
             item.add_marker(getattr(pytest.mark, folder))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let a test run for as long as it may on a quiet machine, in the time of this one."""
+    marker = item.get_closest_marker("timeout")
+    limit = marker.args[0] if marker is not None else item.config.getoption("timeout", None)
+    if limit:
+        item.add_marker(pytest.mark.timeout(patience(float(limit))), append=False)
+    return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -29,7 +29,7 @@ MAX_OVER_BUDGET = 10
 HANGS_S = 10.0
 """A step that takes so long switches it off, too."""
 _LOOK_S = 1.0
-"""What the time between two looks counts at most, see `Standstill`."""
+"""Seconds that the time between two looks counts at most, see `Standstill`."""
 
 
 @dataclass(slots=True)

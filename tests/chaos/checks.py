@@ -60,13 +60,17 @@ class Judge:
     """Collects whatever is wrong, as texts.
 
     Attributes:
-        wrongs: Everything that is wrong so far.
+        wrongs: Everything that is wrong so far, however slow the machine is.
+        lates: What took too long, or may have failed for that reason.
         num_rows: Rows that were compared.
+        stock: The clear tokens of stock vLLM's answers, by prompt.
     """
 
-    def __init__(self, references: References, stock: Sequence[Sequence[int]]) -> None:
-        self._references, self._stock = references, stock
+    def __init__(self, references: References) -> None:
+        self._references = references
+        self.stock: Sequence[Sequence[int]] = ()
         self.wrongs: list[str] = []
+        self.lates: list[str] = []
         self.num_rows = 0
 
     def forget(self) -> None:
@@ -75,7 +79,11 @@ class Judge:
 
     def wrong(self, text: str, about: Outcome | None = None) -> None:
         """Note something."""
-        self.wrongs.append(text if about is None else f"{text}\n  {about}")
+        self.wrongs.append(_text(text, about))
+
+    def late(self, text: str, about: Outcome | None = None) -> None:
+        """Note something that is wrong unless the machine is too slow to judge."""
+        self.lates.append(_text(text, about))
 
     def tokens(self, outcome: Outcome) -> None:
         """Tokens of an answer: stock's if it is not steered, and the reference's best ones if it is greedy."""
@@ -87,7 +95,7 @@ class Judge:
             if shot.num_samples > 1 or not tokens:
                 continue
             if shot.steering is None:
-                clear = self._stock[shot.prompt.index]
+                clear = self.stock[shot.prompt.index]
                 if tokens[: len(clear)] != clear[: len(tokens)]:
                     self.wrong(f"stock answers {clear}, this {tokens}", outcome)
             logits = self._references.of(shot, tokens).logits[len(shot.prompt.tokens) - 1 :]
@@ -169,7 +177,8 @@ class Judge:
             if result["status"] == "ok" or (result["status"] == "pending" and key not in excused):
                 missing = {(key, index) for index in range(outcome.shot.num_samples)} - seen
                 if missing:
-                    self.wrong(f"{name}: {result['status']}, but the reader does not find {missing}", outcome)
+                    note = self.wrong if result["status"] == "ok" else self.late
+                    note(f"{name}: {result['status']}, but the reader does not find {missing}", outcome)
         return len(seen)
 
     def _file(self, name: str, capture: StoredCapture, sample: int, outcome: Outcome) -> None:
@@ -203,3 +212,7 @@ class Judge:
                 self.num_rows += len(positions)
                 if not error <= MAX_ERROR:
                     self.wrong(f"{name}: {capture!r}: {site.name} differs by {error:.2g}", outcome)
+
+
+def _text(text: str, about: Outcome | None) -> str:
+    return text if about is None else f"{text}\n  {about}"

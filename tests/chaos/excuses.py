@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.chaos.clients import Outcome
 from tests.chaos.consumers import BROKEN, MAX_STALL_S
@@ -16,9 +16,9 @@ from tests.chaos.workload import MAKE_FILES
 FULL = "No space left on device"
 HUNG = ("hung", "longer than", "held up")
 WRITTEN_S = 5.0
-"""What nobody waits for may be on its way to the disk for so long after the answer, on a busy machine."""
+"""What nobody waits for may be on its way to the disk for so long after the answer."""
 SLACK_S = 0.5
-"""A busy machine takes up to so long between the time that headgate takes of a call and the one that the call notes."""
+"""It takes up to so long between the time that headgate takes of a call and the one that the call notes."""
 
 
 @dataclass
@@ -46,11 +46,25 @@ class Faults:
     full: list[Span] = field(default_factory=list)
 
 
+class Failure(NamedTuple):
+    """Something that nothing explains.
+
+    Attributes:
+        text: What.
+        outcome: Of whom.
+        is_late: Something took too long, which a machine may be to blame for that is too slow.
+    """
+
+    text: str
+    outcome: Outcome
+    is_late: bool
+
+
 Spans = defaultdict[str, list[Span]]
 """By consumer."""
 
 
-def unexcused(outcomes: Sequence[Outcome], faults: Faults, calls: Sequence[Call]) -> list[tuple[str, Outcome]]:
+def unexcused(outcomes: Sequence[Outcome], faults: Faults, calls: Sequence[Call]) -> list[Failure]:
     """Failures that nothing explains.
 
     Args:
@@ -63,14 +77,14 @@ def unexcused(outcomes: Sequence[Outcome], faults: Faults, calls: Sequence[Call]
     for outcome in outcomes:
         text = _failed_request(outcome, faults)
         if text:
-            found.append((text, outcome))
+            found.append(Failure(text, outcome, outcome.end == "late"))
         if outcome.end != "answered" or outcome.status != 200 or outcome.error:
             continue
         for name, result in (outcome.results or {}).items():
             if result["status"] != "ok" and not _is_excused(outcome, name, result, faults, hangs, raises):
-                found.append((f"{name}: {result['status']} for no reason", outcome))
+                found.append(Failure(f"{name}: {result['status']} for no reason", outcome, _is_late(result)))
             if result["status"] == "ok" and outcome.shot.moods.get(name) in ("raise", "hang"):
-                found.append((f"{name}: ok, although it failed", outcome))
+                found.append(Failure(f"{name}: ok, although it failed", outcome, is_late=False))
     return found
 
 
@@ -83,6 +97,11 @@ def _failed_request(outcome: Outcome, faults: Faults) -> str:
         if outcome.error or outcome.status != 200:
             return "it was refused"
     return ""
+
+
+def _is_late(result: Any) -> bool:
+    """Whether its time ran out, or it met a disk that should have had room again."""
+    return result["status"] == "pending" or any(word in str(result["error"]) for word in (*HUNG, FULL))
 
 
 def _hangs(calls: Sequence[Call]) -> Spans:

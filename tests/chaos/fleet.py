@@ -19,6 +19,7 @@ import httpx
 from headgate.capture.transport.listener import PREFIX
 from tests.chaos import consumers, notes
 from tests.chaos.workload import MODEL_NAME, STEERED_SITES, STEERING, module_body, module_name
+from tests.deadlines import patience
 from tests.fakes.server import Server, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +29,7 @@ NUM_API_SERVERS = 2
 NUM_BLOCKS = 24
 """KV blocks of the server, each of 32 tokens: too few for its 48 sequences, so that vLLM preempts some."""
 END_S = 60.0
-"""Whatever ends, or becomes idle, does so in this time on a busy machine."""
+"""Whatever ends, or becomes idle, does so in this time on a quiet machine."""
 
 
 class Process(NamedTuple):
@@ -131,7 +132,7 @@ class Fleet:
 
     def await_end(self) -> list[Process]:
         """Wait until every process of the server has ended; returns those that have not in `END_S`."""
-        until = time.monotonic() + END_S
+        until = time.monotonic() + patience(END_S)
         while (left := self.processes()) and time.monotonic() < until:
             time.sleep(0.1)
         return left
@@ -163,7 +164,7 @@ class Fleet:
         assert self.server is not None
         metrics = self._metrics()
         state = defaultdict(float, {family: metrics[family] for family in _NONE_WHEN_IDLE if family in metrics})
-        steering = httpx.get(f"{self.server.url}/v1/steering", timeout=30, trust_env=False).json()
+        steering = httpx.get(f"{self.server.url}/v1/steering", timeout=patience(30), trust_env=False).json()
         assert set(steering["modules"]) == {module_name(key) for key in STEERING}
         for slots in steering["slots"]:
             state["waiting"] += slots["waiting"]
@@ -178,7 +179,7 @@ class Fleet:
         """Metrics by family, the sums over their labels."""
         assert self.server is not None
         found: defaultdict[str, float] = defaultdict(float)
-        for line in httpx.get(f"{self.server.url}/metrics", timeout=30, trust_env=False).text.splitlines():
+        for line in httpx.get(f"{self.server.url}/metrics", timeout=patience(30), trust_env=False).text.splitlines():
             name, _, value = line.rpartition(" ")
             if not line.startswith("#"):
                 found[name.partition("{")[0]] += float(value)

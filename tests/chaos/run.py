@@ -2,7 +2,9 @@
 
 A real engine serves 64 clients, while consumers raise, hang and are slow, the disk is full, the clock jumps, clients go
 away and processes are killed. Everything that was answered is compared with what Hugging Face and stock vLLM compute.
-Ends with status 1 and everything that was wrong, the seed and what happened when.
+Ends with status 1 and everything that was wrong, the seed and what happened when. Deadlines allow for how busy the
+machine is. Where other programs leave too little of it, what took too long ends the run with `TOO_SLOW` and the figures
+instead; wrong tokens and rows never do.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -19,14 +23,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from tests.chaos.checks import Judge, References
-from tests.chaos.clients import Crowd, Outcome
+from tests.chaos.clients import LONGEST_S, Crowd, Outcome
 from tests.chaos.consumers import MAX_STALL_S
 from tests.chaos.excuses import WRITTEN_S, Faults, Span, unexcused
 from tests.chaos.fleet import END_S, Fleet
@@ -34,7 +39,9 @@ from tests.chaos.memory import Memory
 from tests.chaos.model import chaos_model
 from tests.chaos.notes import take_notes
 from tests.chaos.workload import CALM, INSTANCES, ROUGH, Mix, Workload
+from tests.deadlines import Neighbours, measure, patience
 from tests.environment import ENVIRONMENT
+from tests.fakes.server import kill_session
 
 NUM_CLIENTS = 64
 DAY_S = 86400.0
@@ -42,10 +49,23 @@ STOP_S = 3.0
 """Seconds that an API server is stopped (SIGSTOP)."""
 LEFT_OVER = ("headgate", "vectors-")
 FAULTS = ("rough", "disk", "clock", "pause")
+SHORT_PHASES = 14
+"""Phases of requests of the shortest run, behind the first warm-up."""
 LONG_S, LONG_LIFE = 1200.0, 40
 """Faults of one server of a run that takes `LONG_S` or more, so that what grows slowly is seen."""
 LOOK_EVERY = 4
 """After so many faults, everything comes to rest, and nothing may be held."""
+TOO_SLOW = 77
+"""Exit status of a run that cannot say whether what took too long is a fault."""
+MOST_SLOWNESS, MOST_NEIGHBOURS = 2.0, 0.25
+"""A machine is too slow to judge where, while nothing of ours runs, a fixed piece of work takes so many times longer
+than on a quiet one, or where other programs take this share of the processors."""
+LONGEST_SHARE = 10.0
+"""A request takes no longer than so many times the longest one of the warm-up."""
+
+
+class TooSlowError(Exception):
+    """The run does not end in its time."""
 
 
 class Chaos:
@@ -60,48 +80,74 @@ class Chaos:
         seed: Of requests and faults.
         size: Requests of each phase.
         start_method: How vLLM starts its processes: ``spawn``, as in production, or ``fork``, in half the time.
+        limit_s: Seconds that all may take.
     """
 
-    def __init__(self, folder: Path, seed: int, size: int, start_method: str) -> None:
+    def __init__(self, folder: Path, seed: int, size: int, start_method: str, limit_s: float = math.inf) -> None:
         self._rng = random.Random(seed)
         self._size = size
         self._model = chaos_model(folder / "model")
         self._workload = Workload(seed)
         self._folder = folder
+        self.judge = Judge(References(self._model))
         self.fleet = Fleet(folder, self._model, start_method)
         self._outcomes: list[Outcome] = []
         self._faults = Faults()
         self._began = time.monotonic()
+        self._limit_s = limit_s
+        self._neighbours, self._cpu_before_s = Neighbours(), time.process_time()
+        self._slowness: list[float] = []
+        """What was measured while nothing of the run was at work."""
+        self._cpu_s: dict[int, float] = {}
+        """What each process of ours took, as far as it was seen."""
+        self._longest_s = 0.0
+        """What the longest request of a warm-up took."""
         self.timeline: list[str] = []
         self.num_requests = self.num_preempted = 0
 
     def say(self, text: str) -> None:
         """Note what happens, and the processor time that this process and the server took so far."""
-        cpu_s = time.process_time(), sum(process.cpu_s for process in self.fleet.processes())
+        processes = self.fleet.processes()
+        self._cpu_s |= {process.pid: process.cpu_s for process in processes}
+        cpu_s = time.process_time(), sum(process.cpu_s for process in processes)
         times = f"{time.monotonic() - self._began:7.1f} s, {cpu_s[0]:4.0f} + {cpu_s[1]:4.0f} of CPU"
         self.timeline.append(f"{times}  {text}")
         print(self.timeline[-1], flush=True)
 
+    def machine(self) -> tuple[bool, str]:
+        """Whether the machine is too slow to judge what takes long, and the figures."""
+        stock_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+        own_s = time.process_time() - self._cpu_before_s + sum(self._cpu_s.values()) + stock_s
+        neighbours, slowness = self._neighbours.share(own_s), max(self._slowness, default=0.0)
+        text = (
+            f"other programs took {neighbours:.0%} of the processors, a fixed piece of work {slowness:.1f} times as "
+            f"long as on a quiet machine, and the longest request of a warm-up {self._longest_s:.1f} s"
+        )
+        return slowness >= MOST_SLOWNESS or neighbours >= MOST_NEIGHBOURS, text
+
     def prepare(self) -> None:
         """Let stock vLLM answer, and load the reference."""
+        self._slowness.append(measure())
         prompts, out = self._folder / "prompts.json", self._folder / "stock.json"
         prompts.write_text(json.dumps([prompt.tokens for prompt in self._workload.prompts]))
         command = [sys.executable, "-m", "tests.chaos.stock", str(self._model), str(prompts), str(out)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         stock = json.loads(out.read_text())
-        self.judge = Judge(References(self._model), stock)
+        self.judge.stock = stock
         self.say(f"stock answered; {sum(map(len, stock))} tokens of {len(stock)} prompts are clear")
 
     def live(self, faults: list[str], end: str) -> None:
         """One server's life: `faults` one after the other, and how it ends: ``stop``, or whom to kill."""
         self._outcomes, self._faults = [], Faults()
+        began = time.monotonic()
         server = self.fleet.start()
+        self._start_s = time.monotonic() - began
         self.say(f"serving at {server.url}")
         slots = self.fleet.idle_state()["reserved"]
         asyncio.run(self._load(faults, end, slots))
         left = self.fleet.stop() if end == "stop" else self.fleet.close()
         if left:
-            self.judge.wrong(f"processes that did not end: {left}")
+            self.judge.late(f"processes that did not end: {left}")
         self.say("the server has ended")
         self._verify()
 
@@ -135,7 +181,7 @@ class Chaos:
 
         They share one listening socket, and on a busy machine one of them may take every client.
         """
-        servers = self.fleet.pids("api")
+        servers, began = self.fleet.pids("api"), time.monotonic()
         for server in servers:
             others = [other for other in servers if other != server]
             try:
@@ -145,6 +191,15 @@ class Chaos:
             finally:
                 for other in others:
                     os.kill(other, signal.SIGCONT)
+        self._longest_s = max(outcome.ended - outcome.began for outcome in self._outcomes)
+        self.say(f"warm; the longest request took {self._longest_s:.1f} s")
+        left_s = 2 * self._start_s + SHORT_PHASES * (time.monotonic() - began) / len(servers)
+        if time.monotonic() - self._began + left_s > self._limit_s:
+            raise TooSlowError(f"what is left would take {left_s:.0f} s, and all {self._limit_s:.0f} s")
+
+    def _longest(self) -> float:
+        """Seconds that a request may take."""
+        return max(patience(LONGEST_S), LONGEST_SHARE * self._longest_s)
 
     async def _every_consumer_served(self, crowd: Crowd) -> None:
         """Wait until so many more requests are answered, some of each consumer among them."""
@@ -155,7 +210,8 @@ class Chaos:
 
     async def _crowd(self, mix: Mix, during: Callable[[Crowd], Awaitable[None]]) -> None:
         assert self.fleet.server is not None
-        crowd = Crowd(self.fleet.server.url, self._workload, mix, NUM_CLIENTS, self._outcomes.append)
+        url, note = self.fleet.server.url, self._outcomes.append
+        crowd = Crowd(url, self._workload, mix, NUM_CLIENTS, note, self._longest)
         try:
             await during(crowd)
         finally:
@@ -202,7 +258,7 @@ class Chaos:
 
     def _idle(self, slots: float, before: Counter[str] | None) -> Counter[str]:
         """Wait until nothing is held any more, and no more threads and files than `before`; returns what there is."""
-        until = time.monotonic() + END_S
+        until = time.monotonic() + patience(END_S)
         while True:
             state, holdings = self.fleet.idle_state(), self.fleet.holdings()
             state["reserved"] -= slots
@@ -211,9 +267,10 @@ class Chaos:
             if not held and not more:
                 break
             if time.monotonic() > until:
-                self.judge.wrong(f"an idle server still has {held or more}")
+                self.judge.late(f"an idle server still has {held or more}")
                 break
             time.sleep(0.2)
+        self._slowness.append(measure())
         memory = [f"{process.name} {process.rss_mib:.0f}" for process in self.fleet.processes()]
         self.say(f"idle: {holdings.total()} threads and files, MiB: {memory}")
         return holdings
@@ -221,12 +278,9 @@ class Chaos:
     def _verify(self) -> None:
         """Compare everything that this server did."""
         calls = take_notes(self.fleet.notes)
-        for text, outcome in unexcused(self._outcomes, self._faults, calls):
-            self.judge.wrong(text, outcome)
-        for outcome in sorted(self._outcomes, key=lambda one: -one.shot.max_tokens):  # the long ones tell of the short
-            self.judge.tokens(outcome)
-            if outcome.end == "answered" and outcome.status == 200 and not outcome.error:
-                self.judge.results(outcome)
+        for failure in unexcused(self._outcomes, self._faults, calls):
+            (self.judge.late if failure.is_late else self.judge.wrong)(failure.text, failure.outcome)
+        self._verify_answers()
         shots = {outcome.shot.key: outcome for outcome in self._outcomes}
         failed = {key for key, outcome in shots.items() if outcome.ended >= self._faults.killed - END_S}
         for span in self._faults.full:
@@ -246,6 +300,22 @@ class Chaos:
                 if not path.name.startswith("."):
                     shutil.rmtree(path)
 
+    def _verify_answers(self) -> None:
+        """Compare the tokens of all answers, and the rows in them."""
+        for outcome in sorted(self._outcomes, key=lambda one: -one.shot.max_tokens):  # the long ones tell of the short
+            self.judge.tokens(outcome)
+            if outcome.end == "answered" and outcome.status == 200 and not outcome.error:
+                self.judge.results(outcome)
+
+    def give_up(self, reason: str) -> None:
+        """End the server, whatever it does, and compare what was answered so far."""
+        if self.fleet.server is not None:
+            print("".join(self.fleet.server.log)[-10_000:])
+            kill_session(self.fleet.server.pid)
+            self.fleet.close()
+        self.judge.late(reason)
+        self._verify_answers()
+
     def left_over(self) -> None:
         """What is left when the last server has ended."""
         found = [str(path) for path in self.fleet.temp.iterdir() if path.name.startswith(LEFT_OVER)]
@@ -254,7 +324,7 @@ class Chaos:
         ]
         found += [str(path) for path in Path("/dev/shm").iterdir() if path.name.startswith(LEFT_OVER)]
         if found:
-            self.judge.wrong(f"left over: {found}")
+            self.judge.late(f"left over: {found}")
         shutil.rmtree(self.fleet.temp)
 
 
@@ -266,25 +336,55 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", type=int, default=300, help="requests of each phase")
     parser.add_argument("--start", choices=("spawn", "fork"), default="spawn", help="how vLLM starts its processes")
     parser.add_argument("--keep", type=Path, help="folder for everything that is written")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds that all may take; else it is given up")
     options = parser.parse_args(arguments)
     os.environ.update(ENVIRONMENT)
     torch.set_num_threads(1)  # threads that wait for each other spin, while servers need the cores
     folder = options.keep or Path(tempfile.mkdtemp(prefix="chaos-run-"))
-    chaos = Chaos(folder, options.seed, options.size, options.start)
+    chaos = Chaos(folder, options.seed, options.size, options.start, options.limit)
     chaos.say(f"seed {options.seed}")
     try:
-        run(chaos, options.seed, options.minutes * 60)
+        with limited(options.limit):
+            run(chaos, options.seed, options.minutes * 60)
+    except TooSlowError as error:
+        chaos.give_up(str(error))
     finally:
         if chaos.fleet.server is not None:  # something here failed, or the server did, by itself
             print("".join(chaos.fleet.server.log)[-100_000:])
             chaos.fleet.stop()
-    for wrong in chaos.judge.wrongs[:50]:
-        print(f"WRONG {wrong}")
-    done = f"{chaos.num_requests} requests, {chaos.judge.num_rows} rows, {chaos.num_preempted} preemptions"
-    print(f"{done}, {len(chaos.judge.wrongs)} wrong; seed {options.seed}")
     if not options.keep:
         shutil.rmtree(folder)
-    return bool(chaos.judge.wrongs)
+    return report(chaos, options.seed)
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise `TooSlowError` in the block when it has taken so long."""
+
+    def give_up(_number: int, _frame: object) -> None:
+        raise TooSlowError(f"not done in {seconds:.0f} s")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds if seconds < math.inf else 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def report(chaos: Chaos, seed: int) -> int:
+    """Print what was wrong; returns the exit status."""
+    judge, (is_slow, figures) = chaos.judge, chaos.machine()
+    for wrong in judge.wrongs[:50]:
+        print(f"WRONG {wrong}")
+    for late in judge.lates[:50]:
+        print(f"LATE {late}")
+    done = f"{chaos.num_requests} requests, {judge.num_rows} rows, {chaos.num_preempted} preemptions"
+    print(f"{done}, {len(judge.wrongs)} wrong, {len(judge.lates)} late; seed {seed}; {figures}")
+    if judge.lates and is_slow and not judge.wrongs:
+        print(f"too slow to judge: {figures}; {judge.lates[0].splitlines()[0]}")
+        return TOO_SLOW
+    return bool(judge.wrongs or judge.lates)
 
 
 def run(chaos: Chaos, seed: int, seconds: float) -> None:
@@ -301,7 +401,7 @@ def run(chaos: Chaos, seed: int, seconds: float) -> None:
     chaos.live(["rough"], "stop")
     chaos.left_over()
     if not chaos.num_preempted:
-        chaos.judge.wrong("no request was preempted")
+        chaos.judge.late("no request was preempted")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import patience
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -38,6 +40,6 @@ def run(module: str, *arguments: str, path: Path | None = None) -> str:
     """Run a module in a process of its own, with `path` on the import path; return what it prints."""
     environment = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=patience(300))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -22,6 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.deadlines import patience
+
 LAYERS, HIDDEN, VOCABULARY = 3, 64, 512
 SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd"), HIDDEN),
@@ -202,7 +204,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
 HUGGING_FACE = "Hugging Face: "
 """Begins the note of a type whose model Hugging Face's own code does not make."""
 
-LIMIT_S = 240
+LIMIT_S = patience(240)
 """Seconds for one type, the start of its process included."""
 
 

@@ -21,6 +21,7 @@ from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.reader import open_captures
 from tests.conftest import ENGINE_DEFAULTS, start_llm, stop_llm
+from tests.deadlines import patience
 from tests.engine.hf_reference import HFReference, Steering, relative_error
 from tests.engine.steering_cases import (
     OP_LAYER,
@@ -49,7 +50,7 @@ OP_SITES: dict[str, Any] = {
 PHASES = ("both", "prefill", "decode")
 PROMPTS = [[3 + (7 * i) % 500 for i in range(40)], [9], [3 + (11 * i) % 500 for i in range(17)]]
 NUM_OUTPUT = 5
-CUT_S = 60
+CUT_S = patience(60)
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "skip_tokenizer_init": True,

@@ -17,6 +17,7 @@ import torch
 
 from headgate.capture.engine.access.access_key import digest_of
 from headgate.steering.client import Client, PatchSweep
+from tests.deadlines import patience
 from tests.fakes.server import Server, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +53,9 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def post(server: Server, path: str, who: str = "alice", padding: int = 0, **body: Any) -> httpx.Response:
     headers = {"X-Headgate-Key": f"key-of-{who}", "content-type": "application/json"}
-    return httpx.post(f"{server.url}{path}", content=json.dumps(body) + " " * padding, headers=headers, timeout=60)
+    return httpx.post(
+        f"{server.url}{path}", content=json.dumps(body) + " " * padding, headers=headers, timeout=patience(60)
+    )
 
 
 def client_of(server: Server) -> Client:

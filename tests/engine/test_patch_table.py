@@ -18,6 +18,7 @@ import pytest
 
 from headgate.capture.engine.other_changes import CHANGES
 from headgate.capture.engine.patch_table import PATCHES
+from tests.deadlines import patience
 from tests.engine.tiny_models import tiny_model
 
 NOT_SEEN_HERE = {
@@ -177,7 +178,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (root / "program.py").write_text(SCRIPT)
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(root / "program.py"), str(tiny_model("llama")), str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(400), check=False, env=environment)
     assert (root / "told.json").exists(), done.stdout[-2000:] + done.stderr[-4000:]
     return dict(json.loads((root / "told.json").read_text()))
 

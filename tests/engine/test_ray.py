@@ -19,6 +19,7 @@ import pytest
 from headgate.capture.schema.sites import HookPoint
 from headgate.consumers.reader import open_captures
 from tests.conftest import start_llm, stop_llm
+from tests.deadlines import patience
 from tests.engine.hf_reference import HFReference, relative_error
 from tests.engine.steering_cases import sites_of
 from tests.engine.tiny_models import tiny_model
@@ -71,7 +72,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         environment.setenv("RAY_ADDRESS", f"{host.here}:{free_port()}")
         stack.enter_context(head(host))
         host.start(*NODE, STORE, f"--address={os.environ['RAY_ADDRESS']}", f"--node-ip-address={host.there}")
-        subprocess.run([sys.executable, "-c", JOINED, os.environ["RAY_ADDRESS"]], check=True, timeout=120)
+        subprocess.run([sys.executable, "-c", JOINED, os.environ["RAY_ADDRESS"]], check=True, timeout=patience(120))
         yield network
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import patience
 from tests.engine import ending_script
 from tests.engine.tiny_models import tiny_model
 
@@ -36,7 +37,7 @@ def test_a_script_closes_its_consumers_at_its_end_and_says_why_it_failed_last(tm
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
         check=False,
     )
 
@@ -45,7 +46,7 @@ def test_a_script_closes_its_consumers_at_its_end_and_says_why_it_failed_last(tm
     assert done.returncode == (end == "fails"), shown
     *captured, ended, closed = log.read_text().splitlines()
     assert (captured, closed) == (["captured 6", "captured 6"], "closed"), shown
-    assert is_over - float(ended) < ending_script.CLOSING_S + MOST_S, shown
+    assert is_over - float(ended) < ending_script.CLOSING_S + patience(MOST_S), shown
     assert "force killing" not in shown, shown
     tracebacks = [line for line in shown.splitlines() if line.startswith("Traceback")]
     assert tracebacks == [TRACEBACK] * (end == "fails"), shown

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headgate.consumers.filesystem.formats.layout import MessagePlace
 from headgate.consumers.reader import open_capture
 from headgate.steering.client import extra_body
+from tests.deadlines import patience
 from tests.fakes.server import Server, serving
 
 COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
@@ -52,7 +53,7 @@ def left_clean(server: Server) -> Iterator[None]:
 
 
 def get(server: Server, path: str) -> httpx.Response:
-    return httpx.get(f"{server.url}{path}", timeout=60)
+    return httpx.get(f"{server.url}{path}", timeout=patience(60))
 
 
 def complete(server: Server, **body: Any) -> httpx.Response:
@@ -123,7 +124,7 @@ def test_who_waits_too_long_or_comes_when_too_many_wait_is_a_503(server: Server)
 
     body = {"model": "smol", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
     taking = httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**body, "steering_vectors": many(0)}, timeout=60
+        "POST", f"{server.url}/v1/completions", json={**body, "steering_vectors": many(0)}, timeout=patience(60)
     )
     with taking as running, ThreadPoolExecutor(4) as pool:
         events = running.iter_lines()  # held: the connection is closed when it goes
@@ -147,7 +148,7 @@ def test_who_waits_too_long_or_comes_when_too_many_wait_is_a_503(server: Server)
 def test_a_request_that_runs_goes_on_through_changes(server: Server) -> None:
     body = {"model": "smol", "prompt": PROMPT, "max_tokens": 120, "temperature": 0, "ignore_eos": True, "stream": True}
     chunks = 0
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as stream:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=patience(120)) as stream:
         for line in stream.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -169,7 +170,7 @@ def test_curl_and_the_openai_client_are_answered_alike(server: Server) -> None:
         input=json.dumps({"model": "smol", **chat, **ours}).encode(),
         stdout=subprocess.PIPE,
         check=True,
-        timeout=60,
+        timeout=patience(60),
     )
     curled = json.loads(told.stdout)
 

@@ -20,6 +20,7 @@ from headgate.capture.engine.commands.verify_capture import CAPTURED, judge_comp
 from headgate.capture.engine.commands.verify_stock import judge_graphs
 from headgate.capture.engine.contracts.parts import check_parts
 from headgate.capture.monitoring.verify_checks import SERVED, Recording, Status
+from tests.deadlines import patience
 from tests.engine.tiny_models import tiny_model
 
 FLAGS = [
@@ -27,7 +28,7 @@ FLAGS = [
     *("--max-num-seqs", "16", "--block-size", "32"),
 ]
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-TIMEOUT_S = 400
+TIMEOUT_S = patience(400)
 
 MUTANT = """
 import numpy as np

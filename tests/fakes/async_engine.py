@@ -7,6 +7,8 @@ import gc
 from pathlib import Path
 from typing import Any
 
+from tests.deadlines import patience
+
 TIMEOUT_S = 60
 
 
@@ -27,7 +29,7 @@ class AsyncEngine:
 
     def run(self, coroutine: Any) -> Any:
         """Run a coroutine on its loop; return what it returns."""
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, TIMEOUT_S))
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, patience(TIMEOUT_S)))
 
     def close(self) -> None:
         """Shut it down, end its tasks, and collect it, which has circles."""

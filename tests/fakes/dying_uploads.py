@@ -21,6 +21,7 @@ from headgate.consumers.filesystem.storage import object_store
 from headgate.consumers.filesystem.storage.local_store import LocalStore
 from headgate.consumers.filesystem.storage.store import Target
 from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
+from tests.deadlines import patience
 from tests.fakes.death import Death
 
 CALLS = ("rename", "unlink", "rmdir")
@@ -28,7 +29,7 @@ PART_BYTES = 1000
 FILE = bytes(range(250)) * 12
 FOLDER = {"site.bin": b"rows", "site.json": b"{}"}
 WHOLE = {"tag/a.safetensors": FILE, **{f"tag/b/{name}": content for name, content in FOLDER.items()}}
-TIMEOUT_S = 60.0
+TIMEOUT_S = patience(60.0)
 
 
 def upload(url: str, spool: Path, point: int) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from headgate.capture.transport.network import NetworkKeys, write_keys
+from tests.deadlines import patience
 
 MOUNT = 'while [ "$1" != -- ]; do mount --bind "$2" "$1"; shift 2; done; shift; exec "$@"'
 """Puts folders in the place of others, for one command and what it starts."""
@@ -107,7 +108,7 @@ class FarHost:
             process.send_signal(signal.SIGINT)
         for process, reader in self._running:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
+                process.wait(patience(END_S))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -34,8 +34,9 @@ from headgate.capture.schema.positions import Named, PositionSelector
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
+from tests.deadlines import patience
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = patience(30.0)
 """Nothing that a test waits for takes longer, unless it never comes."""
 
 HIDDEN = 4

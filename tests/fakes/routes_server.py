@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from tests.deadlines import patience
 from tests.fakes.server import Server
 from tests.fakes.steering_forms import ROW, listed
 
@@ -24,12 +25,12 @@ SET, REGISTER, UNREGISTER = "/v1/steering/set", "/v1/steering/modules/register",
 
 
 def get(server: Server, path: str, **headers: str) -> httpx.Response:
-    return httpx.get(f"{server.url}{path}", headers=headers, timeout=60)
+    return httpx.get(f"{server.url}{path}", headers=headers, timeout=patience(60))
 
 
 def post(server: Server, path: str, content: bytes | str, kind: str | None = "application/json") -> httpx.Response:
     headers = {} if kind is None else {"content-type": kind}
-    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=patience(60))
 
 
 def complete(server: Server, **body: Any) -> httpx.Response:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.deadlines import patience
+
 READY = "Application startup complete."
 END_S = 120
 """A server that was told to end does; with several processes on a busy machine it takes its time."""
@@ -37,7 +39,7 @@ class Server:
 
     def post(self, path: str, /, **body: object) -> httpx.Response:
         """POST a JSON body."""
-        return httpx.post(f"{self.url}{path}", json=body, timeout=60)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=patience(60))
 
     def resources(self) -> dict[str, int]:
         """Threads, open sockets and other open files of all its processes; Linux only."""
@@ -92,7 +94,7 @@ def serving(
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(END_S)
+            process.wait(patience(END_S))
         finally:
             # Whatever it has started is in its session, and must not outlive the test.
             kill_session(process.pid)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from headgate.steering.client import Client
+from tests.deadlines import patience
 from tests.fakes.bad_bodies import CAPTURES, HOOKS, ROUTES, STEERS, VECTOR
 from tests.fakes.random_fields import fields_of_requests
 from tests.fakes.server import Server, known_flags, serving
@@ -129,7 +130,7 @@ def test_a_name_that_is_no_text_is_named(server: Server, path: str, fields: Any,
     content = json.dumps({"model": "tiny", **SERVED[path], **fields})
     headers = {"Content-Type": "application/json"}
 
-    assert_refused(httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60), field)
+    assert_refused(httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=patience(60)), field)
 
 
 def test_a_field_whose_name_is_no_text_is_refused_by_vllms_own_model(server: Server) -> None:
@@ -206,14 +207,16 @@ def test_parameters_that_clients_write_are_read_or_refused(server: Server, field
     ids=range(13),
 )
 def test_what_is_no_object_is_refused(server: Server, path: str, content: bytes, kind: str) -> None:
-    response = httpx.post(f"{server.url}{path}", content=content, headers={"Content-Type": kind}, timeout=60)
+    response = httpx.post(f"{server.url}{path}", content=content, headers={"Content-Type": kind}, timeout=patience(60))
 
     assert_refused(response, "body")
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "multipart/form-data", "application/x-python-pickle"])
 def test_other_kinds_of_body_are_415(server: Server, kind: str) -> None:
-    response = httpx.post(f"{server.url}/v1/steering/set", content=b"{}", headers={"Content-Type": kind}, timeout=60)
+    response = httpx.post(
+        f"{server.url}/v1/steering/set", content=b"{}", headers={"Content-Type": kind}, timeout=patience(60)
+    )
 
     assert response.status_code == 415
 

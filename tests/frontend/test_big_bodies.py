@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.deadlines import patience
 from tests.fakes.server import Server, known_flags, serving
 from tests.fakes.steering_forms import HIDDEN, LAYERS
 from tests.frontend.test_http import CHAT, FLAGS, MODULE
@@ -61,7 +62,7 @@ def post(server: Server, path: str, form: str, **fields: Any) -> httpx.Response:
     content = msgspec.msgpack.encode(body) if form == "binary" else json.dumps(body).encode()
     kind = "application/msgpack" if form == "binary" else "application/json"
     headers = {"Content-Type": kind, "X-Headgate-Key": "capture-key"}
-    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=patience(60))
 
 
 def steered(response: httpx.Response) -> str:
@@ -105,7 +106,7 @@ def test_what_is_wrong_in_a_long_body_is_a_400(server: Server, path: str, form: 
 def test_a_body_above_the_limit_is_a_413(server: Server, path: str) -> None:
     for content in (b" " * (MAX_BYTES + 1), iter([b" " * MAX_BYTES, b" "])):
         headers = {"Content-Type": "application/json"}
-        response = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+        response = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=patience(60))
 
         assert response.status_code == 413
         assert response.json()["error"]["code"] == 413
@@ -115,7 +116,7 @@ def test_a_body_above_the_limit_is_a_413(server: Server, path: str) -> None:
 def test_a_wrong_msgpack_body_is_a_400(server: Server, path: str) -> None:
     headers = {"Content-Type": "application/msgpack"}
     for content in (b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({"model": b"x"})):
-        response = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+        response = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=patience(60))
 
         assert response.status_code == 400, response.text
 
@@ -175,7 +176,7 @@ CAPTURING: dict[str, dict[str, Any]] = {
 def test_capturing_needs_a_key(server: Server, path: str, key: str) -> None:
     body = {"model": "tiny", **CAPTURING[path]}
     for headers in ({"X-Headgate-Key": key}, {"Authorization": f"Bearer {key}"}):
-        response = httpx.post(f"{server.url}{path}", json=body, headers=headers if key else {}, timeout=60)
+        response = httpx.post(f"{server.url}{path}", json=body, headers=headers if key else {}, timeout=patience(60))
 
         is_known = key in ("other-key", "capture-key")
         assert response.status_code == (200 if is_known else 403), response.text
@@ -187,8 +188,8 @@ def test_capturing_needs_a_key(server: Server, path: str, key: str) -> None:
 def test_the_consumers_are_shown_with_a_key(server: Server) -> None:
     url = f"{server.url}/v1/capture/consumers"
 
-    assert httpx.get(url, timeout=60).status_code == 403
-    assert httpx.get(url, headers={"X-Headgate-Key": "capture-key"}, timeout=60).status_code == 200
+    assert httpx.get(url, timeout=patience(60)).status_code == 403
+    assert httpx.get(url, headers={"X-Headgate-Key": "capture-key"}, timeout=patience(60)).status_code == 200
 
 
 def test_what_asks_for_nothing_needs_no_key(server: Server) -> None:

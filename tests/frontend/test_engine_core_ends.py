@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def test_a_server_ends_while_a_call_waits_for_its_engine_core(model_dir: Path) -
         calling = threading.Thread(target=set_vectors)
         calling.start()
         while not has_client(server):
-            time.sleep(0.05)
+            calling.join(0.05)
         os.kill(server.pid, signal.SIGTERM)
     calling.join()
 

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
 from headgate.steering.client import Client
+from tests.deadlines import patience
 from tests.fakes.server import Server, serving
 from tests.frontend.test_bad_bodies import COMMAND, FLAGS
 from tests.fuzz import loop_watch
@@ -32,8 +33,8 @@ pytestmark = pytest.mark.engine
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
 SEED = int(os.environ.get("FUZZ_SEED", "20261123"))
 LONGEST_HOLD_S = 0.05
-ANSWER_S = 30
-DESCRIPTION_S = 120
+ANSWER_S = patience(30)
+DESCRIPTION_S = patience(120)
 """FastAPI makes the description when it is first asked for: 3 s of a core."""
 GROWTH_MIB = 48
 """Of the API server's memory in the second half of the time, for what allocators keep."""

@@ -17,6 +17,7 @@ from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerHoo
 from headgate.capture.engine.worker import capture_ops, install
 from headgate.capture.schema.part_hooks import checked_hooks
 from headgate.capture.schema.sites import HookPoint, Site
+from tests.deadlines import patience
 
 SCRIPT = """
 import importlib, json, sys
@@ -43,7 +44,9 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=patience(300), check=False
+    )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

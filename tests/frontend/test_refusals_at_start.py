@@ -15,6 +15,7 @@ from headgate.capture.engine.plugin import register
 from headgate.capture.engine.setup import patch_set, startup_checks, versions
 from headgate.capture.engine.setup.patch_set import PatchSet
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
+from tests.deadlines import patience
 from tests.frontend.conftest import ENGINE, capture_settings
 
 pytestmark = pytest.mark.engine
@@ -89,7 +90,9 @@ except ValueError as error:
 else:
     raise AssertionError("capture was taken and ignored")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=patience(300), check=False
+    )
 
     assert done.returncode == 0, done.stderr
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from headgate.capture.engine.access.access_key import digest_of
+from tests.deadlines import patience
 from tests.fakes.routes_server import FLAGS, PLUGINS
 from tests.fakes.server import Server, serving
 
@@ -50,7 +51,7 @@ def server(model_dir: Path, keys: Path) -> Iterator[Server]:
 
 def ask(server: Server, who: str | None, path: str, **body: Any) -> httpx.Response:
     headers = {} if who is None else {"X-Headgate-Key": f"key-of-{who}"}
-    return httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60)
+    return httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=patience(60))
 
 
 def complete(server: Server, who: str | None, *layers: int, prompt: Any = "Hi", **fields: Any) -> httpx.Response:

@@ -10,8 +10,9 @@ from zmq.utils import garbage
 
 from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import ZmqResultSender
+from tests.deadlines import patience
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = patience(30.0)
 
 
 @pytest.fixture(autouse=True, scope="session")

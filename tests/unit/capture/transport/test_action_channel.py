@@ -20,8 +20,9 @@ from headgate.capture.transport import action_channel
 from headgate.capture.transport.action_channel import ActionInbox, ActionSender, actions_address, sink_of
 from headgate.capture.transport.addresses import Endpoint
 from headgate.capture.transport.channel import Channel
+from tests.deadlines import patience
 
-TIMEOUT_S = 30
+TIMEOUT_S = patience(30)
 
 
 @dataclass(frozen=True)

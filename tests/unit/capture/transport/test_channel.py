@@ -20,8 +20,9 @@ from headgate.capture.transport.addresses import Endpoint
 from headgate.capture.transport.channel import Channel
 from headgate.capture.transport.inbox import Inbox
 from headgate.capture.transport.messages import MalformedMessage
+from tests.deadlines import patience
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = patience(120.0)
 """For whatever must happen, the start of a process on a busy machine included; a test that passes waits for less."""
 
 READER = """

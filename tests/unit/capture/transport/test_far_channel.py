@@ -17,9 +17,10 @@ from headgate.capture.transport.addresses import Endpoint
 from headgate.capture.transport.channel import REFUSED, Channel, numbering
 from headgate.capture.transport.inbox import Inbox
 from headgate.capture.transport.network import Listening, NetworkKeys
+from tests.deadlines import patience
 from tests.fakes.breaking_wire import BreakingWire, breaking_wire
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patience(60.0)
 KEYS = NetworkKeys.make()
 
 

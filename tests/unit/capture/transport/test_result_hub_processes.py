@@ -11,9 +11,10 @@ from pathlib import Path
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import ZmqResultSender
+from tests.deadlines import patience
 from tests.unit.capture.transport.test_result_hub import keyed, ok, send
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = patience(120.0)
 """A process may take long to start on a busy machine."""
 
 WORKER = """

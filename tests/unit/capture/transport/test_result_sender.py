@@ -44,8 +44,9 @@ from headgate.capture.transport.messages import (
     read_rows,
 )
 from headgate.capture.transport.result_sender import RowSender, ZmqResultSender, split_by_reply
+from tests.deadlines import patience
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = patience(30.0)
 SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP))
 SPEC = CaptureSpec(sites=SITES, positions=Named("all"))
 MODEL = ModelInfo(name="m", num_layers=2, hidden_size=4, dtype="float32", sites=SITES)

@@ -14,6 +14,7 @@ import pytest
 from headgate.consumers.datasets import open_dataset
 from headgate.consumers.datasets.export.command import export
 from headgate.consumers.datasets.export.parquet import export_parquet
+from tests.deadlines import patience
 from tests.fakes.captured_roots import SITE, write_root
 
 PROGRAM = """
@@ -38,7 +39,7 @@ def test_ray_has_every_row_once(tmp_path: Path) -> None:
     export(data, str(tmp_path / "out"), export_parquet)
 
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "out"), SITE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(300))
 
     assert done.returncode == 0, done.stderr
     expected = [

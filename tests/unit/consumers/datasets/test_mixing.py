@@ -17,6 +17,7 @@ import torch
 
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.consumers.datasets import Dataset, MixedBatches, open_dataset, reading
+from tests.deadlines import patience
 from tests.fakes.captured_roots import SITE, expected_facts, facts_of, write_root
 from tests.fakes.sparse_shards import make_sparse
 
@@ -54,7 +55,7 @@ class HeldReads:
 
     def wait(self) -> None:
         """Wait until the thread reads."""
-        assert self._began.wait(30)
+        assert self._began.wait(patience(30))
 
     def go_on(self) -> None:
         self._may_go_on.set()
@@ -68,7 +69,7 @@ class HeldReads:
         if threading.current_thread().name == "headgate-mixing":
             self._busy.add(id(reader))
             self._began.set()
-            assert self._may_go_on.wait(30)
+            assert self._may_go_on.wait(patience(30))
             self._read(reader, pieces)
             self._busy.discard(id(reader))
         else:

@@ -20,6 +20,7 @@ import torch
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.consumers.feed import TIMEOUT_S, ExampleRequest
 from headgate.consumers.reader import open_captures
+from tests.deadlines import patience
 from tests.fakes.capturing import capturing
 from tests.fakes.dying_processes import FIRST, SECOND
 
@@ -332,7 +333,7 @@ def test_a_real_full_disk_is_survived(tmp_path: Path, layout: str) -> None:
         pytest.skip("needs a mount namespace of its own")
 
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", script]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=patience(300))
 
     assert done.returncode == 0, done.stderr
 
@@ -340,4 +341,6 @@ def test_a_real_full_disk_is_survived(tmp_path: Path, layout: str) -> None:
 def run(module: str, *args: object) -> str:
     """Run a module of the tests in a process of its own; return what it prints."""
     command = [sys.executable, "-m", module, *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
+    return subprocess.run(
+        command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=patience(300)
+    ).stdout

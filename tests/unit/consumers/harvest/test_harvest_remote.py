@@ -13,6 +13,7 @@ import pytest
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError
 from headgate.consumers.harvest import HarvestRoot, PromptSet, Wanted, harvest, parse_site_names, places, run_prompts
 from headgate.consumers.harvest.places import LOCK, TAG
+from tests.deadlines import patience
 from tests.fakes.capturing import capturing
 from tests.fakes.dying_harvests import KILL_AFTER, ROWS
 from tests.fakes.harvesting import FakeEngine, Killed, prompt_file
@@ -69,7 +70,7 @@ def test_it_goes_on_from_the_store_alone_on_another_machine(
 
 def test_killed_processes_leave_no_gaps_and_no_doubles(store: S3Server, tmp_path: Path, prompts: PromptSet) -> None:
     command = [sys.executable, "-m", "tests.fakes.dying_harvests", root_of(store), str(tmp_path / "spool")]
-    done = subprocess.run([*command, prompts.name], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*command, prompts.name], capture_output=True, text=True, timeout=patience(120), check=False)
     assert done.returncode == 0, done.stderr
 
     run_locally(tmp_path / "local", prompts, rows=ROWS)

@@ -21,6 +21,7 @@ from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest
 from headgate.consumers.harvest import LiveRows, Wanted, parse_site_names
+from tests.deadlines import patience
 from tests.fakes.harvesting import ROW_BYTES, FakeEngine, Unrenderable
 
 COST = ROW_BYTES + 16
@@ -159,7 +160,8 @@ class TellingEngine(FakeEngine):
 
     def begins(self, count: int) -> bool:
         """Whether so many batches begin, and no more within a moment."""
-        return all(self._begun.acquire(timeout=60) for _ in range(count)) and not self._begun.acquire(timeout=0.3)
+        have_begun = all(self._begun.acquire(timeout=patience(60)) for _ in range(count))
+        return have_begun and not self._begun.acquire(timeout=0.3)
 
 
 def test_generation_waits_for_the_trainer() -> None:
@@ -188,7 +190,7 @@ def test_an_iterator_that_is_dropped_ends_its_thread() -> None:
     gc.collect()
 
     assert len(threads) == 1
-    threads[0].join(60)
+    threads[0].join(patience(60))
     assert not threads[0].is_alive()
 
 

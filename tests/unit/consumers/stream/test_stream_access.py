@@ -17,6 +17,7 @@ from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.consumers.feed import EXAMPLE_MODEL
 from headgate.consumers.stream import StreamConsumer, StreamReader, StreamRefusedError, listener, wire
 from headgate.consumers.stream.address import TOKEN_VARIABLE, parse_address
+from tests.deadlines import patience
 from tests.fakes.streams import SITE, expected_facts, facts, streaming
 
 TOKEN, OTHER = "0123456789abcdef", "fedcba9876543210"
@@ -88,7 +89,7 @@ def test_what_a_reader_said_cannot_be_said_again(token_file: str) -> None:
     with streaming(token_file=token_file) as stream:
         stream.send("one")
         host = parse_address(stream.address)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + patience(10)
         with host.connect() as first, host.connect() as second:
             greeting = wire.receive_text(first, wire.Greeting, None, "", deadline)
             hello = wire.Hello(reader="r", nonce="n")

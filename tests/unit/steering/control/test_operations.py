@@ -21,6 +21,7 @@ from headgate.steering.control.handle import AsyncSteering, Steering
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.probes import from_direction, save
 from headgate.steering.vectors.phase_vectors import Steerable
+from tests.deadlines import patience
 
 STEERABLE = Steerable(
     num_layers=2,
@@ -262,7 +263,7 @@ class Waiting(dict[str, Any]):
 
     def items(self) -> Any:
         self._on_read()
-        assert self.go.wait(20), "whoever reads holds up whoever would set it"
+        assert self.go.wait(patience(20)), "whoever reads holds up whoever would set it"
         return super().items()
 
 
@@ -275,7 +276,7 @@ def test_reading_holds_no_event_loop_up_and_changes_keep_their_order() -> None:
         is_reading, loop = asyncio.Event(), asyncio.get_running_loop()
         slow = Waiting(ONE, on_read=lambda: loop.call_soon_threadsafe(is_reading.set))
         first = asyncio.ensure_future(steering.set(slow))
-        await asyncio.wait_for(is_reading.wait(), 20)
+        await asyncio.wait_for(is_reading.wait(), patience(20))
         others = [asyncio.ensure_future(steering.clear()), asyncio.ensure_future(steering.register("calm", TWO))]
         await asyncio.sleep(0)
         assert calls == []
@@ -295,7 +296,7 @@ def test_a_change_that_is_wrong_or_given_up_does_not_hold_up_the_next() -> None:
         is_reading, loop = asyncio.Event(), asyncio.get_running_loop()
         slow = Waiting(ONE, on_read=lambda: loop.call_soon_threadsafe(is_reading.set))
         given_up = asyncio.ensure_future(steering.set(slow))
-        await asyncio.wait_for(is_reading.wait(), 20)
+        await asyncio.wait_for(is_reading.wait(), patience(20))
         given_up.cancel()
         with pytest.raises(RequestError, match="vectors"):
             await steering.set({})

@@ -14,8 +14,9 @@ import pytest
 from headgate.steering.controllers import Action, Controller, Probe, SetSteering, SetSteeringEach, StepReadings
 from headgate.steering.controllers import controller_thread as module
 from headgate.steering.controllers.controller_thread import ControllerThread
+from tests.deadlines import patience
 
-TIMEOUT_S = 30
+TIMEOUT_S = patience(30)
 
 
 class Asked(Controller):

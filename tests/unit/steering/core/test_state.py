@@ -15,9 +15,10 @@ from headgate.steering.core.state import GlobalKeys, GlobalTiers, SteeringState
 from headgate.steering.spec import ModuleRef, SteeringSpec
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import sum_of
+from tests.deadlines import patience
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, SITES, vectors
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patience(60.0)
 
 
 def registered(state: SteeringState, name: str, prefill: PhaseVectors | None, decode: PhaseVectors | None) -> None:

@@ -21,6 +21,7 @@ from headgate.capture.engine.commands import verify_engine
 from headgate.capture.engine.commands.verify import environment, kinds_to_run, run_engine, split_flags
 from headgate.capture.monitoring.verify_checks import EAGER, IDLE, SERVED, STOCK, Recording
 from headgate.capture.schema.errors import ConfigError
+from tests.deadlines import patience
 from tests.fakes.verify_engines import PARTS, ToyEngine, Wrong, steers
 
 Job = dict[str, Any]
@@ -323,7 +324,7 @@ def test_a_command_that_is_terminated_ends_its_engine(tmp_path: Path) -> None:
 
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(60) == 128 + signal.SIGTERM
+    assert process.wait(patience(60)) == 128 + signal.SIGTERM
     assert any(not is_running(worker) or pause.wait(0.05) for _ in range(200))
 
 

@@ -25,6 +25,7 @@ from headgate.capture.schema.results import CaptureResult, Origin
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.transport.result_hub import ResultHub
+from tests.deadlines import patience
 
 MODEL = ModelInfo(name="tiny", num_layers=2, hidden_size=8, dtype="float32", sites=(Site(0, HookPoint.POST_MLP),))
 ASKING = {"rows": {"hooks": {"post_mlp": [0]}}}
@@ -129,6 +130,7 @@ def test_an_engine_whose_consumers_cannot_be_opened_does_not_start(front_ends: F
 
     class Engine:
         def __init__(self, vllm_config: object) -> None:
+            self.vllm_config = SimpleNamespace(additional_config={})
             self.input_processor = SimpleNamespace(**{FRONT_END: front_ends(fail, rows=WatchingHere)})
             self.engine_core = SimpleNamespace(shutdown=lambda: ended.append(self))
 
@@ -181,7 +183,7 @@ def test_results_that_are_there_are_handed_out(front_ends: FrontEnds) -> None:
     front.expect(asked, 1)
     deliver(front, asked, num_rows=4)
 
-    results = front.wait(asked, deadline=time.monotonic() + 20)
+    results = front.wait(asked, deadline=time.monotonic() + patience(20))
 
     assert results.merged["rows"].num_rows == 4
     assert front.hub.stats().waiting == 0
@@ -248,7 +250,7 @@ def test_an_aborted_request_does_not_wait_for_an_answer_that_may_never_come(fron
     asked = ask(front, capture=ASKING, capture_wait=True)
     front.expect(asked, 1)
 
-    results = asyncio.run(asyncio.wait_for(front.wait_async(asked, is_aborted=True), 10))
+    results = asyncio.run(asyncio.wait_for(front.wait_async(asked, is_aborted=True), patience(10)))
 
     assert results.merged["rows"].status == "pending"
 
@@ -260,7 +262,7 @@ def test_results_are_put_on_an_output_and_on_its_samples(front_ends: FrontEnds) 
     deliver(front, asked, num_rows=2)
     output = SimpleNamespace(outputs=[SimpleNamespace(index=0)])
 
-    attach_results(output, front.wait(asked, deadline=time.monotonic() + 20))
+    attach_results(output, front.wait(asked, deadline=time.monotonic() + patience(20)))
 
     assert output.capture_results["rows"].num_rows == 2
     assert output.outputs[0].capture_results == output.capture_results
@@ -285,9 +287,9 @@ def test_a_closed_front_end_stays_closed_and_late_waits_are_pending(front_ends: 
     started = time.monotonic()
     front.expect(late, 1)
     for each in (asked, late):
-        results = front.wait(each, deadline=time.monotonic() + 20)
+        results = front.wait(each, deadline=time.monotonic() + patience(20))
         assert results.merged["rows"] == CaptureResult(status="pending", key="rows")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < patience(20)
     with pytest.raises(UnsupportedError, match="shut down"):
         ask(front, capture=ASKING)
     assert len(front_ends.opened) == 1

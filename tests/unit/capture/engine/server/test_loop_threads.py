@@ -13,6 +13,7 @@ import pytest
 
 from headgate.capture.engine.server.loop_threads import run_in_thread
 from headgate.capture.schema.errors import RequestError
+from tests.deadlines import patience
 
 
 def test_a_result_comes_from_another_thread() -> None:
@@ -45,7 +46,7 @@ def test_nobody_minds_work_whose_waiter_was_cancelled() -> None:
 
     def work() -> None:
         has_begun.set()
-        may_end.wait(10)
+        may_end.wait(patience(10))
 
     async def scenario() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
@@ -66,7 +67,7 @@ def test_work_that_outlives_its_loop_ends_quietly() -> None:
 
     def work() -> None:
         has_begun.set()
-        may_end.wait(10)
+        may_end.wait(patience(10))
 
     async def leave() -> None:
         task = asyncio.ensure_future(run_in_thread(work))

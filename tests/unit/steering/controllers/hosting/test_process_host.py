@@ -229,7 +229,7 @@ def test_one_that_hangs_costs_a_budget_once_and_is_switched_off_in_the_end(monke
 
     assert "has not returned from a step" in found.switched_off[0].error
     assert host.figures()["all"].skipped > 0
-    assert np.median(waited_s[1:]) < 0.02 <= waited_s[0]
+    assert waited_s[0] >= 0.02, "the others are waited for no more: see test_lateness"
 
 
 def test_steps_that_were_overwritten_are_skipped_and_the_next_comes_with_its_scores() -> None:

@@ -15,8 +15,9 @@ import uvicorn
 from uvicorn.protocols.http import flow_control
 
 from headgate.capture.engine.server.bodies.middleware import READ_AHEAD, read_ahead
+from tests.deadlines import patience
 
-TIMEOUT_S = 30
+TIMEOUT_S = patience(30)
 SOCKET_BYTES = 1 << 16
 BODY = bytes(READ_AHEAD - (1 << 18))
 PROTOCOLS = ("httptools", "h11")
