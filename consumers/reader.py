@@ -5,7 +5,7 @@
     for capture in open_captures("captures"):
         print(capture.tag, capture.request_id, capture["12.post_mlp"].shape, capture.positions)
 
-Files are mapped: nothing is read before it is used. What a killed process left behind is not there; a file that is
+Nothing is read before it is used. What a killed process left behind is not there; a file that is
 damaged is refused with `CaptureFileError`.
 """
 

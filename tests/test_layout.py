@@ -25,8 +25,17 @@ from tests.source_tree import (
 
 LAYERS = {
     "headgate.capture": (
-        *(["schema"], ["monitoring", "kernels"], ["probes"], ["planning"], ["staging"], ["delivery"], ["transport"]),
-        *(["request_origin"], ["local_delivery"], ["process"], ["session"], ["handles"], ["engine"], ["cli"]),
+        *(["schema"], ["files"], ["monitoring", "kernels"], ["probes"], ["planning"], ["staging"], ["delivery"]),
+        *(
+            ["transport"],
+            ["request_origin"],
+            ["local_delivery"],
+            ["process"],
+            ["session"],
+            ["handles"],
+            ["engine"],
+            ["cli"],
+        ),
     ),
     "headgate.capture.engine": (
         *(

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
+from headgate.capture.files.reading import refusing
+from headgate.capture.files.tensors import open_safetensors
 from headgate.capture.probes.probe import Activation, FloatArray, HiddenLayer, Pooling, Probe, ProbeError, ProbeKind
 from headgate.capture.schema.sites import Site
 
@@ -85,15 +86,13 @@ def load(path: str | os.PathLike[str]) -> Probe:
     if not place.is_file():
         raise ProbeError(f"{place}: no such file")
     try:
-        with safe_open(place, "np") as file:
-            about = _about(file.metadata() or {})
-            names = [_WEIGHT, _BIAS] + ([] if about.activation is None else [_HIDDEN_WEIGHT, _HIDDEN_BIAS])
-            tensors = {name: np.asarray(file.get_tensor(name), np.float32) for name in names}
-            return _probe(about, tensors)
-    except (SafetensorError, OSError, TypeError) as error:
-        raise ProbeError(f"{place}: not a file of a probe, or it is cut off or damaged: {error}") from error
-    except ProbeError as error:
-        raise ProbeError(f"{place}: {error}") from error
+        file = open_safetensors(place, ProbeError)
+    except OSError as error:
+        raise ProbeError(f"{place}: cannot be read: {error}") from error
+    with refusing(place, ProbeError, "not a file of a probe, or damaged"):
+        about = _about(file.texts)
+        names = [_WEIGHT, _BIAS] + ([] if about.activation is None else [_HIDDEN_WEIGHT, _HIDDEN_BIAS])
+        return _probe(about, {name: file[name].read(np.float32) for name in names})
 
 
 def _about(texts: Mapping[str, str]) -> _About:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
+from headgate.capture.files.reading import refusing, text_lines, text_of_line
 from headgate.capture.schema.errors import ConfigError, shown
 
 logger = logging.getLogger("headgate")
@@ -166,11 +167,14 @@ def _of_file(path: Path, name: str, field: str | None) -> PromptSet:
     return PromptSet(name=name, field=column, sha256=digest.hexdigest(), _records=lambda: _parquet(path, column))
 
 
+def _wrong(message: str) -> ConfigError:
+    return ConfigError(f"prompts: {message}")
+
+
 def _lines(path: Path) -> Iterator[tuple[str, object]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if text := line.rstrip("\r\n"):
-                yield f"{path}, line {number}", text
+    for number, line in text_lines(path, _wrong):
+        if text := line.rstrip("\r\n"):
+            yield f"{path}, line {number}", text
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, object]]:
@@ -178,10 +182,14 @@ def _json_lines(path: Path) -> Iterator[tuple[str, object]]:
         for number, line in enumerate(file, start=1):
             place = f"{path}, line {number}"
             if line.strip():
+                record: object
                 try:
-                    yield place, msgspec.json.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    yield place, ConfigError(f"prompts: {place}: not JSON: {error}")
+                    text = text_of_line(place, number, line, _wrong)
+                    with refusing(place, _wrong, "not JSON"):
+                        record = msgspec.json.decode(text)
+                except ConfigError as error:
+                    record = error
+                yield place, record
 
 
 def _parquet(path: Path, column: str | None) -> Iterator[tuple[str, object]]:
@@ -189,12 +197,19 @@ def _parquet(path: Path, column: str | None) -> Iterator[tuple[str, object]]:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(f"prompts: {path}: {error}: pip install 'headgate[datasets]'") from error
-    file = pyarrow.parquet.ParquetFile(path)
+    with refusing(path, _wrong, "not a Parquet file, or damaged"):
+        file = pyarrow.parquet.ParquetFile(path)
     if column is not None and column not in file.schema_arrow.names:
         raise ConfigError(f"prompts: {path}: no column {column!r}; there are {', '.join(file.schema_arrow.names)}")
     number = 0
-    for batch in file.iter_batches(batch_size=_ROWS, columns=None if column is None else [column]):
-        for record in batch.to_pylist():
+    batches = file.iter_batches(batch_size=_ROWS, columns=None if column is None else [column])
+    while True:
+        with refusing(f"{path}, row {number}", _wrong, "damaged"):
+            batch = next(batches, None)
+            records = [] if batch is None else batch.to_pylist()
+        if batch is None:
+            return
+        for record in records:
             yield f"{path}, row {number}", record
             number += 1
 

@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from headgate.capture.files.reading import refusing
+from headgate.capture.files.tensors import TensorFile, open_safetensors
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.consumers.filesystem.storage.local_store import sync_folder, write_file
 from headgate.consumers.filesystem.storage.locks import open_lock
@@ -117,7 +118,7 @@ def read_state(path: Path) -> StoredMoments:
         OSError: If it cannot be read.
     """
     with _opened(path) as (file, header):
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+        tensors = {name: tensor.read(tensor.dtype) for name, tensor in file.tensors.items()}
         entries = {
             MomentsKey(one.tag, one.site, one.phase): _read_entry(header.settings, one, tensors, f"{index}/")
             for index, one in enumerate(header.entries)
@@ -132,18 +133,15 @@ def read_settings(path: Path) -> MomentsSettings:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, _Header]]:
+def _opened(path: Path) -> Iterator[tuple[TensorFile, _Header]]:
     """Open one file; whatever is wrong with it becomes a `CaptureFileError`."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            if metadata.get(_FORMAT_KEY) != FORMAT:
-                raise CaptureFileError(
-                    f"{path}: not a file of moments of format {FORMAT}; its format is {metadata.get(_FORMAT_KEY)!r}"
-                )
-            yield file, msgspec.json.decode(metadata["header"], type=_Header)
-    except (SafetensorError, msgspec.DecodeError, KeyError) as error:
-        raise CaptureFileError(f"{path}: not a file of moments, or damaged: {error}") from error
+    file = open_safetensors(path, CaptureFileError)
+    if file.texts.get(_FORMAT_KEY) != FORMAT:
+        raise CaptureFileError(
+            f"{path}: not a file of moments of format {FORMAT}; its format is {file.texts.get(_FORMAT_KEY)!r}"
+        )
+    with refusing(path, CaptureFileError, "not a file of moments, or damaged"):
+        yield file, msgspec.json.decode(file.texts["header"], type=_Header)
 
 
 def _read_entry(

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import safetensors
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
+from headgate.capture.files.reading import refusing
+from headgate.capture.files.tensors import open_npy, open_safetensors
 from headgate.capture.schema.batch import Float64Array
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.readouts.readout import Readout
@@ -57,9 +57,10 @@ def read_direction(path: Path, site: Site, hidden_size: int) -> Float64Array:
         ConfigError: Naming the file, if it cannot be read or holds no such direction.
     """
     try:
-        found = _of_array(path) if path.suffix == ".npy" else _of_vectors(path, site)
-    except (OSError, ValueError, EOFError, safetensors.SafetensorError) as error:
-        raise ConfigError(f"reward: direction {path}: {error}") from error
+        with refusing(path, _wrong):
+            found = _of_array(path) if path.suffix == ".npy" else _of_vectors(path, site)
+    except OSError as error:
+        raise _wrong(f"{path}: {error}") from error
     if found.shape != (hidden_size,):
         raise ConfigError(
             f"reward: direction {path}: its shape is {list(found.shape)}, expected [{hidden_size}], the hidden size"
@@ -70,22 +71,26 @@ def read_direction(path: Path, site: Site, hidden_size: int) -> Float64Array:
     return found / length
 
 
+def _wrong(message: str) -> ConfigError:
+    return ConfigError(f"reward: direction {message}")
+
+
 def _of_array(path: Path) -> Float64Array:
-    array = np.load(path, allow_pickle=False)
-    if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.floating):
+    array = open_npy(path, _wrong)
+    if array.dtype.kind != "f":
         raise ValueError("expected an array of floats")
-    return np.asarray(array, dtype=np.float64)
+    return array.read()
 
 
 def _of_vectors(path: Path, site: Site) -> Float64Array:
     if path.suffix != ".safetensors":
         raise ValueError(f"unknown suffix {path.suffix!r}; known: .npy, .safetensors")
-    tensors = load_file(path)
-    parts = [tensor for name, tensor in tensors.items() if _acts_at(name, site)]
+    tensors = open_safetensors(path, _wrong).tensors
+    parts = [tensor.read() for name, tensor in tensors.items() if _acts_at(name, site)]
     if not parts:
         held = ", ".join(sorted(tensors)[:5])
         raise ValueError(f"there is no vector for generated tokens at {site.name}, but {held or 'nothing'}")
-    return np.asarray(sum(part.double().numpy() for part in parts), dtype=np.float64)
+    return np.asarray(sum(parts), dtype=np.float64)
 
 
 def _acts_at(name: str, site: Site) -> bool:

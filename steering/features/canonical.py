@@ -15,11 +15,12 @@ from typing import BinaryIO, Literal
 import msgspec
 import numpy as np
 
+from headgate.capture.files.tensors import SAFETENSORS
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.folding import Encoding, FoldedWeights
 from headgate.steering.features.source_coder import Hints, Kind, Norm, SourceCoder
 from headgate.steering.features.sparse_coder import digest
-from headgate.steering.features.tensors import SAFETENSORS, Array, FeatureFileError, open_tensors
+from headgate.steering.features.tensors import Array, FeatureFileError, open_tensors
 
 RowType = Literal["bfloat16", "float16", "float32"]
 VERSION_KEY, VERSION = "headgate.sparse_coder", "1"
@@ -99,7 +100,7 @@ def write_coder(target: Path, coder: SourceCoder, *, name: str, path: str, row_d
 
 def claims(path: Path) -> bool:
     """Whether a file is one that `write_coder` wrote."""
-    return path.is_file() and path.suffix in SAFETENSORS and VERSION_KEY in open_tensors(path).texts
+    return path.is_file() and path.suffix == SAFETENSORS and VERSION_KEY in open_tensors(path).texts
 
 
 def read(path: Path, hints: Hints) -> SourceCoder:

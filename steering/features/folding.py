@@ -109,7 +109,7 @@ class FoldedWeights:
 
 
 def _read(tensor: LazyTensor, index: Any, dtype: npt.DTypeLike) -> Array:
-    rows = tensor[index].read(dtype)
+    rows = tensor.rows(index, dtype)
     if not np.isfinite(rows).all():
         raise FeatureFileError(f"{tensor.where}: holds NaN or infinity; the file is damaged, or training diverged")
     return rows

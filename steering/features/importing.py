@@ -8,6 +8,7 @@ from types import ModuleType
 
 import numpy as np
 
+from headgate.capture.files.reading import refusing
 from headgate.capture.schema.sites import Site
 from headgate.steering.features import canonical
 from headgate.steering.features.formats import (
@@ -65,14 +66,15 @@ def read_source(path: Path, hints: Hints, format_name: str | None = None) -> Sou
         raise FeatureFileError(f"{path}: no such file or folder")
     if format_name is not None and format_name not in FORMATS:
         raise FeatureFileError(f"--format: unknown {format_name!r}; known: {', '.join(FORMATS)}")
-    found = format_name or next((known for known, reader in FORMATS.items() if reader.claims(path)), None)
-    if found is None:
-        raise FeatureFileError(
-            f"{path}: of no known format ({', '.join(FORMATS)}). Pickled files (.npy of a dictionary, .pkl) can run "
-            "code and are not read: save their tensors with safetensors where they were made"
-        )
-    coder: SourceCoder = FORMATS[found].read(path, hints)
-    return _with_hints(coder, hints)
+    with refusing(path, FeatureFileError, "damaged, or not as its format has it"):
+        found = format_name or next((known for known, reader in FORMATS.items() if reader.claims(path)), None)
+        if found is None:
+            raise FeatureFileError(
+                f"{path}: of no known format ({', '.join(FORMATS)}). Pickled files (.npy of a dictionary, .pkl) can "
+                "run code and are not read: save their tensors with safetensors where they were made"
+            )
+        coder: SourceCoder = FORMATS[found].read(path, hints)
+        return _with_hints(coder, hints)
 
 
 def _with_hints(coder: SourceCoder, hints: Hints) -> SourceCoder:

@@ -8,10 +8,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.files.reading import read_json as read_document
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.tensors import FeatureFileError, LazyTensor
 
@@ -180,9 +180,10 @@ def read_json(path: Path) -> dict[str, Any]:
         FeatureFileError: If it is not there or no object.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+        document: dict[str, Any] = read_document(path, FeatureFileError)
+    except OSError as error:
         raise FeatureFileError(f"{path}: expected an object of JSON: {error}") from error
+    return document
 
 
 def one_of(document: Mapping[str, Any], key: str, path: Path, kind: type) -> Any:

@@ -278,7 +278,7 @@ def gathered(coder: SparseCoder, max_bytes: int) -> tuple[SparseCoder, int]:
     """
     source = coder.weights.source
     scattered = [tensor for tensor in (source.encoder, *source.decoders) if tensor.is_scattered]
-    num_bytes = sum(tensor.values.nbytes for tensor in scattered)
+    num_bytes = sum(tensor.nbytes for tensor in scattered)
     if not 0 < num_bytes <= max_bytes:
         return coder, 0
     encoder, *decoders = (

@@ -1,40 +1,48 @@
-"""Tensors of safetensors, NPZ and PyTorch files, without running code from them and without reading them whole.
+"""Tensors of safetensors, NumPy and PyTorch files, without running code from them and without reading them whole.
 
-Files are mapped: a tensor of several gigabytes is read by blocks. Of PyTorch files, only zip archives that hold tensors
-and plain values are read.
+A tensor of several gigabytes is read by blocks. Of PyTorch files, only zip archives that hold tensors and plain values
+are read.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import re
-import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from weakref import finalize
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
-import safetensors
 
+from headgate.capture.files.reading import refusing
+from headgate.capture.files.stored_file import Bytes, ReadInto, StoredFile, read_whole
+from headgate.capture.files.tensors import (
+    MAX_NPY_HEADER,
+    SAFETENSORS,
+    Array,
+    LazyTensor,
+    TensorFile,
+    array_of,
+    open_npy,
+    open_safetensors,
+)
 from headgate.capture.schema.errors import HeadgateError
 
-Array = npt.NDArray[Any]
+__all__ = ["SUFFIXES", "TORCH", "Array", "FeatureFileError", "LazyTensor", "TensorFile", "open_tensors"]
 
-_CODES: dict[str, str] = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4"}
-"""Element types of the safetensors format that are read, with the numpy type that holds them."""
+NUMPY, ARRAY, TORCH = ".npz", ".npy", (".pt", ".pth")
+SUFFIXES = (SAFETENSORS, NUMPY, ARRAY, *TORCH)
 
-SAFETENSORS, NUMPY, TORCH = (".safetensors",), (".npz",), (".pt", ".pth")
 _MAX_REPEATED = 1 << 28
 """Bytes of a tensor whose elements are the same few over and over, at most."""
-
-_BLOCK = (512, 64)
-"""Rows and columns that are copied together, which stay in a processor's cache."""
-
-SUFFIXES = (*SAFETENSORS, *NUMPY, *TORCH)
+_UNPACKED_BYTES = 1 << 20
+"""Bytes that are unpacked at a time."""
 
 
 class FeatureFileError(HeadgateError, ValueError):
@@ -53,236 +61,180 @@ class PickledObjectsError(FeatureFileError):
         super().__init__(f"{path}: {reason}. {advice}")
 
 
-@dataclass(frozen=True, slots=True)
-class LazyTensor:
-    """A tensor in a mapped file.
-
-    Attributes:
-        where: File and name, for errors.
-        values: The mapped elements; of bfloat16 their bits as uint16.
-        is_bfloat16: Whether `values` are such bits.
-    """
-
-    where: str
-    values: Array
-    is_bfloat16: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return self.values.shape
-
-    @property
-    def num_bits(self) -> int:
-        """Bits of one element."""
-        return self.values.dtype.itemsize * 8
-
-    @property
-    def transposed(self) -> LazyTensor:
-        """The same elements with the order of axes reversed; nothing is read."""
-        return LazyTensor(self.where, self.values.T, self.is_bfloat16)
-
-    @property
-    def is_scattered(self) -> bool:
-        """Whether the elements of a row of a matrix lie far from one another, as in a transposed one."""
-        return self.values.ndim == 2 and self.values.strides[1] != self.values.itemsize
-
-    def gathered(self) -> LazyTensor:
-        """Return a matrix in memory whose rows are contiguous, by small blocks: four times as fast as numpy's copy."""
-        copy = np.empty(self.shape, self.values.dtype)
-        height, width = _BLOCK
-        for top in range(0, self.shape[0], height):
-            for left in range(0, self.shape[1], width):
-                block = slice(top, top + height), slice(left, left + width)
-                copy[block] = self.values[block]
-        return LazyTensor(self.where, copy, self.is_bfloat16)
-
-    def __getitem__(self, index: Any) -> LazyTensor:
-        """Return a part; nothing is read if the index has no lists."""
-        return LazyTensor(self.where, self.values[index], self.is_bfloat16)
-
-    def read(self, dtype: npt.DTypeLike = np.float64) -> Array:
-        """Read the elements into an array of their own, contiguous."""
-        if self.is_bfloat16:
-            wide = np.left_shift(np.ascontiguousarray(self.values), 16, dtype=np.uint32).view(np.float32)
-            return np.asarray(wide.astype(dtype, copy=False)).reshape(self.shape)
-        found: Array = np.array(self.values, dtype=dtype, order="C")
-        return found
-
-    def expect(self, shape: tuple[int, ...], why: str) -> LazyTensor:
-        """Return itself if it has the shape.
-
-        Raises:
-            FeatureFileError: If not; `why` says where the expected shape comes from.
-        """
-        if self.shape != shape:
-            hint = "; it is the other way round" if self.shape == shape[::-1] else ""
-            raise FeatureFileError(
-                f"{self.where}: expected the shape {list(shape)} ({why}), got {list(self.shape)}{hint}"
-            )
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class TensorFile:
-    """The content of a file.
-
-    Attributes:
-        path: The file.
-        tensors: By name.
-        texts: Metadata, and strings between the tensors.
-    """
-
-    path: Path
-    tensors: Mapping[str, LazyTensor]
-    texts: Mapping[str, str]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
-    def __getitem__(self, name: str) -> LazyTensor:
-        """Return the tensor.
-
-        Raises:
-            FeatureFileError: If there is none of that name; the message lists those there are.
-        """
-        if name not in self.tensors:
-            there = ", ".join(list(self.tensors)[:20]) or "none"
-            raise FeatureFileError(f"{self.path}: expected a tensor {name!r}, found {there}")
-        return self.tensors[name]
-
-    def get(self, name: str) -> LazyTensor | None:
-        """Return the tensor, or None if there is none of that name."""
-        return self.tensors.get(name)
-
-    def number(self, name: str) -> float:
-        """Return the one element of a tensor of any shape."""
-        tensor = self[name]
-        if tensor.values.size != 1:
-            raise FeatureFileError(f"{tensor.where}: expected one number, got the shape {list(tensor.shape)}")
-        return float(tensor.read().reshape(()))
-
-
 def open_tensors(path: Path) -> TensorFile:
-    """Map a file of tensors, in the format of its suffix.
+    """Open a file of tensors, in the format of its suffix; a file of one array has it under the empty name.
 
     Raises:
         FeatureFileError: If it is not there, damaged, cut off, or would have to be run as code.
     """
     if not path.is_file():
         raise FeatureFileError(f"{path}: no such file")
-    if path.suffix in SAFETENSORS:
-        return _open_safetensors(path)
-    if path.suffix in NUMPY:
+    if path.suffix == SAFETENSORS:
+        return open_safetensors(path, FeatureFileError)
+    if path.suffix == NUMPY:
         return _open_npz(path)
+    if path.suffix == ARRAY:
+        return TensorFile(path, {"": open_npy(path, FeatureFileError)}, {}, FeatureFileError)
     if path.suffix in TORCH:
         return _open_torch(path)
     raise FeatureFileError(f"{path}: unknown suffix {path.suffix!r}; known: {', '.join(SUFFIXES)}")
 
 
-class _Entry(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
-def _open_safetensors(path: Path) -> TensorFile:
-    try:
-        with safetensors.safe_open(str(path), framework="np"):  # the library checks header, sizes and places
-            pass
-    except (safetensors.SafetensorError, OSError) as error:
-        raise FeatureFileError(f"{path}: not a safetensors file, or it is cut off or damaged: {error}") from error
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = msgspec.json.decode(file.read(length), type=dict[str, Any])
-    texts = msgspec.convert(header.pop("__metadata__", None) or {}, dict[str, str])
-    data = np.memmap(path, np.uint8, "r")
-    tensors = {}
-    for name, value in header.items():
-        entry = msgspec.convert(value, _Entry)
-        if entry.dtype in _CODES:  # buffers of other types, such as flags, are left out
-            start, stop = (8 + length + offset for offset in entry.data_offsets)
-            values = data[start:stop].view(_CODES[entry.dtype]).reshape(entry.shape)
-            tensors[name] = LazyTensor(f"{path}: tensor {name!r}", values, entry.dtype == "BF16")
-    return TensorFile(path, tensors, texts)
-
-
 def _open_npz(path: Path) -> TensorFile:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            tensors = dict(_members(path, archive))
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
-        raise FeatureFileError(f"{path}: not an NPZ file, or it is cut off or damaged: {error}") from error
-    return TensorFile(path, tensors, {})
+    file = StoredFile(path, FeatureFileError)
+    with (
+        refusing(path, FeatureFileError, "not an NPZ file, or it is cut off or damaged"),
+        zipfile.ZipFile(path) as archive,
+    ):
+        tensors = dict(_member(file, archive, info) for info in archive.infolist())
+    file.check()
+    return TensorFile(path, tensors, {}, FeatureFileError)
 
 
-def _members(path: Path, archive: zipfile.ZipFile) -> Iterator[tuple[str, LazyTensor]]:
-    for info in archive.infolist():
-        name = info.filename.removesuffix(".npy")
-        where = f"{path}: array {name!r}"
-        with tempfile.TemporaryFile() if info.compress_type else path.open("rb") as file:
-            if info.compress_type:
-                with archive.open(info) as packed:
-                    shutil.copyfileobj(packed, file)
-                file.seek(0)
-            else:
-                file.seek(_data_start(path, info))
-            yield name, LazyTensor(where, _map_npy(where, file))
+def _member(file: StoredFile, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[str, LazyTensor]:
+    """Read the header of a member. Its elements are read, and unpacked, when somebody wants them."""
+    name = info.filename.removesuffix(".npy")
+    with archive.open(info) as packed:
+        header = io.BytesIO(packed.read(MAX_NPY_HEADER))
+    source = _Unpacked(file, info) if info.compress_type else file
+    start = 0 if info.compress_type else _data_start(file, info)
+    return name, array_of(f"{file.path}: array {name!r}", FeatureFileError, header, source, start, info.file_size)
 
 
-def _data_start(path: Path, info: zipfile.ZipInfo) -> int:
+def _data_start(file: StoredFile, info: zipfile.ZipInfo) -> int:
     """Return where a stored member's data begins: after its local header, whose lengths are its own."""
-    with path.open("rb") as file:
-        file.seek(info.header_offset)
-        header = file.read(30)
+    header = file.read(info.header_offset, 30)
     if header[:4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"no member {info.filename} at {info.header_offset}")
     return info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
 
 
-def _map_npy(where: str, file: Any) -> Array:
-    try:
-        npy: Any = np.lib.format  # (whose functions have no types)
-        read = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
-        shape, is_fortran, dtype = read(file)
-    except ValueError as error:
-        raise FeatureFileError(f"{where}: not an array, or cut off: {error}") from error
-    if dtype.hasobject:
-        raise FeatureFileError(
-            f"{where}: holds pickled objects, which are not loaded; save plain arrays by numpy.savez"
-        )
-    if dtype.kind not in "fiu":
-        raise FeatureFileError(f"{where}: expected numbers, got elements of type {dtype}")
-    if not np.prod(shape):
-        return np.zeros(shape, dtype)
-    return np.memmap(file, dtype, "r", file.tell(), shape, "F" if is_fortran else "C")
+class _Unpacked:
+    """A packed member of an archive, unpacked into a file without a name when it is first read.
+
+    Args:
+        file: The archive.
+        info: The member. `size` bytes of it are unpacked at most, as its directory says.
+    """
+
+    def __init__(self, file: StoredFile, info: zipfile.ZipInfo) -> None:
+        self._file = file
+        self._info = info
+        self._lock = Lock()  # guards _content
+        self._content: int | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[ReadInto]:
+        """See `ByteSource.opened`."""
+        with self._lock, refusing(f"{self._file.path}: {self._info.filename}", FeatureFileError, "cannot be unpacked"):
+            if self._content is None:
+                self._content = self._unpacked()
+        content = self._content
+
+        def read_into(offset: int, memory: Bytes) -> None:
+            read_whole(content, offset, memory)
+
+        yield read_into
+
+    def _unpacked(self) -> int:
+        self._file.check()
+        with (
+            tempfile.TemporaryFile() as content,
+            zipfile.ZipFile(self._file.path) as archive,
+            archive.open(self._info) as packed,
+        ):
+            while block := packed.read(_UNPACKED_BYTES):
+                content.write(block)
+            content.flush()
+            self._file.check()
+            kept = os.dup(content.fileno())
+        finalize(self, os.close, kept)
+        return kept
 
 
-def load_torch(path: Path) -> Any:
-    """Return the content of a file of PyTorch: tensors, mapped, with numbers, texts and containers of them.
+class TorchFile:
+    """A file of PyTorch, whose tensors have no values until they are read.
 
-    No code of the file is run: anything else in it, such as an object or a numpy array, is refused.
+    No code of the file is run: anything in it but tensors, numbers, texts and containers, such as an object or a numpy
+    array, is refused.
+
+    Attributes:
+        path: The file.
+        content: What was saved, with tensors on the device ``meta``; `tensor` makes them ones that can be read.
 
     Raises:
         PickledObjectsError: If it holds anything else, or is a plain pickle, which may.
     """
-    import torch  # a gigabyte of memory that only PyTorch's own files need
 
-    if not zipfile.is_zipfile(path):
-        raise PickledObjectsError(
-            path,
-            "not a zip archive of PyTorch, or cut off. Older files are plain pickles, which can run code",
-            "Load it where it was made, and save its tensors with safetensors.torch.save_file",
-        )
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # (torch raises errors of many kinds for what it does not load)
-        raise PickledObjectsError(
-            path,
-            "holds more than tensors (pickled objects, numpy arrays) or is damaged, so it is not loaded: "
-            f"{_why(error)}",
-            "Convert it where it was made: safetensors.torch.save_file({name: tensor.contiguous()}, FILE)",
-        ) from error
+    def __init__(self, path: Path) -> None:
+        import torch  # a gigabyte of memory that only PyTorch's own files need
+
+        self.path = path
+        self._file = StoredFile(path, FeatureFileError)
+        if not zipfile.is_zipfile(path):
+            raise PickledObjectsError(
+                path,
+                "not a zip archive of PyTorch, or cut off. Older files are plain pickles, which can run code",
+                "Load it where it was made, and save its tensors with safetensors.torch.save_file",
+            )
+        try:
+            self._sizes = self._storages()
+            self.content: Any = torch.load(path, map_location="meta", weights_only=True)
+        except Exception as error:  # (torch raises errors of many kinds for what it does not load)
+            raise PickledObjectsError(
+                path,
+                "holds more than tensors (pickled objects, numpy arrays) or is damaged, so it is not loaded: "
+                f"{_why(error)}",
+                "Convert it where it was made: safetensors.torch.save_file({name: tensor.contiguous()}, FILE)",
+            ) from error
+        self._file.check()
+
+    def _storages(self) -> dict[int, int]:
+        """Return the bytes of each storage, by where it begins in the file."""
+        with zipfile.ZipFile(self.path) as archive:
+            found = archive.infolist()
+            order = [archive.read(info)[:16] for info in found if info.filename.endswith("/byteorder")]
+        if any(order) and order != [b"little"]:
+            raise ValueError(f"its numbers are in the byte order {order[0].decode('ascii', 'replace')}")
+        stored = [info for info in found if "/data/" in info.filename and not info.compress_type]
+        return {_data_start(self._file, info): info.file_size for info in stored}
+
+    def tensor(self, name: str, value: Any) -> LazyTensor:
+        """Return a value of `content` as a tensor; a number is one without axes.
+
+        Raises:
+            FeatureFileError: If it is neither a dense tensor nor a number, or claims to be larger than its storage.
+        """
+        import torch
+
+        where = f"{self.path}: tensor {name!r}"
+        if isinstance(value, int | float):
+            with refusing(where, FeatureFileError, "a number out of range"):
+                number = np.asarray(value, np.int64 if isinstance(value, int) else np.float64)
+            return LazyTensor.of(where, number, FeatureFileError)
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            raise FeatureFileError(f"{where}: expected a dense tensor or a number, got {type(value).__name__}")
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in _TORCH_CODES:
+            raise FeatureFileError(f"{where}: elements of type {value.dtype} are not read; expected real numbers")
+        num_bytes, item = value.untyped_storage().nbytes(), value.element_size()
+        start: int = getattr(value.untyped_storage(), "_checkpoint_offset", -1)
+        skipped, shape = item * int(value.storage_offset()), tuple(map(int, value.shape))
+        strides = tuple(item * int(stride) for stride in value.stride())
+        extent = item + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if value.numel() else 0
+        if self._sizes.get(start) != num_bytes or skipped + extent > num_bytes or min(strides, default=0) < 0:
+            raise FeatureFileError(f"{where}: damaged: its values are not in the file as it describes them")
+        if value.numel() * item > max(num_bytes, _MAX_REPEATED):  # by strides of 0 a few bytes can say anything
+            raise FeatureFileError(f"{where}: claims {value.numel() * item:,} bytes and stores {num_bytes:,}")
+        code = np.dtype(_TORCH_CODES[dtype])
+        at = start + skipped
+        return LazyTensor(where, self._file, FeatureFileError, code, shape, strides, at, dtype == "bfloat16")
+
+
+_TORCH_CODES = {
+    **{"bfloat16": "<u2", "float16": "<f2", "float32": "<f4", "float64": "<f8"},
+    **{"int64": "<i8", "int32": "<i4", "int16": "<i2", "int8": "<i1", "uint8": "<u1"},
+}
 
 
 def _why(error: Exception) -> str:
@@ -293,7 +245,8 @@ def _why(error: Exception) -> str:
 
 
 def _open_torch(path: Path) -> TensorFile:
-    loaded = load_torch(path)
+    file = TorchFile(path)
+    loaded = file.content
     if not isinstance(loaded, dict):
         raise FeatureFileError(f"{path}: expected a dictionary of tensors, got {type(loaded).__name__}")
     if isinstance(loaded.get("ae"), dict):  # a checkpoint in mid-training
@@ -304,38 +257,13 @@ def _open_torch(path: Path) -> TensorFile:
         if isinstance(value, str):
             texts[name] = value
         else:
-            tensors[name] = tensor_of(path, name, value)
-    return TensorFile(path, tensors, texts)
+            tensors[name] = file.tensor(name, value)
+    return TensorFile(path, tensors, texts, FeatureFileError)
 
 
-def _flat(loaded: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(loaded: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in loaded.items():
         if name == "activation_state_dict" and isinstance(value, dict):  # OpenAI's
             yield from ((f"{name}.{inner}", found) for inner, found in value.items())
         else:
-            yield name, value
-
-
-def tensor_of(path: Path, name: str, value: Any) -> LazyTensor:
-    """Return a value that `load_torch` loaded as a tensor; a number is one without axes.
-
-    Raises:
-        FeatureFileError: If it is neither a dense tensor nor a number, or claims to be far larger than its storage.
-    """
-    import torch
-
-    where = f"{path}: tensor {name!r}"
-    if isinstance(value, int | float):
-        return LazyTensor(where, np.asarray(value))
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        raise FeatureFileError(f"{where}: expected a dense tensor or a number, got {type(value).__name__}")
-    value = value.detach()
-    size = value.numel() * value.element_size()
-    if size > max(value.untyped_storage().nbytes(), _MAX_REPEATED):  # with strides of 0 a few bytes can say anything
-        raise FeatureFileError(f"{where}: claims {size:,} bytes and stores {value.untyped_storage().nbytes():,}")
-    if value.dtype is torch.bfloat16:
-        return LazyTensor(where, value.view(torch.uint16).numpy(), True)
-    try:
-        return LazyTensor(where, value.numpy())
-    except (TypeError, RuntimeError) as error:
-        raise FeatureFileError(f"{where}: elements of type {value.dtype} are not read") from error
+            yield str(name), value

@@ -19,17 +19,27 @@ app = typer.Typer(help="Show and import files of steering vectors.", no_args_is_
 File = Annotated[str, typer.Argument(metavar="FILE", help="A file of vectors; FILE@layer=N,concept=N is read, too.")]
 Format = Annotated[str | None, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")]
 Layer = Annotated[int | None, typer.Option(min=0, help="The layer of the site, or the one to take.")]
-Concept = Annotated[int | None, typer.Option(min=0, help="The concept to take, of a file of AxBench.")]
+Concept = Annotated[int | None, typer.Option(min=0, help="The concept to take, of a file of AxBench; a tensor's row.")]
+Tensor = Annotated[str | None, typer.Option(help="The tensor to take, of a file with other names of tensors.")]
+Hook = Annotated[str | None, typer.Option(help="The hook point that such a tensor acts at, if not post_mlp.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command("show")
 def show_file(
-    file: File, format_name: Format = None, layer: Layer = None, concept: Concept = None, as_json: AsJson = False
+    file: File,
+    format_name: Format = None,
+    layer: Layer = None,
+    concept: Concept = None,
+    tensor: Tensor = None,
+    hook: Hook = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show a file's format, sites, norms, element type and checksum."""
     try:
-        report = describe(VectorSource.parse(file, format=format_name, layer=layer, concept=concept))
+        report = describe(
+            VectorSource.parse(file, format=format_name, layer=layer, concept=concept, tensor=tensor, hook=hook)
+        )
     except (HeadgateError, OSError, ValueError) as error:
         fail(error)
     print_json(report) if as_json else _print_report(report)
@@ -42,12 +52,19 @@ def import_file(
     format_name: Format = None,
     layer: Layer = None,
     concept: Concept = None,
+    tensor: Tensor = None,
+    hook: Hook = None,
 ) -> None:
     """Read a file of any format, and write its vectors as a file of headgate."""
     if to.suffix != ".safetensors":
         fail(f"--to {to}: expected a name that ends in .safetensors")
     try:
-        save(to, imported(VectorSource.parse(file, format=format_name, layer=layer, concept=concept)))
+        save(
+            to,
+            imported(
+                VectorSource.parse(file, format=format_name, layer=layer, concept=concept, tensor=tensor, hook=hook)
+            ),
+        )
         _print_report(describe(VectorSource(to)))
     except (HeadgateError, OSError, ValueError) as error:
         fail(error)

@@ -15,11 +15,18 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from headgate.capture.files.reading import read_json
 from headgate.capture.schema.batch import Float64Array
 from headgate.capture.schema.errors import shown
-from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.features.tensors import FeatureFileError, LazyTensor, PickledObjectsError, load_torch, tensor_of
-from headgate.steering.files.converters import advice
+from headgate.capture.schema.sites import HOOK_NAMES, HookPoint, Site
+from headgate.steering.features.tensors import (
+    FeatureFileError,
+    LazyTensor,
+    PickledObjectsError,
+    TorchFile,
+    open_tensors,
+)
+from headgate.steering.files.converters import PICKLE_SUFFIXES, advice
 from headgate.steering.files.vector_source import MAX_LAYERS, VectorSource
 
 _CAA_NAME = re.compile(r"vec_layer_(\d{1,6})(?:_(.+))?")
@@ -56,7 +63,7 @@ def read_persona(source: VectorSource) -> ForeignVectors:
     ``(l - 1).post_mlp``. Row 0, of the embeddings, is the output of no layer, and left out.
     """
     tensor = _of_rank(_tensor(source.path), 2, "[layers + 1, hidden]")
-    if len(tensor.values) < 2:
+    if tensor.shape[0] < 2:
         raise ValueError(f"expected the shape [layers + 1, hidden], got {list(tensor.shape)}")
     about = {"left_out": "row 0, of the embeddings, which are the output of no layer"}
     return _layers(source, tensor[1:], HookPoint.POST_MLP, about)
@@ -70,10 +77,7 @@ def read_refusal(source: VectorSource) -> ForeignVectors:
     place = source.path.with_name(_METADATA)
     about = _DirectionMetadata()
     if place.is_file():
-        try:
-            about = msgspec.json.decode(place.read_bytes(), type=_DirectionMetadata)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{place.name}: {error}") from error
+        about = read_json(place, FeatureFileError, _DirectionMetadata)
     layer = _one_layer(source, about.layer, place.name)
     position = {} if about.pos is None else {"pos": str(about.pos)}
     return _single(_tensor(source.path), Site(layer, HookPoint.PRE_ATTN), position)
@@ -86,23 +90,25 @@ class _DirectionMetadata(msgspec.Struct):
 
 def read_axis(source: VectorSource) -> ForeignVectors:
     """Read ``assistant_axis.pt``: ``[layers, hidden]``, alone or as ``"axis"`` of a dictionary, at ``post_mlp``."""
-    content = _load(source.path)
+    file = _load(source.path)
+    content = file.content
     if isinstance(content, dict):
         if "axis" not in content:
             raise ValueError(f"expected 'axis' in the dictionary, found {_keys(content)}")
         content = content["axis"]
-    tensor = _of_rank(_checked(source.path, "axis", content), 2, "[layers, hidden]")
+    tensor = _of_rank(_checked(file, "axis", content), 2, "[layers, hidden]")
     return _layers(source, tensor, HookPoint.POST_MLP, {})
 
 
-class _Svec(msgspec.Struct):
+class _Svec(msgspec.Struct, forbid_unknown_fields=True):
     directions: dict[str, list[float]]
     model_type: str | None = None
+    explained_variances: Any = None
 
 
 def read_svec(source: VectorSource) -> ForeignVectors:
     """Read a ``.svec`` file of activation-steering (CAST) and EasySteer: JSON, directions by layer, at ``pre_attn``."""
-    document = msgspec.json.decode(source.path.read_bytes(), type=_Svec)
+    document = read_json(source.path, FeatureFileError, _Svec)
     rows = {}
     for key, values in document.directions.items():
         if not key.isascii() or not key.isdecimal() or int(key) >= MAX_LAYERS:
@@ -126,7 +132,7 @@ def read_axbench(source: VectorSource) -> ForeignVectors:
     weight = _of_rank(_tensor(path), 2, "[concepts, hidden]")
     if source.layer is None or concept is None:
         raise ValueError(
-            f"holds {len(weight.values)} concepts and no layer; give both: layer= (that of the run's configuration) "
+            f"holds {weight.shape[0]} concepts and no layer; give both: layer= (that of the run's configuration) "
             f"and concept=, or {path.name}@layer=N,concept=N"
         )
     about = {"concept": str(concept)}
@@ -135,9 +141,69 @@ def read_axbench(source: VectorSource) -> ForeignVectors:
     if path.stem.endswith("_weight") and beside.is_file():
         bias = _of_rank(_tensor(beside), 1, "[concepts]")
         if bias.shape != weight.shape[:1]:
-            raise ValueError(f"{beside.name}: expected {len(weight.values)} biases, got the shape {list(bias.shape)}")
+            raise ValueError(f"{beside.name}: expected {weight.shape[0]} biases, got the shape {list(bias.shape)}")
         about["bias"] = repr(float(bias[concept].read()))
     return _single(row, Site(source.layer, HookPoint.POST_MLP), about)
+
+
+def read_tensor(source: VectorSource) -> ForeignVectors:
+    """Read one tensor by its name, ``[hidden]`` or one row of ``[n, hidden]``, at a hook point of the layer given."""
+    tensors = _tensors(source.path)
+    name = next(iter(tensors)) if source.tensor is None and len(tensors) == 1 else source.tensor
+    if name is None or name not in tensors:
+        raise ValueError(unnamed_tensors(source.path, tensors, name))
+    hook = HOOK_NAMES.get(source.hook or "post_mlp")
+    if hook in (None, HookPoint.FINAL_NORM):
+        raise ValueError(f"hook {shown(source.hook)}: expected one of {', '.join(HOOK_NAMES)}, but final_norm")
+    row, named = tensors[name], f"tensor {name!r}" if name else "the array"
+    if len(row.shape) == 2 and (source.concept is not None or row.shape[0] == 1):
+        row = _row_of(row, source.concept or 0, "row")
+    elif len(row.shape) == 2:
+        raise ValueError(f"{named} has the shape {list(row.shape)}; give the row that is the vector: concept=N")
+    elif source.concept is not None:
+        raise ValueError(f"concept={source.concept}: {named} is one vector")
+    values, about = row_of(row), {"tensor": name} if name else {}
+    site = Site(_one_layer(source, None, named), hook)
+    return ForeignVectors(rows={site: values}, metadata={"dtype": _dtype(row), **about})
+
+
+def _tensors(path: Path) -> Mapping[str, LazyTensor]:
+    """Return the tensors of a file of any format; the one of a file without names is called ""."""
+    if path.suffix not in TORCH_SUFFIXES:
+        try:
+            return open_tensors(path).tensors
+        except FeatureFileError as error:
+            hint = f" {advice(path)}" if path.suffix in PICKLE_SUFFIXES and path.is_file() else ""
+            raise ValueError(f"{str(error).removeprefix(f'{path}: ')}.{hint}" if hint else str(error)) from error
+    file = _load(path)
+    named = file.content if isinstance(file.content, dict) else {"": file.content}
+    return {str(name): _checked(file, str(name), value) for name, value in named.items() if hasattr(value, "shape")}
+
+
+def unnamed_tensors(path: Path, tensors: Mapping[str, LazyTensor], asked: str | None = None) -> str:
+    """Say which tensors a file has, and how one of them is chosen."""
+    shapes = [f"{name or 'one without a name'} {list(tensor.shape)}" for name, tensor in tensors.items()]
+    more = f" and {len(shapes) - _SHOWN_TENSORS} more" if len(shapes) > _SHOWN_TENSORS else ""
+    there = ", ".join(shapes[:_SHOWN_TENSORS]) + more
+    asked_for = "" if asked is None else f"there is no tensor {shown(asked)}; "
+    first = next(iter(tensors), "NAME")
+    return (
+        f"{asked_for}it has {there or 'no tensor'}. Choose one, and say where it acts: tensor=NAME and layer=N, "
+        f"or {path.name}@tensor={first},layer=N (and hook= where that is not the layer's output)"
+    )
+
+
+def row_of(tensor: LazyTensor) -> np.ndarray[Any, Any]:
+    """Read a vector ``[hidden]``: float64 if it is stored so, else float32.
+
+    Raises:
+        ValueError: If it has another shape or type.
+    """
+    if len(tensor.shape) != 1:
+        raise ValueError(f"{tensor.where}: expected the shape [hidden], got {list(tensor.shape)}")
+    if tensor.dtype.kind != "f" and not tensor.is_bfloat16:
+        raise ValueError(f"{tensor.where}: expected real numbers, got elements of type {tensor.dtype}")
+    return tensor.read(np.float64 if tensor.num_bits == 64 else np.float32)
 
 
 class ForeignFormat(NamedTuple):
@@ -161,10 +227,13 @@ FOREIGN_FORMATS: dict[str, ForeignFormat] = {
     "assistant_axis": ForeignFormat(read_axis, "all tokens"),
     "svec": ForeignFormat(read_svec, "all tokens"),
     "axbench": ForeignFormat(read_axbench, "all tokens behind the first", takes_concept=True),
+    "tensor": ForeignFormat(read_tensor, "not known: the file does not tell", takes_concept=True),
 }
 """Formats by their names."""
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+ARRAY_SUFFIXES = (".npy", ".npz")
+_SHOWN_TENSORS = 8
 
 
 def recognise(path: Path) -> str:
@@ -186,38 +255,40 @@ def recognise(path: Path) -> str:
         return "assistant_axis"
     if path.stem.endswith(("_weight", "_bias")):
         return "axbench"
-    content = _load(path)
+    content = _load(path).content
     if isinstance(content, dict) and "axis" in content:
         return "assistant_axis"
     held = f"a dictionary of {_keys(content)}" if isinstance(content, dict) else f"a {type(content).__name__}"
     shape = f" of the shape {list(content.shape)}" if hasattr(content, "shape") else ""
     raise ValueError(
         f"holds {held}{shape}, and neither that nor its name tells the format; give it: "
-        f"format=NAME, or {path.name}@format=NAME, with one of {', '.join(FOREIGN_FORMATS)}"
+        f"format=NAME, or {path.name}@format=NAME, with one of {', '.join(FOREIGN_FORMATS)}; or take it as it is: "
+        f"{path.name}@{'tensor=NAME' if isinstance(content, dict) else 'format=tensor'},layer=N"
     )
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> TorchFile:
     if not path.is_file():
         raise FileNotFoundError(2, "no such file", str(path))
     try:
-        return load_torch(path)
+        return TorchFile(path)
     except PickledObjectsError as error:
         raise ValueError(f"{error.reason}. {advice(path)}") from error
 
 
 def _tensor(path: Path) -> LazyTensor:
-    return _checked(path, "vector", _load(path))
+    file = _load(path)
+    return _checked(file, "vector", file.content)
 
 
-def _checked(path: Path, name: str, value: Any) -> LazyTensor:
+def _checked(file: TorchFile, name: str, value: Any) -> LazyTensor:
     if not hasattr(value, "shape"):
         raise ValueError(f"expected a tensor, got {shown(value) if not isinstance(value, dict) else _keys(value)}")
     try:
-        tensor = tensor_of(path, name, value)
+        tensor = file.tensor(name, value)
     except FeatureFileError as error:
-        raise ValueError(str(error).removeprefix(f"{path}: ")) from error
-    if tensor.values.dtype.kind != "f" and not tensor.is_bfloat16:
+        raise ValueError(str(error).removeprefix(f"{file.path}: ")) from error
+    if tensor.dtype.kind != "f" and not tensor.is_bfloat16:
         raise ValueError(f"expected real numbers, got elements of type {value.dtype}")
     return tensor
 
@@ -227,7 +298,7 @@ def _keys(content: Mapping[Any, Any]) -> str:
 
 
 def _of_rank(tensor: LazyTensor, rank: int, layout: str) -> LazyTensor:
-    if len(tensor.shape) != rank or not tensor.values.size:
+    if len(tensor.shape) != rank or not tensor.size:
         raise ValueError(f"expected the shape {layout}, got {list(tensor.shape)}")
     return tensor
 
@@ -245,8 +316,8 @@ def _one_layer(source: VectorSource, told: int | None, by: str) -> int:
 
 
 def _row_of(tensor: LazyTensor, index: int, of: str) -> LazyTensor:
-    if index >= len(tensor.values):
-        raise ValueError(f"there is no {of} {index}; the file has 0 to {len(tensor.values) - 1}")
+    if index >= tensor.shape[0]:
+        raise ValueError(f"there is no {of} {index}; the file has 0 to {tensor.shape[0] - 1}")
     return tensor[index]
 
 
@@ -256,9 +327,9 @@ def _single(tensor: LazyTensor, site: Site, about: Mapping[str, str]) -> Foreign
 
 
 def _layers(source: VectorSource, tensor: LazyTensor, hook: HookPoint, about: Mapping[str, str]) -> ForeignVectors:
-    if len(tensor.values) > MAX_LAYERS:
-        raise ValueError(f"{len(tensor.values)} layers; {MAX_LAYERS} are read at most")
-    layers = range(len(tensor.values)) if source.layer is None else [source.layer]
+    if tensor.shape[0] > MAX_LAYERS:
+        raise ValueError(f"{tensor.shape[0]} layers; {MAX_LAYERS} are read at most")
+    layers = range(tensor.shape[0]) if source.layer is None else [source.layer]
     rows = {Site(layer, hook): _row_of(tensor, layer, "layer").read() for layer in layers}
     return ForeignVectors(rows=rows, metadata={"dtype": _dtype(tensor), **about})
 

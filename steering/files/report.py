@@ -93,7 +93,7 @@ def imported(source: VectorSource) -> VectorFile:
 
 
 def _loaded(source: VectorSource) -> VectorFile:
-    return load(source.path, format=source.format, layer=source.layer, concept=source.concept)
+    return load(source.path, **{key: value for key, value in source._asdict().items() if key != "path"})
 
 
 def _sha256(path: Path) -> str:

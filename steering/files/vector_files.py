@@ -23,17 +23,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-import numpy as np
 
+from headgate.capture.files.reading import read_json, refusing
+from headgate.capture.files.tensors import open_safetensors
 from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HOOK_NAMES, HookPoint, Site, sort_sites
 from headgate.steering.files import gguf_files, tensor_bytes
 from headgate.steering.files.converters import PICKLE_SUFFIXES, advice
-from headgate.steering.files.foreign_files import FOREIGN_FORMATS, TORCH_SUFFIXES, recognise
+from headgate.steering.files.foreign_files import (
+    ARRAY_SUFFIXES,
+    FOREIGN_FORMATS,
+    TORCH_SUFFIXES,
+    recognise,
+    row_of,
+    unnamed_tensors,
+)
 from headgate.steering.files.vector_source import MAX_LAYERS, VectorSource
 from headgate.steering.requests.request_fields import MODULE_FIELDS, read_tier, sum_tiers
 from headgate.steering.spec import SteeringSpec
-from headgate.steering.vectors.dtypes import STORAGE, StoredType, widen
+from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable
 from headgate.steering.vectors.vector_table import vectors_html
 
@@ -128,6 +136,8 @@ def load(
     format: str | None = None,
     layer: int | None = None,
     concept: int | None = None,
+    tensor: str | None = None,
+    hook: str | None = None,
 ) -> VectorFile:
     """Read a file of vectors, of headgate or of another tool; no code of it is run.
 
@@ -136,15 +146,19 @@ def load(
         load("joy.safetensors")
         load("evil_response_avg_diff.pt", layer=19)
         load("DiffMean_weight.pt@layer=20,concept=3")
+        load("all.safetensors@tensor=directions.refusal,layer=14")
 
     Args:
         path: The file. A text may end in ``@KEY=VALUE,...``, which stands for the other arguments, so that they can be
             given wherever a file of vectors is named.
         format: ``safetensors``, ``json``, ``gguf``, ``caa``, ``persona_vectors``, ``refusal_direction``,
-            ``assistant_axis``, ``svec`` or ``axbench``; recognised by name and content if None.
+            ``assistant_axis``, ``svec``, ``axbench`` or ``tensor``; recognised by name and content if None.
         layer: The layer of the site, of a file that does not tell it; of one with a vector for each layer, the one to
             take. Counted as sites are: layer 19 is ``19.post_mlp``, however the tool that made the file counts.
-        concept: The concept to take, of a file of several (AxBench).
+        concept: The concept to take, of a file of several (AxBench); the row, of a tensor with several.
+        tensor: The name of the tensor to take, of a file whose names say nothing to headgate; the format is then
+            ``tensor``, and `layer` has to be given.
+        hook: Of such a tensor, the hook point that it acts at; ``post_mlp``, the layer's output, if None.
 
     Returns:
         The vectors, those of other tools in `VectorFile.vectors` and rounded to float32. The metadata then has
@@ -156,14 +170,12 @@ def load(
         OSError: If it cannot be read.
     """
     try:
-        source = VectorSource.parse(path, format=format, layer=layer, concept=concept)
+        source = VectorSource.parse(path, format=format, layer=layer, concept=concept, tensor=tensor, hook=hook)
     except ValueError as error:
         raise VectorFileError(f"{os.fspath(path)}: {error}") from error
     name = format_of(source)
-    try:
+    with refusing(source.path, VectorFileError):
         file = _READERS[f".{name}"](source.path) if name not in FOREIGN_FORMATS else _read_foreign(name, source)
-    except (ValueError, msgspec.DecodeError) as error:  # a RequestError is a ValueError
-        raise VectorFileError(f"{source.path}: {error}") from error
     if not file.tiers():
         raise VectorFileError(f"{source.path}: there is no vector other than zero in it")
     return file
@@ -177,14 +189,14 @@ def format_of(source: VectorSource) -> str:
         OSError: If it cannot be read.
     """
     path = source.path
-    try:
-        name = source.format or _recognise(path)
-    except ValueError as error:
-        raise VectorFileError(f"{path}: {error}") from error
+    with refusing(path, VectorFileError):
+        name = source.format or ("tensor" if source.tensor is not None else _recognise(path))
     if name not in FORMATS:
         raise VectorFileError(f"{path}: unknown format {name!r}; known: {', '.join(FORMATS)}")
     foreign = FOREIGN_FORMATS.get(name)
-    for key, takes in (("layer", foreign is not None), ("concept", foreign is not None and foreign.takes_concept)):
+    is_tensor, has_concepts = name == "tensor", foreign is not None and foreign.takes_concept
+    taken = {"layer": foreign is not None, "concept": has_concepts, "tensor": is_tensor, "hook": is_tensor}
+    for key, takes in taken.items():
         value = getattr(source, key)
         if value is not None and not takes:
             raise VectorFileError(f"{path}: {key}={value}: a file of the format {name} has no use for it")
@@ -196,9 +208,11 @@ def _recognise(path: Path) -> str:
         return path.suffix.removeprefix(".")
     if path.suffix == ".svec" or path.suffix in TORCH_SUFFIXES:
         return recognise(path)
+    if path.suffix in ARRAY_SUFFIXES:
+        return "tensor"
     if path.suffix in PICKLE_SUFFIXES:
         raise ValueError(f"{path.suffix} files may run code, so they are not loaded. {advice(path)}")
-    known = ", ".join(sorted([*_READERS, ".svec", *TORCH_SUFFIXES]))
+    known = ", ".join(sorted([*_READERS, ".svec", *TORCH_SUFFIXES, *ARRAY_SUFFIXES]))
     raise ValueError(f"unknown suffix {path.suffix!r}; known: {known}")
 
 
@@ -225,37 +239,34 @@ def _write_tensors(path: Path, file: VectorFile) -> None:
 
 
 def _read_tensors(path: Path) -> VectorFile:
-    tensors, metadata = tensor_bytes.decode(path.read_bytes())
+    file = open_safetensors(path, VectorFileError)
+    metadata = file.texts
     if any(metadata.get(key, value) != value for key, value in FORMAT.items()):
         raise ValueError(f"expected the metadata {FORMAT}, got {metadata}")
     tiers: dict[str, dict[Site, Any]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in file.tensors.items():
         tier, _, site_name = name.rpartition("/")
-        if (tier or "vectors") not in MODULE_FIELDS:
-            raise ValueError(f"tensor {name!r}: expected TIER/LAYER.HOOK with a tier of {', '.join(MODULE_FIELDS)}")
+        site = _site_of(site_name)
+        if (tier or "vectors") not in MODULE_FIELDS or site is None:
+            raise ValueError(
+                f"tensor {name!r}: expected TIER/LAYER.HOOK with a tier of {', '.join(MODULE_FIELDS)}, or none; "
+                f"{unnamed_tensors(path, file.tensors)}"
+            )
         rows = tiers.setdefault(tier or "vectors", {})
-        site = Site.parse(site_name)
         if site in rows:
             raise ValueError(f"tensor {name!r}: {site.name} is given twice")
-        rows[site] = _row(name, tensor)
+        rows[site] = row_of(tensor)
     return VectorFile(
         metadata={key: value for key, value in metadata.items() if key not in FORMAT},
         **{name: PhaseVectors.from_rows(rows) for name, rows in tiers.items()},
     )
 
 
-def _row(name: str, tensor: tensor_bytes.Tensor) -> np.ndarray[Any, Any]:
-    if tensor.dtype == "F64":
-        row = np.frombuffer(tensor.data, "<f8")
-    elif tensor.dtype in tensor_bytes.FORMAT_NAMES:
-        dtype = tensor_bytes.FORMAT_NAMES[tensor.dtype]
-        row = widen(np.frombuffer(tensor.data, STORAGE[dtype]), dtype)
-    else:
-        known = ", ".join(tensor_bytes.FORMAT_NAMES)
-        raise ValueError(f"tensor {name!r}: expected {known} or F64, got {tensor.dtype}")
-    if tensor.shape != row.shape:
-        raise ValueError(f"tensor {name!r}: expected the shape [hidden], got {list(tensor.shape)} in {row.size} values")
-    return row
+def _site_of(name: str) -> Site | None:
+    try:
+        return Site.parse(name)
+    except ValueError:
+        return None
 
 
 def _write_json(path: Path, file: VectorFile) -> None:
@@ -266,7 +277,7 @@ def _write_json(path: Path, file: VectorFile) -> None:
 
 
 def _read_json(path: Path) -> VectorFile:
-    document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    document = read_json(path, VectorFileError)
     if document and set(document) <= set(HOOK_NAMES):
         document = {"vectors": document}
     unknown = set(document) - {*MODULE_FIELDS, "name", "metadata"}

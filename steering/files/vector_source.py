@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 MAX_LAYERS = 4096
 """Layers of a model that a file is read for, at most."""
 
-_PAIR = r"(?:format|layer|concept)=[^@,=/]*"
+_PAIR = r"(?:(?:format|layer|concept|hook)=[^@,=/]*|tensor=[^@,=]*)"
 _OPTIONS = re.compile(rf"(?s:(.+))@({_PAIR}(?:,{_PAIR})*)")
 
 
@@ -22,13 +22,17 @@ class VectorSource(NamedTuple):
         format: The name of its format; None to recognise it by the file's name and content.
         layer: The layer of the site that the vector acts at, of a file that does not tell it; of a file with a vector
             for each layer, the one to take. None takes them all.
-        concept: The number of the vector in a file of several for one site.
+        concept: The number of the vector in a file of several for one site, or in a tensor of several.
+        tensor: The name of the tensor to take, of a file whose names of tensors headgate does not know.
+        hook: Of such a tensor, the hook point that it acts at; None stands for ``post_mlp``, the layer's output.
     """
 
     path: Path
     format: str | None = None
     layer: int | None = None
     concept: int | None = None
+    tensor: str | None = None
+    hook: str | None = None
 
     @classmethod
     def parse(
@@ -38,19 +42,23 @@ class VectorSource(NamedTuple):
         format: str | None = None,
         layer: int | None = None,
         concept: int | None = None,
+        tensor: str | None = None,
+        hook: str | None = None,
     ) -> VectorSource:
-        """Read ``PATH`` or ``PATH@KEY=VALUE,...`` with the keys ``format``, ``layer`` and ``concept``.
+        """Read ``PATH`` or ``PATH@KEY=VALUE,...``, whose keys are the arguments below.
 
         Args:
             path: The text or path; one that is there as it stands, with its ``@``, is taken so.
             format: As the key; like the others, not to be given twice.
             layer: As the key.
             concept: As the key.
+            tensor: As the key; here it may hold ``@``, ``,`` and ``=``, too.
+            hook: As the key.
 
         Raises:
             ValueError: If a value is no number of its kind, or a key is given twice.
         """
-        given: dict[str, Any] = {"format": format, "layer": layer, "concept": concept}
+        given: dict[str, Any] = {"format": format, "layer": layer, "concept": concept, "tensor": tensor, "hook": hook}
         text = os.fspath(path)
         found = _OPTIONS.fullmatch(text)
         if found is not None and not Path(text).exists():
@@ -59,7 +67,7 @@ class VectorSource(NamedTuple):
                 key, _, value = pair.partition("=")
                 if given[key] is not None:
                     raise ValueError(f"{key} is given twice, as {given[key]} and as {value}")
-                given[key] = value if key == "format" else _number(key, value)
+                given[key] = value if key in ("format", "tensor", "hook") else _number(key, value)
         for key in ("layer", "concept"):
             _check(key, given[key])
         return cls(Path(text), **given)

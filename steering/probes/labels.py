@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headgate.capture.engine.contracts.captures import StoredRequest
+from headgate.capture.files.reading import read_text, refusing
 from headgate.capture.probes.probe import ProbeError
 from headgate.capture.schema.errors import shown
 
@@ -36,9 +37,9 @@ def read_labels(path: str | os.PathLike[str]) -> dict[str, str]:
     if place.suffix not in readers:
         raise ProbeError(f"{place}: expected labels in a file named {', '.join('*' + suffix for suffix in readers)}")
     try:
-        text = place.read_text(encoding="utf-8-sig")
-        return _joined(place, readers[place.suffix](place, text))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
+        with refusing(place, ProbeError, "cannot be read"):
+            return _joined(place, readers[place.suffix](place, read_text(place, ProbeError)))
+    except OSError as error:
         raise ProbeError(f"{place}: cannot be read: {error}") from error
 
 

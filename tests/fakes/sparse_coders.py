@@ -14,7 +14,7 @@ from headgate.capture.schema.sites import Site
 from headgate.steering.features.importing import read_source
 from headgate.steering.features.source_coder import Hints, Kind, Norm, SourceCoder
 from headgate.steering.features.sparse_coder import SparseCoder, coder_of
-from headgate.steering.features.tensors import LazyTensor
+from headgate.steering.features.tensors import FeatureFileError, LazyTensor
 
 WIDTH, FEATURES = 12, 40
 SITE = Site.parse("3.post_mlp")
@@ -41,7 +41,7 @@ def rows(num: int = 7, width: int = WIDTH, seed: int = 1) -> Array:
 
 def tensor(values: Array) -> LazyTensor:
     """A tensor in no file."""
-    return LazyTensor("test", values)
+    return LazyTensor.of("test", values, FeatureFileError)
 
 
 def source(kind: Kind = Kind.RELU, norm: Norm = Norm.NONE, **changes: Any) -> SourceCoder:
@@ -51,7 +51,7 @@ def source(kind: Kind = Kind.RELU, norm: Norm = Norm.NONE, **changes: Any) -> So
         "format": "test",
         "paths": (),
         "kind": kind,
-        "encoder": tensor(found["W_enc"].T),
+        "encoder": tensor(found["W_enc"]).transposed,
         "decoders": (tensor(found["W_dec"]),),
         "bias": found["b_gate"] if kind is Kind.GATED else found["b_enc"],
         "decoder_biases": (found["b_dec"],),

@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
 
 from headgate.capture.engine.access.access_key import AccessKey
+from headgate.capture.files.reading import refusing
 from headgate.capture.schema.errors import ConfigError
 
 MAX_BYTES = 4 << 20
@@ -64,10 +66,8 @@ def parse_keys(path: Path, content: bytes, roles: Callable[[], Collection[str]])
     """Read the content of the file of keys at `path`; see `read_keys`."""
     if len(content) > MAX_BYTES:
         raise ConfigError(f"keys file {path}: has more than {MAX_BYTES} bytes")
-    try:
-        keys = msgspec.json.decode(content, type=_Document).keys
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"keys file {path}: {error}") from error
+    with refusing(f"keys file {path}", ConfigError):
+        keys = msgspec.json.decode(content.removeprefix(BOM_UTF8), type=_Document).keys
     _check_keys(path, keys, roles())
     return keys
 
@@ -116,7 +116,7 @@ def add_entry(path: Path, entry: Mapping[str, object], roles: Callable[[], Colle
     before = path.stat() if path.exists() else None
     if before is not None:
         read_keys(path, roles)
-        entries = msgspec.json.decode(path.read_bytes())["keys"]
+        entries = msgspec.json.decode(path.read_bytes().removeprefix(BOM_UTF8))["keys"]
     content = msgspec.json.format(msgspec.json.encode({"keys": [*entries, entry]}), indent=2) + b"\n"
     parse_keys(path, content, roles)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600

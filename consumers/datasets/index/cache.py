@@ -1,4 +1,4 @@
-"""The index of a root as one file, which is mapped: nothing of it is read before it is used.
+"""The index of a root as one file.
 
 ``magic, length of the header, CRC-32 of header and of the columns, header (JSON), columns``. It lies beside the root,
 appears whole, and is valid for the files whose names, sizes and times it lists; the others are looked into anew.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
-import os
 import secrets
 import struct
 import zlib
@@ -22,6 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.files.reading import refusing
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
 from headgate.consumers.datasets.index.scan import Problem
 from headgate.consumers.datasets.index.table import COLUMNS, Group, Table, Unit
@@ -118,20 +117,21 @@ def read_index(data: npt.NDArray[np.uint8], path: str) -> tuple[Table, list[Prob
     text = data[_FIXED.size : start].tobytes()
     if zlib.crc32(text) != header_check or _checksum(data[start:]) != check:
         raise CaptureFileError(f"{path}: damaged: its check does not agree")
-    header = msgspec.json.decode(text, type=_Header)
-    arrays = {
-        name: data[start + at : start + at + size].view(dtype) for name, (at, size, dtype) in header.places.items()
-    }
-    table = Table(
-        columns={name: arrays[name] for name in COLUMNS},
-        ids=arrays["ids"],
-        units=_units(arrays, header),
-        groups=header.groups,
-        tags=header.tags,
-        messages=arrays["messages"].reshape(-1, 3),
-        roles=header.roles,
-    )
-    return table, [Problem(*fields) for fields in header.problems], header.root  # type: ignore[arg-type]
+    with refusing(path, CaptureFileError, "damaged"):
+        header = msgspec.json.decode(text, type=_Header)
+        arrays = {
+            name: data[start + at : start + at + size].view(dtype) for name, (at, size, dtype) in header.places.items()
+        }
+        table = Table(
+            columns={name: arrays[name] for name in COLUMNS},
+            ids=arrays["ids"],
+            units=_units(arrays, header),
+            groups=header.groups,
+            tags=header.tags,
+            messages=arrays["messages"].reshape(-1, 3),
+            roles=header.roles,
+        )
+        return table, [Problem(*fields) for fields in header.problems], header.root  # type: ignore[arg-type]
 
 
 def _checksum(data: npt.NDArray[np.uint8]) -> int:
@@ -166,12 +166,9 @@ def digest_of(table: Table) -> str:
 
 
 def load_local(path: Path) -> npt.NDArray[np.uint8] | None:
-    """A file as mapped memory, read-only; None if it is not there."""
+    """The bytes of a file; None if it is not there."""
     try:
-        with path.open("rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                return np.empty(0, dtype=np.uint8)
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+        return np.fromfile(path, np.uint8)
     except FileNotFoundError:
         return None
 

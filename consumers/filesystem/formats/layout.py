@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.files.reading import refusing
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
@@ -195,20 +196,21 @@ def read_sidecar(document: Mapping[str, Any], path: str) -> Sidecar:
         raise NewerFormatError(f"{path}: format version {version}; this headgate reads version {FORMAT_VERSION}")
     if version != FORMAT_VERSION:
         raise CaptureFileError(f"{path}: format version {version!r}; this headgate reads version {FORMAT_VERSION}")
-    try:
-        return msgspec.convert(dict(document), Sidecar)
-    except msgspec.ValidationError as error:
-        raise CaptureFileError(f"{path}: damaged metadata: {error}") from error
+    with refusing(path, CaptureFileError, "damaged metadata"):
+        sidecar = msgspec.convert(dict(document), Sidecar)
+        for name in sidecar.sites:
+            Site.parse(name)
+        if sidecar.dtype not in ITEM_SIZES or sidecar.num_rows < 0 or sidecar.hidden_size < 1:
+            raise ValueError(f"{sidecar.num_rows} rows of {sidecar.hidden_size} values of {sidecar.dtype}")
+    return sidecar
 
 
 def sidecar_from_strings(metadata: Mapping[str, str], path: str) -> Sidecar:
     """Read what `Sidecar.to_strings` wrote; see `read_sidecar`."""
-    try:
+    with refusing(path, CaptureFileError, "damaged metadata"):
         document = {
             key: value if key in _TEXT_FIELDS else msgspec.json.decode(value) for key, value in metadata.items()
         }
-    except msgspec.DecodeError as error:
-        raise CaptureFileError(f"{path}: damaged metadata: {error}") from error
     return read_sidecar(document, path)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headgate.capture.files.reading import refusing
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
@@ -106,20 +107,18 @@ _SHARED = ("engine_request_id", "num_rows", "hidden_size", "dtype", POSITIONS, T
 
 
 def _read_document(source: Source, path: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(source.read(path, 0, source.size(path)), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise CaptureFileError(f"{path}: partial or damaged: {error}") from error
+    text = source.read(path, 0, source.size(path))
+    with refusing(path, CaptureFileError, "partial or damaged"):
+        document: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
+    return document
 
 
 def _column(document: Mapping[str, Any], key: str, num_rows: int, folder: str) -> Int64Array:
-    try:
-        values = msgspec.convert(document.get(key), list[int])
-    except msgspec.ValidationError as error:
-        raise CaptureFileError(f"{folder}: damaged: {key}: {error}") from error
+    with refusing(folder, CaptureFileError, f"damaged: {key}"):
+        values = np.array(msgspec.convert(document.get(key), list[int]), dtype=np.int64)
     if len(values) != num_rows:
         raise CaptureFileError(f"{folder}: damaged: {len(values)} {key} for {num_rows} rows")
-    return np.array(values, dtype=np.int64)
+    return values
 
 
 def _tensor_ref(source: Source, folder: str, sidecar: Sidecar, name: str) -> TensorRef:

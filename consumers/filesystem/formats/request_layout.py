@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from headgate.capture.files.reading import refusing
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.filesystem.formats.layout import (
@@ -122,12 +123,11 @@ def read_header(source: Source, path: str) -> tuple[dict[str, TensorRef], dict[s
     length = int.from_bytes(source.read(path, 0, min(size, _LENGTH_BYTES)), "little")
     if not 0 < length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
         raise CaptureFileError(f"{path}: partial or no safetensors file: {size} bytes, header of {length}")
-    try:
-        entries = msgspec.json.decode(source.read(path, _LENGTH_BYTES, length), type=dict[str, Any])
+    text = source.read(path, _LENGTH_BYTES, length)
+    with refusing(path, CaptureFileError, "damaged safetensors header"):
+        entries = msgspec.json.decode(text, type=dict[str, Any])
         metadata = msgspec.convert(entries.pop("__metadata__", {}), dict[str, str])
         refs = {name: _tensor_ref(path, _LENGTH_BYTES + length, entry) for name, entry in entries.items()}
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
-        raise CaptureFileError(f"{path}: damaged safetensors header: {error}") from error
     end = max((ref.offset + ref.num_bytes for ref in refs.values()), default=_LENGTH_BYTES + length)
     if end != size:
         raise CaptureFileError(f"{path}: partial: {size} bytes of {end}")

@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from headgate.capture.files.reading import refusing
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.filesystem.formats.layout import (
@@ -309,10 +310,9 @@ def forget_requests(folder: Path, is_kept: Callable[[Sidecar], bool]) -> int:
 
 
 def _read_shared(source: Source, path: str) -> dict[str, Any] | None:
-    try:
-        shared = msgspec.json.decode(source.read(path, 0, source.size(path)), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise CaptureFileError(f"{path}: damaged: {error}") from error
+    text = source.read(path, 0, source.size(path))
+    with refusing(path, CaptureFileError, "damaged"):
+        shared: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
     return shared if shared.get("format") == FORMAT else None
 
 
@@ -320,13 +320,21 @@ def _checked(line: bytes) -> dict[str, Any] | None:
     """The entry of a whole line; None for a partial or damaged one."""
     rest = line[_CHECK_BYTES:]
     head = _CHECK_START + f"{zlib.crc32(rest):08x}".encode() + _CHECK_END
-    return msgspec.json.decode(b"{" + rest, type=dict[str, Any]) if rest and line.startswith(head) else None
+    if not rest or not line.startswith(head):
+        return None
+    try:
+        return msgspec.json.decode(b"{" + rest, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return None  # its check agrees, but nobody of headgate wrote it
 
 
 def _part(
     source: Source, folder: str, shared: Mapping[str, Any], entry: dict[str, Any], sizes: dict[str, int]
 ) -> StoredPart:
-    start, stop = entry.pop("rows")
+    with refusing(folder, CaptureFileError, "damaged: the index has no rows of a request"):
+        start, stop = msgspec.convert(entry.pop("rows"), tuple[int, int])
+        if not 0 <= start <= stop:
+            raise ValueError(f"rows {start} to {stop}")
     sidecar = read_sidecar({**shared, **entry}, folder)
     if stop - start != sidecar.num_rows:
         raise CaptureFileError(f"{folder}: damaged: rows {start} to {stop} of a request with {sidecar.num_rows}")

@@ -1,4 +1,4 @@
-"""Reading files: of this machine, mapped, or of any file system of fsspec, fetched."""
+"""Reading files: of this machine, or of any file system of fsspec, fetched."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Source(Protocol):
 
 
 class LocalSource:
-    """Files of this machine; `array` maps them, so nothing is read before it is used."""
+    """Files of this machine. None is mapped: of one that is cut off meanwhile, a page would kill the process."""
 
     def names(self, path: str) -> Sequence[tuple[str, bool]]:
         try:
@@ -82,7 +82,10 @@ class LocalSource:
             return np.empty(0, dtype=np.uint8)
         if offset + size > self.size(path):
             raise CaptureFileError(f"{path}: partial: {offset + size} bytes expected, {self.size(path)} found")
-        return np.memmap(path, dtype=np.uint8, mode="c", offset=offset, shape=(size,))
+        found = np.fromfile(path, np.uint8, size, offset=offset)
+        if len(found) < size:
+            raise CaptureFileError(f"{path}: partial: it was cut off while it was read")
+        return found
 
 
 class RemoteSource:

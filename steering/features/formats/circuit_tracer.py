@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import yaml  # type: ignore[import-untyped]
 
+from headgate.capture.files.reading import read_text, refusing
+from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.formats.norm_gain import place_of_reads
-from headgate.steering.features.formats.tensor_names import MATRICES, Names, read_weights
+from headgate.steering.features.formats.tensor_names import MATRICES, Names, expect_only, read_weights
 from headgate.steering.features.hook_names import site_of
 from headgate.steering.features.source_coder import Hints, Kind, SourceCoder
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
@@ -53,7 +55,7 @@ def read(path: Path, hints: Hints) -> SourceCoder:
     if kind == "cross_layer_transcoder":
         return _read_cross_layer(folder, layer, config_path, config)
     raise FeatureFileError(
-        f"{config_path}: model_kind {kind!r} is not supported; known: transcoder_set, cross_layer_transcoder"
+        f"{config_path}: model_kind {shown(kind)} is not supported; known: transcoder_set, cross_layer_transcoder"
     )
 
 
@@ -62,10 +64,8 @@ def _config(folder: Path) -> tuple[Path, Mapping[str, Any]]:
         path = folder / name
         if not path.is_file():
             continue
-        try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise FeatureFileError(f"{path}: expected an object of YAML: {error}") from error
+        with refusing(path, FeatureFileError, "expected an object of YAML"):
+            found = yaml.safe_load(read_text(path, FeatureFileError))
         if not isinstance(found, dict):
             raise FeatureFileError(f"{path}: expected an object of YAML, got {type(found).__name__}")
         return path, found if name == CONFIG else _MLP
@@ -83,7 +83,7 @@ def _file(folder: Path, name: str, config_path: Path, config: Mapping[str, Any])
 def _hook(config: Mapping[str, Any], key: str, path: Path) -> str:
     hook = config.get(key)
     if not isinstance(hook, str):
-        raise FeatureFileError(f"{path}: {key}: expected a hook of TransformerLens, got {hook!r}")
+        raise FeatureFileError(f"{path}: {key}: expected a hook of TransformerLens, got {shown(hook)}")
     return hook
 
 
@@ -104,6 +104,7 @@ def _threshold(file: TensorFile, name: str, num_features: int) -> Any:
 def _read_layer(folder: Path, layer: int, config_path: Path, config: Mapping[str, Any], hints: Hints) -> SourceCoder:
     file = _file(folder, f"layer_{layer}.safetensors", config_path, config)
     weights = read_weights(file, _BY_ROWS)
+    expect_only(file, (*_BY_ROWS.tensors, "W_skip", _THRESHOLD), "circuit-tracer")
     threshold = _threshold(file, _THRESHOLD, len(weights["bias"]))
     hook = _hook(config, "feature_input_hook", config_path)
     read_site, gain = place_of_reads(layer, hook, hints, str(config_path))
@@ -127,7 +128,7 @@ def _read_cross_layer(folder: Path, layer: int, config_path: Path, config: Mappi
     names = Names(f"W_enc_{layer}", f"W_dec_{layer}", f"b_enc_{layer}", f"b_dec_{layer}", True, True)
     decoder, bias = writes[names.decoder], reads[names.bias].read()
     constant = reads[names.decoder_bias].read()
-    if decoder.values.ndim != 3:
+    if len(decoder.shape) != 3:
         raise FeatureFileError(f"{decoder.where}: expected features, layers, width; got {list(decoder.shape)}")
     num_layers = decoder.shape[1]
     decoder.expect((len(bias), num_layers, len(constant)), "features, layers, width")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.schema.sites import HOOK_NAMES, Site
-from headgate.steering.features.formats.tensor_names import LINEAR, MATRICES, Names, read_weights
+from headgate.steering.features.formats.tensor_names import LINEAR, MATRICES, Names, expect_only, read_weights
 from headgate.steering.features.source_coder import Hints, Kind, SourceCoder, one_of, read_json
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
 
@@ -26,6 +26,14 @@ _NAMES: dict[str, Names] = {
     "GatedAutoEncoder": LINEAR._replace(bias="gate_bias", decoder_bias="decoder_bias"),
     "JumpReluAutoEncoder": MATRICES,
 }
+_BESIDE: dict[str, tuple[str, ...]] = {
+    "AutoEncoderTopK": ("k", "threshold"),
+    "BatchTopKSAE": ("k", "threshold"),
+    "MatryoshkaBatchTopKSAE": ("k", "threshold", "group_sizes"),
+    "GatedAutoEncoder": ("r_mag", "mag_bias"),
+    "JumpReluAutoEncoder": ("threshold",),
+}
+"""Tensors of each class beside those of `_NAMES`."""
 _BY_BATCH = ("BatchTopKSAE", "MatryoshkaBatchTopKSAE")
 _NO_SUBTRACTION = ("JumpReluAutoEncoder", "AutoEncoderNew")
 _FOLDERS = {"resid_pre": "pre_attn", "resid_post": "post_mlp", "attn_out": "attn_out", "mlp_out": "mlp_out"}
@@ -52,6 +60,7 @@ def read(path: Path, hints: Hints) -> SourceCoder:
     shape = (one_of(trainer, "dict_size", config_path, int), one_of(trainer, "activation_dim", config_path, int))
     weights["encoder"].expect(shape, "dict_size, activation_dim of config.json")
     kind = _kind(name)
+    expect_only(file, (*_NAMES[name].tensors, *_BESIDE.get(name, ())), "dictionary_learning")
     return SourceCoder(
         format="dictionary_learning",
         paths=(config_path, path / WEIGHTS),

@@ -17,7 +17,7 @@ import numpy as np
 
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.features.formats.norm_gain import BEFORE_GAIN, place_of_reads
-from headgate.steering.features.formats.tensor_names import MATRICES, read_weights
+from headgate.steering.features.formats.tensor_names import MATRICES, expect_only, read_weights
 from headgate.steering.features.hook_names import site_of
 from headgate.steering.features.source_coder import Hints, Kind, SourceCoder, Vector, read_json
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
@@ -93,6 +93,7 @@ def _weights(file: TensorFile, layer: int | None = None) -> dict[str, Any]:
 
 def _read_first(path: Path, file: TensorFile, hints: Hints) -> SourceCoder:
     weights = _weights(file)
+    expect_only(file, (*MATRICES.tensors, "threshold", "scaling_factor"), "the loader of Gemma Scope")
     folder = path.resolve().parent
     parts = "/".join(folder.parts)
     l0 = re.search(r"average_l0_(\d+)", parts)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.schema.sites import Site
+from headgate.steering.features.formats.tensor_names import expect_only
 from headgate.steering.features.hook_names import site_of
 from headgate.steering.features.source_coder import Hints, Kind, Norm, SourceCoder, one_of, read_json
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
@@ -54,6 +55,7 @@ def read(path: Path, hints: Hints) -> SourceCoder:
     is_transcoder = "transcoder" in config["architecture"]
     out = one_of(config, "d_out", config_path, int) if is_transcoder else width
     norm, scale = _norm(config, config_path, hints)
+    _check_tensors(file, kind, config["architecture"])
     return SourceCoder(
         format="saelens",
         paths=(config_path, path / WEIGHTS),
@@ -74,6 +76,21 @@ def read(path: Path, hints: Hints) -> SourceCoder:
         write_sites=_write_sites(metadata, config_path) if is_transcoder else (),
         model=metadata.get("model_name"),
     )
+
+
+def _check_tensors(file: TensorFile, kind: Kind, architecture: str) -> None:
+    """Check that SAELens would load the weights: it takes no others, and no factors but 1 without their flag."""
+    factors = file.get("scaling_factor")
+    if factors is not None and not np.allclose(factors.read(), 1):
+        raise FeatureFileError(
+            f"{factors.where}: not all 1, but finetuning_scaling_factor is off, so SAELens refuses it; fold it into "
+            "W_dec and save again"
+        )
+    names = ["W_enc", "W_dec", "b_dec", "scaling_factor"]
+    names += ["b_gate", "r_mag", "b_mag"] if kind is Kind.GATED else ["b_enc"]
+    names += ["threshold"] if kind is Kind.JUMPRELU else []
+    names += ["W_skip"] if "skip" in architecture else []
+    expect_only(file, names, "SAELens")
 
 
 def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.features.formats.tensor_names import LINEAR, read_weights
+from headgate.steering.features.formats.tensor_names import LINEAR, expect_only, read_weights
 from headgate.steering.features.hook_names import site_of
 from headgate.steering.features.source_coder import Hints, Kind, SourceCoder, one_of, read_json
 from headgate.steering.features.tensors import FeatureFileError, open_tensors
@@ -43,8 +43,10 @@ def read(path: Path, hints: Hints) -> SourceCoder:
     num_features = config.get("num_latents") or width * one_of(config, "expansion_factor", config_path, int)
     weights["encoder"].expect((num_features, width), "num_latents or expansion_factor, and d_in, of cfg.json")
     transcodes = bool(config.get("transcode", False))
-    if config.get("skip_connection") and "W_skip" not in file:
+    skips = bool(config.get("skip_connection"))
+    if skips and "W_skip" not in file:
         raise FeatureFileError(f"{config_path}: skip_connection, but {file.path} has no W_skip")
+    expect_only(file, (*_NAMES.tensors, *(["W_skip"] if skips else [])), "sparsify")
     read_site, write_sites = _sites(path, hints, transcodes=transcodes)
     k = one_of(config, "k", config_path, int)
     return SourceCoder(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from headgate.steering.features.tensors import TensorFile
+from headgate.steering.features.tensors import FeatureFileError, TensorFile
 
 
 class Names(NamedTuple):
@@ -26,6 +27,11 @@ class Names(NamedTuple):
     encodes_by_rows: bool
     decodes_by_rows: bool
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All names."""
+        return self[:4]
+
 
 LINEAR = Names("encoder.weight", "decoder.weight", "encoder.bias", "decoder.bias", True, False)
 """Of PyTorch's ``nn.Linear``, which keeps matrices as output times input."""
@@ -41,10 +47,10 @@ def read_weights(file: TensorFile, names: Names) -> dict[str, Any]:
         FeatureFileError: If one is missing, or of a shape that does not go with the biases.
     """
     bias, out = file[names.bias], file[names.decoder_bias]
-    (num_features,) = bias.expect((bias.values.size,), "one axis").shape
-    (out_width,) = out.expect((out.values.size,), "one axis").shape
+    (num_features,) = bias.expect((bias.size,), "one axis").shape
+    (out_width,) = out.expect((out.size,), "one axis").shape
     encoder, decoder = file[names.encoder], file[names.decoder]
-    width = encoder.values.size // max(1, num_features)
+    width = encoder.size // max(1, num_features)
     expected = (num_features, width) if names.encodes_by_rows else (width, num_features)
     encoder.expect(expected, f"features of {names.bias}, width")
     expected = (num_features, out_width) if names.decodes_by_rows else (out_width, num_features)
@@ -55,3 +61,18 @@ def read_weights(file: TensorFile, names: Names) -> dict[str, Any]:
         "bias": bias.read(),
         "decoder_biases": (out.read(),),
     }
+
+
+def expect_only(file: TensorFile, names: Iterable[str], loader: str) -> None:
+    """Check that a file has no tensors but those that its producer's own loader takes.
+
+    What a tensor of another name does is not known here, and the loader refuses it.
+
+    Raises:
+        FeatureFileError: If it has others.
+    """
+    if others := sorted(set(file.tensors) - set(names)):
+        raise FeatureFileError(
+            f"{file.path}: {loader} does not load it with this configuration: it has the tensors "
+            f"{', '.join(others[:8])} beside; configuration and weights are not of one SAE"
+        )

@@ -165,7 +165,7 @@ def test_a_set_goes_on_behind_records_that_are_no_prompts(tmp_path: Path) -> Non
         try:
             found.append(record.prompt())
         except ConfigError as error:
-            found.append(str(error).partition(": expected")[0].partition(": not JSON")[0])
+            found.append(str(error).partition(": expected")[0].partition(": not JSON")[0].partition(": byte")[0])
 
     assert found == ["a", *(f"prompts: {path}, line {number}" for number in (2, 3, 4)), "b"]
 

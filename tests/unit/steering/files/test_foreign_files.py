@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -267,8 +268,65 @@ def test_wrong_metadata_of_a_refusal_direction_is_refused(tmp_path: Path) -> Non
     torch.save(ROW, tmp_path / "direction.pt")
     (tmp_path / "direction_metadata.json").write_text('{"layer": "x"}')
 
-    with pytest.raises(VectorFileError, match=r"direction_metadata\.json: Expected `int \| null`"):
+    with pytest.raises(VectorFileError, match=r"direction_metadata\.json: .*Expected `int \| null`"):
         load(tmp_path / "direction.pt")
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors", ".pt"])
+def test_a_tensor_is_named_where_a_file_does_not_say_what_it_has(suffix: str, tmp_path: Path) -> None:
+    path, two = tmp_path / f"v{suffix}", np.stack([ROW.numpy(), 2 * ROW.numpy()])
+    if suffix == ".npy":
+        np.save(path, ROW.numpy())
+    elif suffix == ".npz":
+        np.savez(path, **{"model.refusal": ROW.numpy(), "all": two})
+    elif suffix == ".pt":
+        torch.save({"model.refusal": ROW, "all": torch.from_numpy(two)}, path)
+    else:
+        safetensors.torch.save_file({"model.refusal": ROW, "all": torch.from_numpy(two)}, path)
+    named = f"{path}@layer=13" if suffix == ".npy" else f"{path}@tensor=model.refusal,layer=13"
+
+    found = load(named)
+
+    assert found.vectors == PhaseVectors.from_rows({Site.parse("13.post_mlp"): ROW.numpy()})
+    assert (found.metadata["format"], found.metadata["acts_on"]) == ("tensor", "not known: the file does not tell")
+    assert load(f"{named},hook=pre_attn").vectors.sites == (Site.parse("13.pre_attn"),)
+    if suffix != ".npy":
+        assert load(path, tensor="all", concept=1, layer=2).vectors == PhaseVectors.from_rows(
+            {Site.parse("2.post_mlp"): 2 * ROW.numpy()}
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"tensor": "other", "layer": 3},
+            r"no tensor 'other'; it has i \[6\], a \[6\], b \[2, 6\]. Choose one",
+        ),
+        ({"layer": 3}, r"layer=3: a file of the format safetensors has no use for it"),
+        ({"tensor": "a"}, r"tensor 'a' does not tell the layer; give it: layer=N, or v.safetensors@layer=N"),
+        ({"tensor": "b", "layer": 3}, r"tensor 'b' has the shape \[2, 6\]; give the row that is the vector: concept=N"),
+        ({"tensor": "b", "layer": 3, "concept": 2}, "there is no row 2; the file has 0 to 1"),
+        ({"tensor": "a", "layer": 3, "concept": 0}, "concept=0: tensor 'a' is one vector"),
+        ({"tensor": "a", "layer": 3, "hook": "resid"}, "hook 'resid': expected one of pre_attn, "),
+        ({"tensor": "i", "layer": 3}, "expected real numbers, got elements of type int64"),
+        ({"tensor": "a", "layer": 3, "format": "json"}, "layer=3: a file of the format json has no use for it"),
+        ({}, r"tensor 'i': expected TIER/LAYER.HOOK .* v.safetensors@tensor=i,layer=N"),
+    ],
+)
+def test_a_tensor_that_cannot_be_a_vector_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(6), "b": torch.ones(2, 6), "i": torch.ones(6, dtype=torch.int64)}
+    safetensors.torch.save_file(tensors, tmp_path / "v.safetensors")
+
+    with pytest.raises(VectorFileError, match=message):
+        load(tmp_path / "v.safetensors", **options)
+
+
+def test_an_array_of_objects_is_not_loaded_and_says_how_it_can_be(tmp_path: Path) -> None:
+    np.save(tmp_path / "v.npy", np.asarray({1: [2.0]}, object), allow_pickle=True)
+
+    with pytest.raises(VectorFileError, match=r"holds pickled objects, which are not loaded.*vectors converter numpy"):
+        load(tmp_path / "v.npy", layer=3)
 
 
 def test_a_source_is_a_path_with_options(tmp_path: Path) -> None:

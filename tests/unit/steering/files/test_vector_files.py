@@ -175,6 +175,25 @@ def gguf_with(arch: str, name: str) -> Any:
     return write
 
 
+def gguf_that_says(key: str) -> Any:
+    def write(path: Path) -> None:
+        writer = gguf.GGUFWriter(path, "controlvector")
+        writer.add_string(key, "projection")
+        writer.add_tensor("direction.1", RAMP)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    return write
+
+
+def endless(path: Path) -> None:
+    """A file that says it has 2**60 fields."""
+    content = whole(path)
+    path.write_bytes(content[:16] + (1 << 60).to_bytes(8, "little") + content[24:])
+
+
 def whole(path: Path) -> bytes:
     save(path, vectors(1))
     return path.read_bytes()
@@ -187,10 +206,22 @@ def whole(path: Path) -> bytes:
         ("v.safetensors", lambda path: path.write_bytes(b""), "not a safetensors file"),
         ("v.safetensors", lambda path: path.write_bytes(b"GGUF" * 9), "not a safetensors file"),
         ("v.safetensors", lambda path: path.write_bytes(whole(path)[:-1]), "cut off or damaged"),
-        ("v.safetensors", lambda path: path.write_bytes(whole(path).replace(b'"F32"', b'"I32"')), "got I32"),
-        ("v.safetensors", with_tensor("layers.1", torch.ones(4)), "not a site: 'layers.1'"),
+        (
+            "v.safetensors",
+            lambda path: path.write_bytes(whole(path).replace(b'"F32"', b'"I32"')),
+            "elements of type int32",
+        ),
+        (
+            "v.safetensors",
+            with_tensor("layers.1", torch.ones(4)),
+            "; it has layers.1 .*safetensors@tensor=layers.1,",
+        ),
         ("v.safetensors", with_tensor("other/1.post_mlp", torch.ones(4)), "with a tier of vectors"),
-        ("v.safetensors", with_tensor("1.post_mlp", torch.ones(4, dtype=torch.int32)), "got I32"),
+        (
+            "v.safetensors",
+            with_tensor("1.post_mlp", torch.ones(4, dtype=torch.int32)),
+            "elements of type int32",
+        ),
         ("v.safetensors", with_tensor("1.post_mlp", torch.ones(2, 4)), r"expected the shape \[hidden\]"),
         ("v.safetensors", with_tensor("1.post_mlp", torch.full((4,), torch.nan)), "not finite"),
         ("v.safetensors", with_tensor("1.post_mlp", torch.zeros(4)), "no vector other than zero"),
@@ -207,6 +238,12 @@ def whole(path: Path) -> bytes:
         ("v.gguf", lambda path: path.write_bytes(b"nope" * 20), "magic"),
         ("v.gguf", lambda path: path.write_bytes(whole(path)[:-16]), ""),
         ("v.gguf", gguf_with("llama", "direction.1"), "expected a GGUF file of controlvector, got 'llama'"),
+        (
+            "v.gguf",
+            gguf_that_says("controlvector.method"),
+            "controlvector.method = 'projection', which may",
+        ),
+        ("v.gguf", endless, "damaged|which GGUF has not"),
         ("v.gguf", gguf_with("controlvector", "blk.1.ffn"), "got 'blk.1.ffn'"),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",

@@ -136,6 +136,17 @@ def test_saelens_refuses_by_name(name: str, tmp_path: Path) -> None:
         read(saelens(tmp_path, only(*MATRICES), **{"architecture": "standard", **config}))
 
 
+def test_what_saelens_itself_refuses_is_refused(tmp_path: Path) -> None:
+    tensors = only(*MATRICES)
+    ones, other = np.ones(FEATURES, np.float32), np.full(FEATURES, 2, np.float32)
+
+    agrees(read(saelens(tmp_path / "a", {**tensors, "scaling_factor": ones})), Reference(Kind.RELU, subtracts=True))
+    with pytest.raises(FeatureFileError, match="'scaling_factor': not all 1, but finetuning_scaling_factor is off"):
+        read(saelens(tmp_path / "b", {**tensors, "scaling_factor": other}))
+    with pytest.raises(FeatureFileError, match=r"SAELens does not load it .* it has the tensors threshold beside"):
+        read(saelens(tmp_path / "c", {**tensors, "threshold": ones}, architecture="standard"))
+
+
 def test_a_matrix_that_lies_the_other_way_round_is_refused(tmp_path: Path) -> None:
     for name in ("W_enc", "W_dec"):
         folder = saelens(tmp_path / name, transposed(only(*MATRICES), name), architecture="standard")

@@ -63,6 +63,9 @@ def test_sparsify_transcoders_read_the_mlps_input_and_subtract_nothing(tmp_path:
     np.testing.assert_allclose(coder.decode(a, x), expected, atol=1e-5)
     assert places(coder) == ["5.mlp_in", "5.mlp_out"]
 
+    put(folder / "cfg.json", {**config, "skip_connection": False})
+    with pytest.raises(FeatureFileError, match=r"sparsify does not load it .* it has the tensors W_skip beside"):
+        read(folder)
     put(folder / "cfg.json", {**config, "signed": True})
     with pytest.raises(FeatureFileError, match="'topk', signed is not supported"):
         read(folder)
