@@ -39,6 +39,7 @@ EVERY_TIME: tuple[str, ...] = ("capture", "consumers")
 """Guides that `make test` runs; those below run in `make test-extended`."""
 
 EXTENDED: tuple[str, ...] = (
+    "../index",
     *("chats", "server", "datasets", "harvest", "moments", "reward", "stream"),
     *("controllers", "dynamic"),
 )
