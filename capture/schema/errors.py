@@ -6,7 +6,9 @@
     ├── ConfigError          what the operator configured cannot be served (ValueError)
     ├── RequestError         what one request asked for cannot be served; HTTP 400 (ValueError)
     ├── ForbiddenError       a client's key does not allow what it asked for; HTTP 403 (PermissionError)
+    │   ├── UnknownKeyError  it has shown a key that is not known; HTTP 401
     │   └── QuotaError       its key has used up what it may; HTTP 429
+    │       └── UncountedError  what it has used cannot be counted now; HTTP 503
     ├── OverloadedError      too many others want the same; HTTP 503 with Retry-After (RuntimeError)
     ├── UnsupportedError     this vLLM, this model or this engine setting cannot be served (RuntimeError)
     ├── EngineStateError     engine cores of one server hold different state (RuntimeError)
@@ -19,6 +21,7 @@
 from __future__ import annotations
 
 import reprlib
+from typing import ClassVar
 
 MAX_FIELD = 300
 """Characters of a field's path in an error: clients may choose the names in it."""
@@ -65,12 +68,21 @@ class ForbiddenError(HeadgateError, PermissionError):
 
     Attributes:
         field: Path of the field that its key does not allow; None if it concerns all of the request.
+        status: Of the HTTP answer.
     """
+
+    status: ClassVar[int] = 403
 
     def __init__(self, message: str, field: str | None = None) -> None:
         self.field = None if field is None else _named(field)
         text = _encodable(message)
         super().__init__(text if self.field is None else f"{self.field}: {text}")
+
+
+class UnknownKeyError(ForbiddenError):
+    """A client has shown a key that is not known, or not any more, beside what would belong to it."""
+
+    status = 401
 
 
 class QuotaError(ForbiddenError):
@@ -80,9 +92,17 @@ class QuotaError(ForbiddenError):
         retry_after_s: Seconds until the quota is whole again; None if that depends on requests that run.
     """
 
+    status = 429
+
     def __init__(self, message: str, field: str | None, retry_after_s: int | None) -> None:
         super().__init__(message, field)
         self.retry_after_s = retry_after_s
+
+
+class UncountedError(QuotaError):
+    """The use of a key cannot be counted now, since its file cannot be read or written; nothing was counted."""
+
+    status = 503
 
 
 class OverloadedError(HeadgateError, RuntimeError):

@@ -5,20 +5,18 @@ Counted in SQLite: in a file that the operator names, which outlives restarts an
 
 from __future__ import annotations
 
-import logging
 import os
 import sqlite3
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from threading import Lock
 
 from headgate.capture.engine.access.access_key import AccessKey
-from headgate.capture.schema.errors import ConfigError, QuotaError
-
-logger = logging.getLogger("headgate")
+from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.schema.errors import ConfigError, QuotaError, UncountedError
 
 BUSY_S = 0.5
 """Seconds that another process may hold the file; its changes take a fraction of a millisecond."""
@@ -50,7 +48,10 @@ class Usage:
         self._process = _process_of(os.getpid()) or str(os.getpid())
         self._lock = Lock()
         self._settled: deque[tuple[Charge, int, int]] = deque()
-        """Requests that are over and still counted: whoever holds the lock takes them off."""
+        """Requests that are over and still counted: whoever holds the lock takes them off, as soon as the file can be
+        written. They are no more than were admitted, and none is admitted before they are taken off."""
+        self._name = "in memory" if path is None else path.name
+        self._log = SparseLog(f"headgate: usage file {path}")
         try:
             if path is not None:
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
@@ -68,7 +69,8 @@ class Usage:
         """Refuse a request that could capture `num_bytes` if a quota of its key has no room for it.
 
         Raises:
-            QuotaError: For `field`, with what was used and when it is whole again.
+            QuotaError: For `field`, with what was used and when it is whole again; an `UncountedError`, if the file
+                cannot be written.
         """
         if key.limits.are_counted:
             with self._changing(field):
@@ -100,19 +102,24 @@ class Usage:
         if self._lock.acquire(blocking=False):
             try:
                 self._settle_all()
+            except sqlite3.Error as error:
+                self._log.warning(f"a capture of {charge.name!r} is over, and stays counted until this works: {error}")
             finally:
                 self._lock.release()
 
     def _settle_all(self) -> None:
+        """Take off all that are over, in order.
+
+        Raises:
+            sqlite3.Error: If the file cannot be written; those that are left are taken off by the next call.
+        """
         while self._settled:
-            charge, num_bytes, num_requests = self._settled.popleft()
-            change = {"bytes": num_bytes - charge.num_bytes, "requests": num_requests - 1}
-            day = {"name": charge.name, "day": charge.day, **change}
-            try:
-                self._file.execute(_ADD_DAY, day)
+            charge, num_bytes, num_requests = self._settled[0]
+            day = {"name": charge.name, "day": charge.day, "bytes": num_bytes - charge.num_bytes}
+            with self._transaction():
+                self._file.execute(_ADD_DAY, {**day, "requests": num_requests - 1})
                 self._file.execute(_ADD_RUNNING, {"process": self._process, "name": charge.name, "requests": -1})
-            except sqlite3.Error as error:
-                logger.warning("headgate: a capture of %r stays counted with all it could take: %s", charge.name, error)
+            self._settled.popleft()
 
     def used(self, name: str) -> tuple[int, int, int]:
         """Bytes and requests of a key today, and its requests that run."""
@@ -154,19 +161,34 @@ class Usage:
 
     @contextmanager
     def _changing(self, field: str) -> Iterator[None]:
-        """Hold the file, so that no other process counts in between."""
+        """Hold the file, so that no other process counts in between; what fails has changed nothing.
+
+        Raises:
+            UncountedError: For `field`, if the file cannot be read or written.
+        """
         with self._lock:
-            self._settle_all()
             try:
-                self._file.execute("BEGIN IMMEDIATE")
-            except sqlite3.OperationalError as error:
-                raise QuotaError(f"quotas cannot be counted now ({error}); try again", field, 1) from error
-            try:
-                yield
-            except BaseException:
-                self._file.execute("ROLLBACK")
-                raise
+                self._settle_all()
+                with self._transaction():
+                    yield
+            except sqlite3.Error as error:
+                self._log.warning(f"requests of keys with quotas are refused: {error}")
+                raise UncountedError(
+                    f"quotas cannot be counted now (usage file {self._name}: {error}); nothing was counted, try again",
+                    field,
+                    1,
+                ) from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._file.execute("BEGIN IMMEDIATE")
+        try:
+            yield
             self._file.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):  # of some errors SQLite itself ends the transaction
+                self._file.execute("ROLLBACK")
+            raise
 
 
 class Charge:

@@ -34,7 +34,7 @@ _AS_CLIENT_ERROR = _AsClientError()
 def as_client_error() -> _AsClientError:
     """Turn our errors into those that vLLM's servers answer, naming the field as ``param``.
 
-    A `RequestError` is answered with status 400, a `ForbiddenError` with 403, a `QuotaError` with 429.
+    A `RequestError` is answered with status 400, a `ForbiddenError` with its own: 401, 403, 429 or 503.
     """
     return _AS_CLIENT_ERROR
 
@@ -97,15 +97,14 @@ def _refused(error: ForbiddenError) -> Exception:
 
 @functools.cache
 def refused_error() -> Any:
-    """Make the class of errors that are answered with 403 and 429; `answer_refused` answers them."""
+    """Make the class of errors about what clients may do; `answer_refused` answers them."""
     from fastapi import HTTPException
 
     class RefusedError(HTTPException):
         """A `ForbiddenError` for the server."""
 
         def __init__(self, error: ForbiddenError) -> None:
-            is_used_up = isinstance(error, QuotaError)
-            super().__init__(429 if is_used_up else 403, str(error))
+            super().__init__(error.status, str(error))
             self.field = error.field
             if isinstance(error, QuotaError) and error.retry_after_s is not None:
                 self.headers = {"Retry-After": str(error.retry_after_s)}

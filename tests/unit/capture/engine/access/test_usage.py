@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sqlite3
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -15,7 +16,7 @@ import pytest
 from headgate.capture.engine.access import usage as usage_module
 from headgate.capture.engine.access.access_key import AccessKey, KeyLimits, digest_of
 from headgate.capture.engine.access.usage import Usage
-from headgate.capture.schema.errors import ConfigError, QuotaError
+from headgate.capture.schema.errors import ConfigError, QuotaError, UncountedError
 
 
 def key(name: str = "alice", **limits: int) -> AccessKey:
@@ -144,3 +145,67 @@ def test_a_file_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     for name in ("text", "link", "missing/usage"):
         with pytest.raises(ConfigError, match="usage file"):
             Usage(tmp_path / name)
+
+
+@pytest.fixture
+def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A file of counts, and a program that holds it for as long as its transaction lasts."""
+    monkeypatch.setattr(usage_module, "BUSY_S", 0.0)
+    path = tmp_path / "usage.sqlite"
+    counts = Usage(path)
+    other = sqlite3.connect(path, isolation_level=None)
+    yield counts, other
+    other.close()
+    counts.close()
+
+
+def test_a_capture_that_ends_while_the_file_cannot_be_written_is_taken_off_by_the_next(locked: Any) -> None:
+    usage, other = locked
+    alice = key(max_concurrent_requests=1, max_bytes_per_day=1000)
+    charge = usage.charge(alice, 900, "capture.files")
+    other.execute("BEGIN IMMEDIATE")
+    charge.settle(300)
+    assert usage.used("alice") == (900, 1, 1)
+
+    with pytest.raises(UncountedError, match=r"usage file usage\.sqlite: database is locked.* try again") as raised:
+        usage.charge(alice, 700, "capture.files")
+    assert (raised.value.field, raised.value.status, raised.value.retry_after_s) == ("capture.files", 503, 1)
+    other.execute("ROLLBACK")
+
+    assert usage.charge(alice, 700, "capture.files") is not None
+    assert usage.used("alice") == (1000, 2, 1)
+
+
+def test_what_a_full_disk_lets_nobody_count_is_a_503_and_not_counted(tmp_path: Path) -> None:
+    usage = Usage(tmp_path / "usage.sqlite")
+    (pages,) = usage._file.execute("PRAGMA page_count").fetchone()
+    usage._file.execute(f"PRAGMA max_page_count = {pages}")
+    refused: dict[str, UncountedError] = {}
+    for number in range(200):  # a page of names is soon full
+        try:
+            usage.charge(key(f"{number:064}", max_requests_per_day=1), 1, "capture.files")
+        except UncountedError as error:
+            refused[f"{number:064}"] = error
+
+    assert refused
+    for name, error in refused.items():
+        assert "database or disk is full" in str(error)
+        assert usage.used(name) == (0, 0, 0)
+    usage._file.execute("PRAGMA max_page_count = 1000000")
+    assert all(usage.charge(key(name, max_requests_per_day=1), 1, "capture.files") for name in refused)
+    usage.close()
+
+
+def test_half_of_a_settlement_is_none(tmp_path: Path) -> None:
+    usage = Usage(tmp_path / "usage.sqlite")
+    charge = usage.charge(key(max_concurrent_requests=1), 900, "capture.files")
+    assert charge is not None
+    usage._file.execute("CREATE TEMP TRIGGER stop BEFORE UPDATE ON running BEGIN SELECT RAISE(ABORT, 'no'); END")
+    charge.settle(300)
+    assert usage.used("alice") == (900, 1, 1)
+
+    usage._file.execute("DROP TRIGGER stop")
+    usage.check(key(max_concurrent_requests=1), 0, "capture.files")
+
+    assert usage.used("alice") == (300, 1, 0)
+    usage.close()
