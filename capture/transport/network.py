@@ -11,7 +11,6 @@ import base64
 import ipaddress
 import os
 import secrets
-import stat
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +20,7 @@ import zmq.utils.z85 as z85
 
 from headgate.capture.schema.config import NetworkConfig
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
+from headgate.capture.schema.secret_files import read_secret
 
 ENVIRONMENT = "HEADGATE_NETWORK_KEYS"
 """The variable that may hold the keys themselves, as `NetworkKeys.text`, in place of a file."""
@@ -73,6 +73,7 @@ class NetworkKeys:
         socket.curve_server = True
         socket.curve_secretkey = z85.encode(self.listening)
         socket.zap_domain = DOMAIN
+        socket.zap_enforce_domain = True  # without somebody who checks keys, nobody is let in
 
     def secure_connecting(self, socket: zmq.Socket[bytes]) -> None:
         """Talk only to front ends."""
@@ -192,13 +193,9 @@ def read_keys(config: NetworkConfig) -> NetworkKeys:
         return NetworkKeys.parse(text, ENVIRONMENT)
     path = Path(config.keys_file)
     try:
-        mode, text = path.stat().st_mode, path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"network.keys_file: {path} cannot be read ({error}); {_ADVICE}") from error
-    if mode & (stat.S_IROTH | stat.S_IWOTH):
-        raise ConfigError(
-            f"network.keys_file: everybody may read or change {path}; chmod 600 it (in Kubernetes: defaultMode: 0400)"
-        )
+        text = read_secret(path, "network.keys_file").decode("utf-8", "replace")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_ADVICE}") from error
     return NetworkKeys.parse(text, str(path))
 
 

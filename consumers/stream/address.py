@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from headgate.capture.schema.errors import ConfigError, shown
+from headgate.capture.schema.secret_files import read_secret
 
 TOKEN_VARIABLE = "HEADGATE_STREAM_TOKEN"  # noqa: S105  (the name of a variable)
 MIN_TOKEN = 16
@@ -117,11 +118,15 @@ def parse_address(text: object) -> Address:
     raise ConfigError(wanted)
 
 
-def read_token(file: str | None) -> bytes | None:
+def read_token(file: str | None, *, is_reader: bool = False) -> bytes | None:
     """The token in a file, or in the environment if none is named; None if there is none.
 
+    Args:
+        file: Its path.
+        is_reader: The token is shown to a server, whose user may own the file.
+
     Raises:
-        ConfigError: If the file cannot be read, or the token is too short.
+        ConfigError: If the file cannot be read, if others may read or change it, or the token is too short.
     """
     if file is None:
         token, where = os.environ.get(TOKEN_VARIABLE, "").strip().encode(), TOKEN_VARIABLE
@@ -129,10 +134,7 @@ def read_token(file: str | None) -> bytes | None:
             return None
     else:
         where = f"token_file {file}"
-        try:
-            token = Path(file).expanduser().read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(f"{where}: {error}") from error
+        token = read_secret(Path(file).expanduser(), "token_file", is_reader=is_reader).strip()
     if len(token) < MIN_TOKEN:
         raise ConfigError(f"{where}: the token has {len(token)} characters; expected at least {MIN_TOKEN}")
     return token

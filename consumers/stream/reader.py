@@ -87,9 +87,8 @@ class StreamReader(Iterator[StreamBatch]):
         self.num_lacking = 0
         self._batch_size = batch_size
         self._is_auto = acknowledge == "auto"
-        self._line = _Line(
-            parse_address(address), read_token(None if token_file is None else os.fspath(token_file)), reconnect_s
-        )
+        token = read_token(None if token_file is None else os.fspath(token_file), is_reader=True)
+        self._line = _Line(parse_address(address), token, reconnect_s)
         self._waiting: deque[RequestRows] = deque()
         self._num_rows = 0  # in _waiting
         self._sizes: deque[tuple[int, int]] = deque()  # number and bytes of each batch that is not acknowledged

@@ -20,9 +20,7 @@ import msgspec
 from headgate.capture.engine.access.access_key import AccessKey
 from headgate.capture.files.reading import refusing
 from headgate.capture.schema.errors import ConfigError
-
-MAX_BYTES = 4 << 20
-"""Of a file of keys: some ten thousand keys."""
+from headgate.capture.schema.secret_files import read_secret
 
 Version = tuple[int, int, int]
 """A file's modification time in nanoseconds, inode and size: if none has changed, neither has the content."""
@@ -53,38 +51,16 @@ def read_keys(path: Path, roles: Callable[[], Collection[str]]) -> tuple[AccessK
         ConfigError: If it cannot be read, others than its owner could change it or everybody could read it, or if
             anything in it is wrong.
     """
-    try:
-        with path.open("rb") as file:
-            _check_owner(path, os.fstat(file.fileno()))
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"keys file {path}: {error.strerror or error}") from error
+    content = read_secret(path, "keys file")
     return parse_keys(path, content, roles)
 
 
 def parse_keys(path: Path, content: bytes, roles: Callable[[], Collection[str]]) -> tuple[AccessKey, ...]:
     """Read the content of the file of keys at `path`; see `read_keys`."""
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"keys file {path}: has more than {MAX_BYTES} bytes")
     with refusing(f"keys file {path}", ConfigError):
         keys = msgspec.json.decode(content.removeprefix(BOM_UTF8), type=_Document).keys
     _check_keys(path, keys, roles())
     return keys
-
-
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"keys file {path}: is no regular file")
-    if found.st_uid not in (0, os.geteuid()):
-        raise ConfigError(
-            f"keys file {path}: belongs to the user {found.st_uid}, who could let anybody in; run chown {os.geteuid()} "
-            f"{path}"
-        )
-    if found.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise ConfigError(
-            f"keys file {path}: its mode {stat.S_IMODE(found.st_mode):04o} lets other users read or change it; run "
-            f"chmod 600 {path}"
-        )
 
 
 def _check_keys(path: Path, keys: Collection[AccessKey], roles: Collection[str]) -> None:

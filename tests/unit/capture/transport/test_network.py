@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from headgate.capture.schema.config import NetworkConfig, parse_network
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
@@ -159,11 +160,11 @@ def test_missing_keys_are_named_with_what_to_do(tmp_path: Path, monkeypatch: pyt
 
     with pytest.raises(ConfigError, match=rf"neither --headgate-network-keys FILE nor .*{ENVIRONMENT}"):
         read_keys(NetworkConfig())
-    with pytest.raises(ConfigError, match=r"network.keys_file: .* cannot be read .*headgate keys new"):
+    with pytest.raises(ConfigError, match=r"network.keys_file .*: No such file .*headgate keys new"):
         read_keys(NetworkConfig(keys_file=str(path)))
     write_keys(path, KEYS)
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match=r"everybody may read or change .*; chmod 600 it"):
+    with pytest.raises(ConfigError, match=r"its mode 0644 lets other users read or change it; run chmod 600"):
         read_keys(NetworkConfig(keys_file=str(path)))
     path.chmod(0o440)
     with pytest.raises(ConfigError, match=r"network.listen: .*start it with --headgate-listen IP"):
@@ -208,3 +209,19 @@ def test_the_section_is_strict() -> None:
     assert parse_network(None) == NetworkConfig()
     with pytest.raises(ConfigError, match=r"\['network'\]: Object contains unknown field `port`"):
         parse_network({"port": 1})
+
+
+def test_where_nobody_checks_keys_nobody_is_let_in() -> None:
+    """An authenticator that has ended, or never began, must not mean that everybody who can encrypt is let in."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    listening, connecting = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    monitor = listening.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+    try:
+        address = Listening(host="127.0.0.1", keys=KEYS).bind(listening)
+        KEYS.secure_connecting(connecting)
+        connecting.connect(address)
+
+        assert recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    finally:
+        monitor.close(0)
+        context.destroy(linger=0)

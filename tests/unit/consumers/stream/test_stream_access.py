@@ -31,6 +31,7 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def token_file(tmp_path: Path) -> str:
     (tmp_path / "token").write_text(f"{TOKEN}\n")
+    (tmp_path / "token").chmod(0o600)
     return str(tmp_path / "token")
 
 
