@@ -91,4 +91,4 @@ def name_in(document: Mapping[str, Any]) -> Any:
 def actor_of(services: RouteServices, request: Request) -> Actor:
     """Return the client that sent a request."""
     client = services.client(request)
-    return Actor(key=client.key, address=client.address, is_bound=client.is_bound)
+    return Actor(key=client.key, address=client.address, forwarded=client.forwarded, is_bound=client.is_bound)

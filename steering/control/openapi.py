@@ -335,7 +335,7 @@ MODULES: dict[str, Any] = {
         404,
     ),
 }
-_REGISTERING = [f"{verb}{of}" for of in ("", "_sae", "_probe") for verb in ("register", "unregister")]
+_REGISTERING = [f"{verb}{of}" for of in ("", "_sae", "_probe", "_rule") for verb in ("register", "unregister")]
 _ENTRY = object_of(
     {
         "time": {**TEXT, "format": "date-time"},
@@ -345,14 +345,21 @@ _ENTRY = object_of(
             "enum": ["set", "clear", *_REGISTERING],
         },
         "key": {"type": ["string", "null"], "description": "Name of the client's key; null if it needed none."},
-        "address": {"type": ["string", "null"]},
+        "address": {"type": ["string", "null"], "description": "The other end of the connection."},
+        "forwarded_for": {
+            "type": ["string", "null"],
+            "description": "The header X-Forwarded-For, as a proxy or the client itself wrote it.",
+        },
         "name": {"type": ["string", "null"], "description": "The module, SAE or probe; null for global vectors."},
         "prefill": {"type": ["string", "null"], "description": "Content hash of what acts afterwards."},
         "decode": {"type": ["string", "null"]},
         "version": COUNT,
         "is_undo": {"type": "boolean", "description": "Whether it takes back what another engine core refused."},
     },
-    required=("time", "engine", "action", "key", "address", "name", "prefill", "decode", "version", "is_undo"),
+    required=(
+        *("time", "engine", "action", "key", "address", "forwarded_for", "name"),
+        *("prefill", "decode", "version", "is_undo"),
+    ),
 )
 AUDIT: dict[str, Any] = {
     "summary": "Who changed global vectors and named modules",
@@ -366,6 +373,7 @@ AUDIT: dict[str, Any] = {
                     "action": "register",
                     "key": "alice",
                     "address": "10.0.0.3",
+                    "forwarded_for": "203.0.113.7",
                     "name": "creativity",
                     "prefill": HASH,
                     "decode": HASH[::-1],

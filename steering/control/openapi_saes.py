@@ -35,7 +35,7 @@ _SAE: Schema = {
     "is_encoded": {"type": "boolean", "description": "Whether sae_reconstruction can name it."},
     "format": TEXT,
     "model": {"type": ["string", "null"], "description": "That it was trained on, if its files tell."},
-    "source": TEXT,
+    "source": {**TEXT, "description": "Path of its files; without the role `steer` its last name alone."},
     "sha256": TEXT,
 }
 _SAE_EXAMPLE = {

@@ -160,10 +160,15 @@ class SteeringRoutes:
         names = list(await self._handle().modules())
         return {"modules": names, "count": len(names)}
 
-    async def saes(self) -> dict[str, Any]:
-        """Return the SAEs whose features requests can change."""
-        found = await self._handle().saes()
-        return {"saes": [dataclasses.asdict(sae) for sae in found.values()], "count": len(found)}
+    async def saes(self, request: Request) -> dict[str, Any]:
+        """Return the SAEs whose features requests can change.
+
+        The folders of their files are for clients that may change what steers everybody.
+        """
+        saes = list((await self._handle().saes()).values())
+        if not self._services.has_key(request):
+            saes = [dataclasses.replace(sae, source=os.path.basename(sae.source)) for sae in saes]
+        return {"saes": [dataclasses.asdict(sae) for sae in saes], "count": len(saes)}
 
     async def register_sae(self, request: Request) -> dict[str, Any]:
         """Register an SAE of the folder `--sae-root`, for `steering_features`; an earlier one of the name is replaced.

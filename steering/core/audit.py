@@ -42,7 +42,8 @@ class Actor:
 
     Attributes:
         key: Name of its key; None if it needed none, and for the operator's own process.
-        address: Of its connection; None if it has none.
+        address: At the other end of its connection; None if it has none.
+        forwarded: What its request says of whom it was forwarded for; anybody can write that.
         is_bound: Whether it may only replace and remove modules and probes that its own key registered.
         is_undo: Whether the change takes back one that another engine core refused.
         owner: Of an undone change: the key that the module or probe belonged to before.
@@ -50,6 +51,7 @@ class Actor:
 
     key: str | None = None
     address: str | None = None
+    forwarded: str | None = None
     is_bound: bool = False
     is_undo: bool = False
     owner: str | None = None
@@ -70,6 +72,8 @@ OPERATOR = Actor()
 class AuditEntry(TypedDict):
     """One change: what was done to which module, SAE, probe or the global vectors, by whose key, from where and when.
 
+    `address` is that of the connection; `forwarded_for` is what the request says, a proxy's word at best.
+
     The hashes are those of the content that acts afterwards in each phase; of `unregister`, of the content removed.
     """
 
@@ -78,6 +82,7 @@ class AuditEntry(TypedDict):
     action: str
     key: str | None
     address: str | None
+    forwarded_for: str | None
     name: str | None
     prefill: str | None
     decode: str | None
@@ -152,6 +157,7 @@ class Audit:
             action=_ACTIONS[method],
             key=by.key,
             address=by.address,
+            forwarded_for=by.forwarded,
             name=name,
             prefill=content["hash"]["prefill"],
             decode=content["hash"]["decode"],

@@ -19,6 +19,10 @@ _PLACE = "rule[0]."
 """Begins the path of each field of a rule's gate as the parser of gates writes it."""
 
 
+WHO_KNOWS_RULES = "whoever has the role 'steer' finds those that are registered at GET /v1/steering/rules"
+"""In errors about requests, whose clients are not told the names of rules."""
+
+
 class AppliesTo(str, Enum):
     """The requests that a rule acts on."""
 

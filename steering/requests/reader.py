@@ -11,14 +11,13 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.request_part import Known, PartRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.results import FindKept
 from headgate.steering.config import parse_config
 from headgate.steering.gates.names import names_of, probe_key
-from headgate.steering.gates.rule import rule_key
+from headgate.steering.gates.rule import WHO_KNOWS_RULES, rule_key
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
 from headgate.steering.requests.content_cache import ContentCache, ContentKey, content_of
 from headgate.steering.requests.feature_fields import REQUEST_FEATURES, PhaseFeatures
@@ -100,9 +99,9 @@ class SteeringReader:
     def read(self, values: Mapping[str, Any]) -> PartRequest | None:
         """Read the fields; the same objects with the same content are read once, and so are equal operations."""
         if RETURN_TRACE not in values:
-            return _owned(self._read_kept(values))
+            return self._read_kept(values)
         others = {field: value for field, value in values.items() if field != RETURN_TRACE}
-        found = _owned(self._read_kept(others)) if others else None
+        found = self._read_kept(others) if others else None
         return _traced(found) if read_asked(values[RETURN_TRACE]) else found
 
     def _read_kept(self, values: Mapping[str, Any]) -> PartRequest | None:
@@ -130,7 +129,7 @@ class SteeringReader:
 
     def read_with(self, values: Mapping[str, Any], find: FindKept) -> PartRequest | None:
         """Read the fields with rows of earlier requests, which may be others each time."""
-        found = _owned(self._read(values, find))
+        found = self._read(values, find)
         return _traced(found) if read_asked(values.get(RETURN_TRACE)) else found
 
     def read_notes(self, wanted: PartRequest, notes: Sequence[Any], end: int | None) -> dict[str, Any]:
@@ -155,6 +154,9 @@ class SteeringReader:
             names=names,
             content=spec,
             reads_every_row=any(gate.has_state for gate in gates),
+            owned_field=next(
+                (f"{gate.where}.conversation_id" for gate in gates if gate.conversation is not None), None
+            ),
         )
 
     def names(self, values: Mapping[str, Any]) -> dict[str, str]:
@@ -205,16 +207,6 @@ class SteeringReader:
                 )
 
 
-def _owned(found: PartRequest | None) -> PartRequest | None:
-    """Return a request with the name of its client's key, if its gates go on in a conversation of that client."""
-    caller = current_caller()
-    if found is None or caller is None or not isinstance(found.content, SteeringSpec):
-        return found
-    if not any(gate.conversation is not None for gate in found.content.gates):
-        return found
-    return replace(found, wire={**found.wire, "owner": caller.key.name})
-
-
 def _traced(found: PartRequest | None) -> PartRequest:
     """Return a request, which may steer with nothing of its own, with its trace."""
     asked = found or PartRequest(wire={}, field=RETURN_TRACE, names={}, content=SteeringSpec())
@@ -224,6 +216,8 @@ def _traced(found: PartRequest | None) -> PartRequest:
 def _unknown(name: str, field: str, known: Known) -> RequestError:
     """Make the error about a name that is not registered."""
     kind, own = _kind_of(name)
+    if kind == "rule":
+        return RequestError(field, f"unknown rule {own!r}; {WHO_KNOWS_RULES}")
     others = sorted(other for found, other in map(_kind_of, known) if found == kind)
     return RequestError(field, f"unknown {kind} {own!r}; registered: {', '.join(others) or 'none'}")
 

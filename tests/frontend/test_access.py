@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ import httpx
 import pytest
 
 from headgate.capture.engine.access.access_key import digest_of
+from headgate.capture.schema.errors import RequestError
+from tests.fakes.saes import TinySae
 from tests.frontend import test_app
 from tests.frontend.test_app import CLEAR, ONE, REGISTER, SET, UNREGISTER, VECTOR, Server
 
@@ -192,3 +195,82 @@ def test_the_signal_keeps_its_effect_where_no_file_is_named(started: Callable[..
     started()
 
     assert signal.getsignal(signal.SIGHUP) == before
+
+
+def test_the_audit_has_the_connection_and_what_it_says_of_itself(started: Callable[..., Server]) -> None:
+    """uvicorn puts what a client on this machine writes into the place of its address."""
+    from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+    server = started()
+    server.app, app = ProxyHeadersMiddleware(server.app), server.app
+
+    server.ask("POST", SET, {"vectors": ONE}, **{"X-Forwarded-For": "203.0.113.7"})
+    server.ask("POST", SET, {"vectors": ONE}, **{"X-Forwarded-For": "x" * 5000})
+    server.app = app
+    server.ask("POST", CLEAR, {})
+
+    lines = ask(server, None, AUDIT).json()["entries"]
+    assert [(line["address"], line["forwarded_for"]) for line in lines] == [
+        ("127.0.0.1", "203.0.113.7"),
+        ("127.0.0.1", "x" * 200),
+        ("127.0.0.1", None),
+    ]
+
+
+def roles_in_the_table() -> dict[str, str]:
+    """The routes that the documentation names, each with the role that it needs; empty for none."""
+    text = (Path(__file__).parents[2] / "docs/security.md").read_text()
+    rows = [line for line in text.partition("## Who may do what")[2].partition("##")[0].splitlines() if "`" in line]
+    found: dict[str, str] = {}
+    for row in (line for line in rows if line.startswith("| ")):
+        _, what, needs, _ = row.split("|")
+        role = re.search(r"the role `(\w+)`", needs)
+        for route in re.findall(r"`((?:GET|POST) /v1/[^`]+)`", what):
+            assert route not in found
+            found[route] = role[1] if role else ""
+    return found
+
+
+def test_every_route_needs_the_role_that_the_documentation_says(started: Callable[..., Server], tmp_path: Path) -> None:
+    roles = ("steer", "capture", "admin")
+    server = started("--headgate-keys", write(tmp_path / "keys.json", *(entry(role, role) for role in roles)))
+    described = roles_in_the_table()
+    served = {
+        f"{method.upper()} {path}"
+        for path, methods in server.get("/openapi.json").json()["paths"].items()
+        for method in methods
+        if path.startswith(("/v1/steering", "/v1/capture", "/v1/patch_sweep"))
+    }
+    assert served == set(described)
+
+    for route, needed in described.items():
+        if route == "POST /v1/patch_sweep":
+            continue  # it asks for the role where it looks for kept rows, after its body was read
+        method, path = route.split()
+        for who in (None, *roles):
+            answer = server.ask(
+                method,
+                path.replace("{consumer}", "rows"),
+                {} if method == "POST" else None,
+                **({} if who is None else {"X-Headgate-Key": f"key-of-{who}"}),
+            )
+            may = not needed or who in (needed, "admin")
+            assert (answer.status_code == 403) is not may, (route, who, answer.text)
+
+
+def test_a_client_without_a_key_is_told_no_paths_and_no_names_of_rules(
+    started: Callable[..., Server], tmp_path: Path
+) -> None:
+    keys = write(tmp_path / "keys.json", entry("bob", "steer"), entry("root", "admin"))
+    sae = TinySae(architecture="jumprelu", width=8).save(tmp_path / "saes" / "tiny")
+    section = {"op_sites": {"post_mlp": [2]}, "sae_root": str(tmp_path / "saes")}
+    server = started("--headgate-keys", keys, section=section)
+    given = {"name": "tiny", "path": str(sae), "site": "2.post_mlp"}
+    registered = ask(server, "root", "/v1/steering/saes/register", given)
+    assert registered.status_code == 200, registered.text
+
+    for who, told in ((None, "tiny"), ("bob", str(sae))):
+        assert [one["source"] for one in ask(server, who, "/v1/steering/saes").json()["saes"]] == [told]
+    ring = server.engine.engine_core.cores[b"0"].state.rules
+    with pytest.raises(RequestError, match=r"unknown rule 'other'; whoever has the role 'steer'"):
+        ring.add("r", ("other",), 4)

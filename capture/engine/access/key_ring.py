@@ -74,11 +74,25 @@ class KeyRing:
                 f"{variable_of(role)} (one key, or several separated by commas), names a file of keys with "
                 "--headgate-keys, or starts it with --host 127.0.0.1"
             )
-        known = [key for text in given for key in self._matching(text)]
+        known = self.matching(given)
         for key in known:
             if key.has_role(role) and not key.is_expired():
                 return key
         raise ForbiddenError(self._why(role, known))
+
+    def matching(self, given: Iterable[str]) -> list[AccessKey]:
+        """Find the keys among what a client sent, those that have expired included, in the order in which it sent them.
+
+        All are compared, in a time that does not depend on which of them matches.
+        """
+        digests = [digest_of(text) for text in given]
+        keys = self._keys()
+        return [key for digest in digests for key in keys if _has_digest(key, digest)]
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether any client can have a key here."""
+        return self._path is not None or bool(self._of_environment)
 
     @property
     def has_file(self) -> bool:
@@ -134,13 +148,8 @@ class KeyRing:
                 )
         self._of_file = found
 
-    def _keys(self) -> Iterable[AccessKey]:
+    def _keys(self) -> Sequence[AccessKey]:
         return *self._of_environment, *self._of_file
-
-    def _matching(self, text: str) -> list[AccessKey]:
-        """Find the keys of this text; all are compared, in a time that does not depend on which of them matches."""
-        digest = digest_of(text)
-        return [key for key in self._keys() if sum(secrets.compare_digest(digest, known) for known in key.digests) > 0]
 
     def _why(self, role: str, known: Collection[AccessKey]) -> str:
         if (expired := next((key for key in known if key.is_expired()), None)) is not None:
@@ -157,6 +166,10 @@ class KeyRing:
 
     def __repr__(self) -> str:
         return f"<{len(self._of_environment)} keys of the environment, {len(self._of_file)} of {self._path}>"
+
+
+def _has_digest(key: AccessKey, digest: str) -> bool:
+    return sum(secrets.compare_digest(digest, known) for known in key.digests) > 0
 
 
 def _keys_of_environment(role: str) -> Iterable[AccessKey]:

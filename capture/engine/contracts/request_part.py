@@ -42,6 +42,8 @@ class PartRequest:
         content: The same as `wire`, as the part itself knows it.
         wants_notes: The part's notes about the request's steps come with its outputs; its reader is a `NotesReader`.
         reads_every_row: Every row of the prompt is to be forwarded: blocks in the prefix cache are not read.
+        owned_field: Field whose content belongs to the client that sent it; None if none does. The reader of requests
+            puts that client's name into `wire`, as ``owner``; the part's own reader does not know who asks.
     """
 
     wire: Document
@@ -50,6 +52,7 @@ class PartRequest:
     content: object = None
     wants_notes: bool = False
     reads_every_row: bool = False
+    owned_field: str | None = None
 
 
 class PartRequestReader(Protocol):

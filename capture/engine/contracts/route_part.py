@@ -27,13 +27,15 @@ class RouteClient(NamedTuple):
 
     Attributes:
         key: Name of the key that it was let in with; None if it needed none.
-        address: Of its connection; None if it has none.
+        address: At the other end of its connection; None if it has none.
         is_bound: Whether its key has a name of its own and is no operator's: others' modules are not its to change.
+        forwarded: What its request says of whom it was forwarded for (``X-Forwarded-For``); anybody can write that.
     """
 
     key: str | None
     address: str | None
     is_bound: bool
+    forwarded: str | None = None
 
 
 class Vocabulary(Protocol):
@@ -76,6 +78,10 @@ class RouteServices(Protocol):
         Raises:
             fastapi.HTTPException: With status 403, unless the request carries one of the part's keys.
         """
+        ...
+
+    def has_key(self, request: Request) -> bool:
+        """Whether `require_key` would let a request pass."""
         ...
 
     async def require_admin(self, request: Request) -> None:

@@ -8,6 +8,7 @@ from functools import wraps
 
 from msgspec.structs import replace
 
+from headgate.capture.engine.access.caller import current_client
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
@@ -16,7 +17,7 @@ from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
 from headgate.capture.engine.frontends.noted_outputs import with_values
 from headgate.capture.engine.frontends.unsent_renderings import forget_unsent
-from headgate.capture.engine.requests.call_context import Call, Slot, current_call, current_client, noting_refusals
+from headgate.capture.engine.requests.call_context import Call, Slot, current_call, noting_refusals
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
 from headgate.capture.engine.requests.sampling_params import (

@@ -11,6 +11,7 @@ from headgate.capture.engine.access.usage import Charge
 from headgate.capture.engine.contracts.vllm_frontend import RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
+from headgate.capture.engine.requests.permissions import capturing_key
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.errors import RequestError
 
@@ -76,14 +77,14 @@ def open_meter(front: FrontEnd, ask: CaptureRequest, num_prompt: int | None, par
         QuotaError: If a quota of the client's key has no room for it.
         RequestError: If its prompt is not known, and so not what it could capture.
     """
-    caller = current_caller()
-    if caller is None or not ask.is_explicit or not caller.key.limits.are_counted:
+    caller, key = current_caller(), capturing_key()
+    if caller is None or key is None or not ask.is_explicit or not key.limits.are_counted:
         return None
     field = f"{CAPTURE}.{next(iter(ask.specs))}"
     if num_prompt is None or params.max_tokens is None:
-        raise RequestError(field, f"the key {caller.key.name!r} has quotas: only prompts of tokens can be counted")
+        raise RequestError(field, f"the key {key.name!r} has quotas: only prompts of tokens can be counted")
     use = front.use_of(ask, num_prompt, params.max_tokens, params.n)
-    charge = caller.usage.charge(caller.key, sum(use.num_bytes.values()), field)
+    charge = caller.usage.charge(key, sum(use.num_bytes.values()), field)
     if charge is None:
         return None
     return Meter(charge, front, ask, num_prompt, is_delta=params.output_kind.name == "DELTA")
@@ -95,10 +96,10 @@ def check_quota(front: FrontEnd, ask: CaptureRequest, num_prompt: int, params: S
     Raises:
         QuotaError: If a quota of the client's key has no room for it.
     """
-    caller = current_caller()
-    if caller is not None and ask.is_explicit and params.max_tokens is not None:
+    caller, key = current_caller(), capturing_key()
+    if caller is not None and key is not None and ask.is_explicit and params.max_tokens is not None:
         use = front.use_of(ask, num_prompt, params.max_tokens, params.n)
-        caller.usage.check(caller.key, sum(use.num_bytes.values()), f"{CAPTURE}.{next(iter(ask.specs))}")
+        caller.usage.check(key, sum(use.num_bytes.values()), f"{CAPTURE}.{next(iter(ask.specs))}")
 
 
 def metered(outputs: Outputs, meter: Meter) -> Outputs:

@@ -12,9 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
-from headgate.capture.engine.access.caller import Caller, current_caller, set_caller
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import ChatMessages, KnownChat, Tokens
@@ -54,7 +52,6 @@ class Call:
         use: What its prompts so far could capture at most.
         memo: What was parsed of its body.
         token: Random; begins the keys of its requests, so that consumers know which belong together.
-        caller: The client, if it has shown a key.
     """
 
     form: Form | None = None
@@ -65,7 +62,6 @@ class Call:
     use: CaptureUse = field(default_factory=CaptureUse)
     memo: Memo = field(default_factory=Memo)
     token: str = field(default_factory=partial(secrets.token_hex, 8))
-    caller: Caller | None = field(default_factory=current_caller)
 
     def expect(self) -> Slot:
         """A slot for one more prompt."""
@@ -85,7 +81,6 @@ def current_call() -> Call | None:
 def enter(call: Call) -> None:
     """Make `call` the one that this task handles."""
     _call.set(call)
-    set_caller(call.caller)
 
 
 Refusal = RequestError | OverloadedError
@@ -113,32 +108,6 @@ def noting_refusals() -> Iterator[None]:
         if (found := _refusals.get()) is not None:
             found.append(error)
         raise
-
-
-class Client(Protocol):
-    """Whoever sent an HTTP request to the server."""
-
-    def require_role(self, role: str) -> object:
-        """Raise an error 403 unless the request carries a key for what needs `role`; remember whose it is."""
-        ...
-
-
-_client: contextvars.ContextVar[Client | None] = contextvars.ContextVar("headgate_client", default=None)
-
-
-def current_client() -> Client | None:
-    """Return who sent the HTTP request being handled; None for requests that Python code makes."""
-    return _client.get()
-
-
-def serve_for(client: Client) -> contextvars.Token[Client | None]:
-    """Make `client` the one for whom this task works, until `leave`."""
-    return _client.set(client)
-
-
-def leave(token: contextvars.Token[Client | None]) -> None:
-    """Restore the state from before `serve_for`."""
-    _client.reset(token)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from types import MappingProxyType, ModuleType
 
 from msgspec.structs import replace
 
-from headgate.capture.engine.access.caller import current_caller
+from headgate.capture.engine.access.caller import current_client, owner_of_request
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import hidden_states
-from headgate.capture.engine.requests.call_context import Call, current_call, current_client
+from headgate.capture.engine.requests.call_context import Call, current_call
 from headgate.capture.engine.requests.capture_request import (
     CaptureRequestReader,
     resolve,
@@ -187,8 +187,7 @@ class FrontEnd:
                 f"this server has {self._num_front_ends} API processes, and each would know the rows of its own "
                 "requests alone; start it with --api-server-count 1",
             )
-        caller = current_caller()
-        owner = None if caller is None else caller.key.name
+        owner = owner_of_request(f"{field}.request")
         for keeper in keepers[:-1]:
             with contextlib.suppress(RequestError):
                 return keeper.find_kept(owner, name, sample_index, field)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from headgate.capture.engine.access.caller import current_caller
+from headgate.capture.engine.access.caller import current_caller, owner_of_request
 from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import hidden_states
@@ -127,45 +127,45 @@ class CaptureRequestReader:
                     f"{CAPTURE}.{instance}", "requests cannot choose what this consumer gets; leave it out"
                 )
             wanted = with_tag(consumer, wanted)
-            specs[instance] = self._checked(instance, consumer.validate_client_spec, wanted, request_id)
+            context = self._context(instance, request_id, owner_of_request(f"{CAPTURE}.{instance}"))
+            specs[instance] = _checked(consumer.validate_client_spec, wanted, context)
             check_spec(consumer, specs[instance], f"{CAPTURE}.{instance}")
         return specs
 
     def _global_spec(self, instance: str, request_id: str) -> CaptureSpec | None:
-        context = self._context(instance, request_id)
+        caller = current_caller()
+        context = self._context(instance, request_id, None if caller is None else caller.name)
         return self._consumers[instance].global_capture_spec(context)
 
-    def _checked(
-        self, instance: str, validate: Callable[[object, SpecContext], CaptureSpec], raw: object, request_id: str
-    ) -> CaptureSpec:
-        context = self._context(instance, request_id)
-        try:
-            spec = validate(raw, context)
-        except RequestError:
-            raise
-        except Exception as error:
-            raise ConsumerError(f"consumer {instance!r} failed to check {context.field}: {error!r}") from error
-        try:
-            msgspec.msgpack.encode(spec.to_wire())
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RequestError(context.field, f"only JSON values can be given here: {error}") from error
-        return spec
-
-    def _context(self, instance: str, request_id: str) -> SpecContext:
-        call, caller = current_call(), current_caller()
+    def _context(self, instance: str, request_id: str, owner: str | None) -> SpecContext:
+        call = current_call()
         return SpecContext(
             instance_name=instance,
             model=self._model,
             params=self._params[instance],
             client_request_id=request_id,
             memo=Memo() if call is None else call.memo,
-            owner=None if caller is None else caller.key.name,
+            owner=owner,
             num_front_ends=self._num_front_ends,
             lasting=self._lasting,
         )
 
     def _names(self) -> str:
         return ", ".join(sorted(name for name, consumer in self._consumers.items() if consumer.reads_client_spec))
+
+
+def _checked(validate: Callable[[object, SpecContext], CaptureSpec], raw: object, context: SpecContext) -> CaptureSpec:
+    try:
+        spec = validate(raw, context)
+    except RequestError:
+        raise
+    except Exception as error:
+        raise ConsumerError(f"consumer {context.instance_name!r} failed to check {context.field}: {error!r}") from error
+    try:
+        msgspec.msgpack.encode(spec.to_wire())
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError(context.field, f"only JSON values can be given here: {error}") from error
+    return spec
 
 
 def _is_global(consumer: type[CaptureConsumer], params: Mapping[str, object]) -> bool:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from headgate.capture.engine.access.access_key import AccessKey
 from headgate.capture.engine.access.caller import current_caller
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.schema.consumer import CaptureConsumer
 from headgate.capture.schema.errors import ForbiddenError, RequestError
 from headgate.capture.schema.limits import CaptureLimits, CaptureUse
 from headgate.capture.schema.spec import CaptureSpec
+
+
+def capturing_key() -> AccessKey | None:
+    """Return the key that lets the client at hand capture; None if it needs none, and where no client is."""
+    caller = current_caller()
+    return None if caller is None else caller.key_with(CAPTURE)
 
 
 def check_consumer(instance: str, field: str) -> None:
@@ -17,18 +25,18 @@ def check_consumer(instance: str, field: str) -> None:
     Raises:
         ForbiddenError: For `field`.
     """
-    caller = current_caller()
-    if caller is not None and not caller.key.allows_consumer(instance):
-        known = ", ".join(caller.key.consumers or ()) or "none"
-        raise ForbiddenError(f"the key {caller.key.name!r} may not use this consumer; it may use {known}", field)
+    key = capturing_key()
+    if key is not None and not key.allows_consumer(instance):
+        known = ", ".join(key.consumers or ()) or "none"
+        raise ForbiddenError(f"the key {key.name!r} may not use this consumer; it may use {known}", field)
 
 
 def with_tag(consumer: type[CaptureConsumer], wanted: object) -> object:
     """Add the tag of the client's key to a spec, as the client wrote it, that names none."""
-    caller = current_caller()
-    if caller is None or caller.key.default_tag is None or not consumer.takes_tag or not isinstance(wanted, Mapping):
+    key = capturing_key()
+    if key is None or key.default_tag is None or not consumer.takes_tag or not isinstance(wanted, Mapping):
         return wanted
-    return wanted if "tag" in wanted else {**wanted, "tag": caller.key.default_tag}
+    return wanted if "tag" in wanted else {**wanted, "tag": key.default_tag}
 
 
 def check_spec(consumer: type[CaptureConsumer], spec: CaptureSpec, field: str) -> None:
@@ -37,10 +45,9 @@ def check_spec(consumer: type[CaptureConsumer], spec: CaptureSpec, field: str) -
     Raises:
         ForbiddenError: Naming the field.
     """
-    caller = current_caller()
-    if caller is None:
+    key = capturing_key()
+    if key is None:
         return
-    key = caller.key
     key.check_sites(spec.sites, field)
     tag = str(spec.options.get("tag"))
     if consumer.takes_tag and not key.allows_tag(tag):
@@ -59,10 +66,10 @@ def check_use(use: CaptureUse, answered: Collection[str]) -> None:
     Raises:
         RequestError: Naming the consumer.
     """
-    caller = current_caller()
-    if caller is None:
+    key = capturing_key()
+    if key is None:
         return
-    limits = caller.key.limits
+    limits = key.limits
     CaptureLimits(max_rows=limits.max_request_rows, max_bytes=limits.max_request_bytes).check(use)
     if limits.max_inline_bytes is not None:
         inline = {instance: count for instance, count in use.num_bytes.items() if instance in answered}
@@ -75,6 +82,6 @@ def check_length(max_tokens: int | None) -> None:
     Raises:
         RequestError: If it is so.
     """
-    caller = current_caller()
-    if caller is not None and max_tokens is None and caller.key.limits.are_set:
-        raise RequestError("max_tokens", f"the key {caller.key.name!r} has limits: say how much may be generated")
+    key = capturing_key()
+    if key is not None and max_tokens is None and key.limits.are_set:
+        raise RequestError("max_tokens", f"the key {key.name!r} has limits: say how much may be generated")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
+from headgate.capture.engine.access.caller import owner_of_request
 from headgate.capture.engine.contracts.end_messages import OVERLOADED
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.plain_values import Document
@@ -172,7 +173,7 @@ class RequestReader:
             before = taken()
             found = before.wanted[name] if before.has(name, values) else self._read(name, part, values)
             if found is not None:
-                wanted[name] = found
+                wanted[name] = _owned(found)
         if ask is None and not is_set:
             return None
         return HeadgateRequest(capture=ask, parts=wanted, is_offline=is_offline)
@@ -259,6 +260,16 @@ class RequestReader:
         """The same for `AsyncLLM`."""
         for name, wanted in headgate_request.parts.items():
             await self.parts[name].explain_async(wanted, client)
+
+
+def _owned(found: PartRequest) -> PartRequest:
+    """Return a part's request with the name of the client that sent it, if something of it is to belong to that one.
+
+    Raises:
+        UnknownKeyError: If that client has shown a key that is not known.
+    """
+    owner = None if found.owned_field is None else owner_of_request(found.owned_field)
+    return found if owner is None else replace(found, wire={**found.wire, "owner": owner})
 
 
 def _asks_nothing(params: SamplingParams, capture: FrontEnd | None) -> bool:

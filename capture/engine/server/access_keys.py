@@ -15,26 +15,31 @@ import signal
 import threading
 from argparse import Namespace
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from headgate.capture.engine.access.access_key import AccessKey
-from headgate.capture.engine.access.caller import Caller, set_caller
+from headgate.capture.engine.access.caller import Caller, leave, serve_for
 from headgate.capture.engine.access.key_ring import KeyRing, variable_of
 from headgate.capture.engine.access.usage import Usage
+from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, Receive, Scope, Send
 from headgate.capture.engine.setup.cli_flags import translate_flags
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.server_args import ServerArgs, read_server_args
 from headgate.capture.schema.config import server_config
-from headgate.capture.schema.errors import ForbiddenError, shown
+from headgate.capture.schema.errors import ForbiddenError, UnknownKeyError, shown
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from starlette.datastructures import State
     from starlette.requests import Request
 
 HEADER = "x-headgate-key"
+_PEER = "headgate.peer"
+"""Key of a request's scope: the address and port at the other end of its connection."""
+_MAX_FORWARDED = 200
 _ACCESS = "headgate_access"
 """Attribute of an application's state: its `Access`."""
 
@@ -57,6 +62,7 @@ class Access:
         is_counting = usage is not None or server.num_api_servers == 1
         keys = None if config.keys_file is None else Path(config.keys_file)
         self.is_local = is_local(server)
+        self._takes_bearer = not server.has_api_key
         self._has_socket = server.uds is not None
         self.keys = KeyRing(keys, is_counting=is_counting)
         self.usage = Usage(usage)
@@ -74,6 +80,35 @@ class Access:
         if key is None and not self._has_socket:
             _check_own(headers, role)
         return key
+
+    def identify(self, headers: Mapping[str, str]) -> Caller | None:
+        """Find the client that sent a request by the keys that it carries; None if none of them is known and valid."""
+        given = _given(headers)
+        if not given or not self.keys.has_keys:
+            return None
+        self.keys.refresh()
+        valid = tuple(key for key in self.keys.matching(given) if not key.is_expired())
+        return Caller(valid, self.usage) if valid else None
+
+    def refuse_unknown(self, headers: Mapping[str, str], field: str) -> None:
+        """Refuse a client that `identify` does not know although it has shown a key.
+
+        Without keys on the server no client has one, and what it sends says nothing.
+
+        Raises:
+            UnknownKeyError: For `field`, if it is so.
+        """
+        header = "X-Headgate-Key" if headers.get(HEADER) else "Authorization"
+        is_shown = header == "X-Headgate-Key" or self._takes_bearer
+        if not self.keys.has_keys or not is_shown or not (given := _given(headers)):
+            return
+        expired = next((key for key in self.keys.matching(given) if key.is_expired()), None)
+        why = "is not known to this server" if expired is None else f"({expired.name!r}) has expired"
+        raise UnknownKeyError(
+            f"would belong to the client of the key, and the key in the header {header} {why}: send one that is "
+            "valid, or none to share it with all clients without a key",
+            field,
+        )
 
     def read_again_on_hangup(self) -> None:
         """Read the file of keys again when this process gets SIGHUP; without a file, that ends it as before.
@@ -94,8 +129,46 @@ def open_access(state: State) -> Access:
     return found
 
 
+class HttpClient:
+    """Implements `headgate.capture.engine.access.caller.Client`. Event loop only.
+
+    Args:
+        scope: Of the request.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+
+    @cached_property
+    def _headers(self) -> Mapping[str, str]:
+        from starlette.datastructures import Headers
+
+        return Headers(scope=self._scope)
+
+    @property
+    def _access(self) -> Access:
+        return open_access(self._scope["app"].state)
+
+    @cached_property
+    def caller(self) -> Caller | None:
+        """Implement `Client`; found once, when somebody asks: most requests shall not pay for it."""
+        return self._access.identify(self._headers)
+
+    def require_role(self, role: str) -> AccessKey | None:
+        """Implement `Client`."""
+        with as_client_error():
+            return self._access.find(role, self._headers)
+
+    def owner(self, field: str) -> str | None:
+        """Implement `Client`."""
+        if self.caller is not None:
+            return self.caller.name
+        self._access.refuse_unknown(self._headers, field)
+        return None
+
+
 def require_role(role: str, request: Request) -> AccessKey | None:
-    """Let a `starlette.requests.Request` to vLLM's server do what needs `role`, and remember whose it is.
+    """Let a `starlette.requests.Request` to vLLM's server do what needs `role`.
 
     Returns:
         The key that it carries; None if it needs none.
@@ -103,11 +176,63 @@ def require_role(role: str, request: Request) -> AccessKey | None:
     Raises:
         HTTPException: With status 403, if it may not.
     """
-    access = open_access(request.app.state)
     with as_client_error():
-        key = access.find(role, request.headers)
-    set_caller(None if key is None else Caller(key, access.usage))
-    return key
+        return open_access(request.app.state).find(role, request.headers)
+
+
+def install_clients(app: FastAPI) -> None:
+    """Put `Clients` around a `fastapi.FastAPI` application that is being made, outside of whatever reads bodies."""
+    app.add_middleware(Clients)
+    remember_peers()
+
+
+def remember_peers() -> None:
+    """Let uvicorn leave the address of a connection in a request's scope, before it puts a forwarded one in its place.
+
+    It believes the header ``X-Forwarded-For`` of whoever connects from this machine, a proxy or not.
+    """
+    from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+    original = ProxyHeadersMiddleware.__call__
+    if vars(ProxyHeadersMiddleware).get(_PEER):
+        return
+
+    @wraps(original)
+    async def remembering(self: ProxyHeadersMiddleware, scope: Any, receive: Any, send: Any) -> None:
+        scope[_PEER] = scope.get("client")
+        await original(self, scope, receive, send)
+
+    ProxyHeadersMiddleware.__call__ = remembering  # type: ignore[method-assign]
+    setattr(ProxyHeadersMiddleware, _PEER, True)
+
+
+def peer_of(scope: Scope) -> str | None:
+    """Return the address at the other end of a request's connection, whatever its headers say; None if it has none."""
+    client = scope.get(_PEER) or scope.get("client")
+    return None if client is None else str(client[0])
+
+
+def forwarded_for(headers: Mapping[str, str]) -> str | None:
+    """Return the header ``X-Forwarded-For``, cut short: what a proxy says, or anybody else who writes it."""
+    given = headers.get("x-forwarded-for")
+    return None if given is None else given[:_MAX_FORWARDED]
+
+
+class Clients:
+    """ASGI middleware: remembers who sent a request for as long as it is handled."""
+
+    def __init__(self, app: AsgiApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        token = serve_for(HttpClient(scope))
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            leave(token)
 
 
 def is_local(server: ServerArgs) -> bool:

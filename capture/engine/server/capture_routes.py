@@ -9,10 +9,9 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 
-from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
-from headgate.capture.engine.requests.permissions import check_consumer
+from headgate.capture.engine.requests.permissions import capturing_key, check_consumer
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.results import ReportContext, StateReporter
@@ -145,22 +144,22 @@ def _reporter(front: FrontEnd, instance: str) -> StateReporter:
 
 def _report_context(front: FrontEnd, instance: str, query: Mapping[str, str]) -> ReportContext:
     params = next(spec.params for spec in front.config.consumers if spec.instance == instance)
-    caller = current_caller()
+    key = capturing_key()
     return ReportContext(
         params=params,
         query=dict(query),
-        allows_site=(lambda site: True) if caller is None else caller.key.allows_site,
-        allows_tag=(lambda tag: True) if caller is None else caller.key.allows_tag,
+        allows_site=(lambda site: True) if key is None else key.allows_site,
+        allows_tag=(lambda tag: True) if key is None else key.allows_tag,
     )
 
 
 def described(front: FrontEnd) -> dict[str, object]:
     """The answer of ``GET /v1/capture/consumers``: what the client's key allows, if it has shown one."""
-    caller = current_caller()
-    sites = [site for site in front.model.sites if caller is None or caller.key.allows_site(site)]
+    key = capturing_key()
+    sites = [site for site in front.model.sites if key is None or key.allows_site(site)]
     found = []
     for spec in front.config.consumers:
-        if caller is not None and not caller.key.allows_consumer(spec.instance):
+        if key is not None and not key.allows_consumer(spec.instance):
             continue
         consumer = load_configured(spec)
         found.append(

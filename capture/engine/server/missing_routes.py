@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import Receive, Scope, Send
-from headgate.capture.engine.server.access_keys import open_access
+from headgate.capture.engine.server.access_keys import install_clients, open_access
 from headgate.capture.engine.server.bodies.field_guard import install_guard
 from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 from headgate.capture.engine.setup.client_errors import answer_refused, refused_error
@@ -48,6 +48,7 @@ class Explanation:
         app.add_middleware(RetryAfterMiddleware)
         install_guard(app)
         app.add_middleware(MissingRouteMiddleware)
+        install_clients(app)
         open_access(app.state)
         app.add_exception_handler(refused_error(), answer_refused)
 

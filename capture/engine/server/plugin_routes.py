@@ -23,7 +23,13 @@ from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.route_part import RouteClient
 from headgate.capture.engine.frontends.engine_handles import NotConfiguredError
 from headgate.capture.engine.requests.request_reader import reader_of
-from headgate.capture.engine.server.access_keys import open_access, require_role
+from headgate.capture.engine.server.access_keys import (
+    forwarded_for,
+    install_clients,
+    open_access,
+    peer_of,
+    require_role,
+)
 from headgate.capture.engine.server.bodies.field_guard import install_guard
 from headgate.capture.engine.server.bodies.middleware import LONG_BODY, install_bodies
 from headgate.capture.engine.server.bodies.msgpack_fields import read_msgpack
@@ -76,6 +82,7 @@ class Endpoints:
         install_guard(app, self._parts)
         app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
         install_bodies(app, server_config(configuration))
+        install_clients(app)
         app.add_exception_handler(refused_error(), answer_refused)
 
     async def init_state(self, engine_client: object, state: State, args: Namespace) -> None:
@@ -115,18 +122,27 @@ class PartServices:
         """Raise an error 403 unless `request` carries one of the part's keys."""
         require_role(role_of(self._part), request)
 
+    def has_key(self, request: Request) -> bool:
+        """Whether `require_key` lets `request` pass."""
+        try:
+            require_role(role_of(self._part), request)
+        except refused_error():
+            return False
+        return True
+
     async def require_admin(self, request: Request) -> None:
         """Raise an error 403 unless `request` carries a key with the role ``admin``."""
         require_role(ADMIN, request)
 
     def client(self, request: Request) -> RouteClient:
-        """The client that `require_key` has let pass in this task."""
+        """The client that `require_key` has let pass."""
         caller = current_caller()
-        address = None if request.client is None else request.client.host
-        if caller is None:
-            return RouteClient(None, address, False)
-        key = caller.key
-        return RouteClient(key.name, address, not key.is_of_environment and not key.has_role(ADMIN))
+        address, forwarded = peer_of(request.scope), forwarded_for(request.headers)
+        key = None if caller is None else caller.key_with(role_of(self._part))
+        if key is None:
+            return RouteClient(None, address, is_bound=False, forwarded=forwarded)
+        is_bound = not key.is_of_environment and not key.has_role(ADMIN)
+        return RouteClient(key.name, address, is_bound, forwarded)
 
     async def read_object(self, request: Request) -> dict[str, Any]:
         """Read the body of `request`; see the function `read_object`."""

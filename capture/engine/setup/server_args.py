@@ -6,6 +6,7 @@ themselves: whatever is not there was not given.
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ class ServerArgs:
         host: Name or address that it listens on, without brackets; empty for all of the machine's.
         uds: Path of the Unix socket that it listens on instead; None if it does not.
         num_api_servers: Processes that answer requests.
+        has_api_key: Whether clients send the server's own key, as ``Authorization: Bearer``.
     """
 
     additional_config: Document
     host: str
     uds: str | None
     num_api_servers: int
+    has_api_key: bool
 
 
 def read_server_args(args: Namespace) -> ServerArgs:
@@ -47,6 +50,7 @@ def read_server_args(args: Namespace) -> ServerArgs:
         host=(given.get("host") or "").strip("[]"),
         uds=given.get("uds") or None,
         num_api_servers=given.get("api_server_count") or 1,
+        has_api_key=any(given.get("api_key") or [os.environ.get("VLLM_API_KEY")]),
     )
 
 

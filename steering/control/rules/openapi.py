@@ -57,7 +57,7 @@ RULES: dict[str, Any] = {
             {"rules": list_of(object_of(_RULE, required=tuple(_RULE))), "count": COUNT}, required=("rules", "count")
         ),
         {"rules": [_EXAMPLE], "count": 1},
-        404,
+        *(403, 404),
     ),
 }
 REGISTER: dict[str, Any] = {
@@ -179,6 +179,6 @@ DYNAMIC: dict[str, Any] = {
             "latches": {"conversations": 3, "bytes": 4096},
             "queue": {"waiting": 0, "dropped": 0},
         },
-        404,
+        *(403, 404),
     ),
 }

@@ -25,8 +25,8 @@ def open_rule_routes(services: RouteServices) -> APIRouter:
         ("/rules/unregister", routes.unregister, openapi.UNREGISTER),
     ):
         router.add_api_route(path, answer, methods=["POST"], dependencies=keyed, response_model=None, **about)
-    router.add_api_route("/rules", routes.rules, methods=["GET"], response_model=None, **openapi.RULES)
-    router.add_api_route("/dynamic", routes.dynamic, methods=["GET"], response_model=None, **openapi.DYNAMIC)
+    for path, read, about in (("/rules", routes.rules, openapi.RULES), ("/dynamic", routes.dynamic, openapi.DYNAMIC)):
+        router.add_api_route(path, read, methods=["GET"], dependencies=keyed, response_model=None, **about)
     return router
 
 

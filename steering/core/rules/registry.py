@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load
 from headgate.steering.gates.layout import Layout, layout_of
-from headgate.steering.gates.rule import Rule, rule_key
+from headgate.steering.gates.rule import WHO_KNOWS_RULES, Rule, rule_key
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.programs.gate_codes import Mode, Scope
 from headgate.steering.programs.program import Program
@@ -136,6 +136,10 @@ def kept_rule(rule: Rule, programs: tuple[Program, Program], bare: tuple[Program
     )
 
 
+MAX_SELECTIONS = 256
+"""Sets of rules, as requests name them, for which it is remembered which rules act."""
+
+
 class RuleKeys(NamedTuple):
     """The rules that act on a request, in terms of content.
 
@@ -158,15 +162,15 @@ class _Rules(NamedTuple):
 
     Attributes:
         by_name: In the order of the names.
-        by_selection: Those that act on requests with a selection, as far as anybody asked.
+        by_selection: Those that act on requests with a selection, as far as anybody asked: of `MAX_SELECTIONS` at most.
     """
 
     by_name: Mapping[str, KeptRule]
-    by_selection: dict[tuple[str, ...] | None, tuple[KeptRule, ...]]
+    by_selection: dict[frozenset[str] | None, tuple[KeptRule, ...]]
 
 
 class _Request(NamedTuple):
-    selection: tuple[str, ...] | None
+    selection: frozenset[str] | None
     num_prompt: int
 
 
@@ -252,10 +256,9 @@ class RuleRegistry:
         """
         for index, name in enumerate(selection or ()):
             if name not in self._now.by_name and name not in self._others:
-                known = ", ".join((*self._now.by_name, *self._others)) or "none"
-                raise RequestError(f"steering_rules[{index}]", f"unknown rule {name!r}; registered: {known}")
+                raise RequestError(f"steering_rules[{index}]", f"unknown rule {name!r}; {WHO_KNOWS_RULES}")
         if self._max_rules:
-            self._requests[req_id] = _Request(selection, num_prompt)
+            self._requests[req_id] = _Request(None if selection is None else frozenset(selection), num_prompt)
 
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known."""
@@ -270,6 +273,8 @@ class RuleRegistry:
         if found is None:
             rules = now.by_name.values()
             found = tuple(each for each in rules if each.rule.applies_to.acts(each.name, request.selection))
+            if len(now.by_selection) >= MAX_SELECTIONS:
+                now.by_selection.clear()  # clients choose them: 20 rules have a million
             now.by_selection[request.selection] = found
         return found
 

@@ -37,14 +37,22 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def refuse(
-    send: Send, status: HTTPStatus, message: str, param: str | None = None, *, retry_after_s: int | None = None
+    send: Send,
+    status: HTTPStatus,
+    message: str,
+    param: str | None = None,
+    *,
+    retry_after_s: int | None = None,
+    closes: bool = False,
 ) -> None:
-    """Answer with an error as vLLM does."""
+    """Answer with an error as vLLM does; `closes` the connection if the rest of the body is not read."""
     kind = "BadRequestError" if status is HTTPStatus.BAD_REQUEST else status.phrase
     error = {"message": message, "type": kind, "param": param, "code": status.value}
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % retry_after_s))
+    if closes:
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status.value, "headers": headers})
     await send({"type": "http.response.body", "body": body})

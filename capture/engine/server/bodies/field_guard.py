@@ -1,4 +1,4 @@
-"""Refuses headgate's fields on routes that would ignore them, and remembers who asks.
+"""Refuses headgate's fields on routes that would ignore them.
 
 ASGI middleware within vLLM's own, on every server with headgate in it, whatever it is configured for. Bodies of routes
 that read our fields pass as they are; `route_table` has the routes.
@@ -15,9 +15,7 @@ import msgspec
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
-from headgate.capture.engine.requests.call_context import leave, serve_for
 from headgate.capture.engine.requests.stray_fields import find_ignored, is_of_interest, is_ours
-from headgate.capture.engine.server.access_keys import require_role
 from headgate.capture.engine.server.bodies.asgi import METHODS, path_of, refuse, replay, type_of
 from headgate.capture.engine.server.bodies.route_table import Kind, kind_of
 from headgate.capture.schema.errors import RequestError
@@ -60,13 +58,6 @@ class FieldGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        token = serve_for(_HttpClient(scope))
-        try:
-            await self._serve(scope, receive, send)
-        finally:
-            leave(token)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = path_of(scope)
         kind = Kind.NOT_GENERATING if path.startswith(self._own) else kind_of(path)
         if scope["method"] not in METHODS or kind not in (Kind.REFUSED, Kind.PARAMETERS):
@@ -83,18 +74,6 @@ class FieldGuard:
             return
         error = RequestError(field, _why(path, kind))
         await refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
-
-
-class _HttpClient:
-    """Implements `headgate.capture.engine.requests.call_context.Client`."""
-
-    def __init__(self, scope: Scope) -> None:
-        self._scope = scope
-
-    def require_role(self, role: str) -> object:
-        from starlette.requests import Request
-
-        return require_role(role, Request(self._scope))
 
 
 def _why(path: str, kind: Kind) -> str:

@@ -7,18 +7,21 @@ msgpack bodies of any length, the fields of parts are taken out and read here; t
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
 from headgate.capture.engine.requests.call_context import NOTHING, ExtractedFields, hold, release
 from headgate.capture.engine.requests.request_reader import reader_of
 from headgate.capture.engine.server.bodies.asgi import METHODS, path_of, refuse, replay, type_of
-from headgate.capture.engine.server.bodies.in_flight import ArrivingBody, BytesInFlight
+from headgate.capture.engine.server.bodies.in_flight import GRACE_S, LEAST_RATE, MAX_S, ArrivingBody, BytesInFlight
 from headgate.capture.engine.server.bodies.msgpack_fields import extract_msgpack
 from headgate.capture.engine.server.bodies.parsing import Fields, extract_json
 from headgate.capture.engine.server.bodies.route_table import Kind, kind_of
@@ -57,6 +60,10 @@ _UVICORN, _LIMIT = "uvicorn.protocols.http.", "HIGH_WATER_LIMIT"
 _UPLOAD_FIELDS = 1 << 20
 """Bytes of an upload beside its file."""
 _RETRY_AFTER_S = 1
+_TOO_SLOW = (
+    f"the body came too slowly: {LEAST_RATE >> 10} KiB a second are expected after {GRACE_S:g} s, and all of it within "
+    f"{MAX_S:g} s"
+)
 
 
 def install_bodies(app: FastAPI, config: ServerConfig) -> None:
@@ -118,7 +125,7 @@ class Bodies:
         if is_short and extract in (None, extract_json):
             await self._app(scope, receive, send)
             return
-        arriving = ArrivingBody()
+        arriving = ArrivingBody(_client_of(scope))
         try:
             if not await self._is_received(arriving, declared or 0, receive, send):
                 return
@@ -149,8 +156,14 @@ class Bodies:
     async def _is_received(self, body: ArrivingBody, declared: int, receive: Receive, send: Send) -> bool:
         """Receive a body, or answer why not. One that is refused is received, too, so that its sender listens."""
         size, is_more = declared if declared > 2 * self._max_bytes else 0, True
+        self._in_flight.begin(body)
         while is_more and size <= 2 * self._max_bytes:
-            message = await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self._in_flight.seconds_left(body))
+            except asyncio.TimeoutError:
+                self._in_flight.refuse(body)
+                await refuse(send, HTTPStatus.REQUEST_TIMEOUT, _TOO_SLOW, closes=True)
+                return False
             if message["type"] == "http.disconnect":
                 return False  # nobody waits for an answer
             piece = message.get("body", b"")
@@ -207,6 +220,18 @@ def _limited(receive: Receive, max_bytes: int, message: str) -> Receive:
         return received
 
     return limited
+
+
+def _client_of(scope: Scope) -> str:
+    """Tell clients apart, by their keys, and by addresses without: those of IPv6 by networks, of which each has one."""
+    if (caller := current_caller()) is not None:
+        return caller.name
+    host = (scope.get("client") or ("",))[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return f"address {host}"
+    return f"address {address if address.version == 4 else ipaddress.ip_network((address, 64), strict=False)}"
 
 
 def _declared(headers: Mapping[bytes, bytes]) -> int | None:

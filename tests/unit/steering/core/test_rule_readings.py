@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headgate.steering.core.rules import row_counts
+from headgate.steering.core.rules.registry import MAX_SELECTIONS
 from headgate.steering.core.rules.row_counts import OTHERS
 from headgate.steering.core.rules.step_readings import StepReadings
 from headgate.steering.gates.gate import Gate
@@ -233,3 +235,25 @@ def test_names_of_gates_that_are_counted_apart_are_limited(
     assert steps.counts.gates == {"one": 2, OTHERS: 4}
     steps.forget("one")
     assert steps.num_gated == 2
+
+
+def test_what_clients_select_takes_bounded_memory(rules: Rules) -> None:
+    """They name rules in any order, and of many rules any set."""
+    names = [f"rule{number}" for number in range(3)]
+    for name in names:
+        rules.on(name, applies_to="opt_in")
+    known = rules.state.rules
+    for number, order in enumerate(permutations([*names, *names])):
+        known.add(f"r{number}", order, 4)
+        assert [each.name for each in known.acting(f"r{number}")] == names
+        known.forget(f"r{number}")
+    assert len(known._now.by_selection) == 1
+
+    known.reserve([f"controller{number}" for number in range(12)])
+    for number in range(1 << 12):
+        chosen = tuple(f"controller{bit}" for bit in range(12) if number >> bit & 1)
+        known.add(f"r{number}", (*chosen, "rule1"), 4)
+        assert [each.name for each in known.acting(f"r{number}")] == ["rule1"]
+        known.forget(f"r{number}")
+
+    assert len(known._now.by_selection) <= MAX_SELECTIONS

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from headgate.capture.engine.access.access_key import AccessKey
+from headgate.capture.engine.access.caller import leave, serve_for
 from headgate.capture.engine.frontends.async_llm import generate
-from headgate.capture.engine.requests.call_context import Call, enter, leave, serve_for
+from headgate.capture.engine.requests.call_context import Call, enter
 from headgate.capture.schema.errors import ForbiddenError, RequestError
+from tests.fakes.clients import ShownKeys
 
 
 class Params:
@@ -23,14 +26,11 @@ class Params:
         self.extra_args = extra_args
 
 
-class Stranger:
+class Stranger(ShownKeys):
     """A client without a key."""
 
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def require_role(self, role: str) -> object:
-        self.asked.append(role)
+    def require_role(self, role: str) -> AccessKey | None:
+        super().require_role(role)
         raise ForbiddenError("no key")
 
 
@@ -55,7 +55,7 @@ def test_a_client_that_no_route_has_let_in_needs_the_key(stranger: Stranger, fie
 
     assert getattr(caught.value, "status_code", None) == 403
 
-    assert stranger.asked == ["capture"]
+    assert stranger.roles == ["capture"]
 
 
 def test_a_client_that_a_route_has_let_in_is_not_asked_again(stranger: Stranger) -> None:
@@ -66,7 +66,7 @@ def test_a_client_that_a_route_has_let_in_is_not_asked_again(stranger: Stranger)
     with pytest.raises(RequestError, match="without capture"):
         contextvars.copy_context().run(let_in)
 
-    assert stranger.asked == []
+    assert stranger.roles == []
 
 
 def test_nobody_else_is_asked(stranger: Stranger) -> None:
@@ -75,7 +75,7 @@ def test_nobody_else_is_asked(stranger: Stranger) -> None:
     with pytest.raises(RequestError, match="without steering"):
         ask(steering_name="calm")
 
-    assert stranger.asked == []
+    assert stranger.roles == []
 
 
 def test_python_code_needs_no_key() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.access.access_key import AccessKey, KeyLimits, digest_of
-from headgate.capture.engine.access.caller import Caller, set_caller
 from headgate.capture.engine.access.usage import Usage
 from headgate.capture.engine.frontends.metering import check_quota, metered, open_meter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
@@ -18,6 +17,7 @@ from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsum
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo
 from headgate.capture.schema.errors import QuotaError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site
+from tests.fakes.clients import show
 from tests.fakes.driver_consumers import no_drivers
 
 MODEL = ModelInfo(name="tiny", num_layers=1, hidden_size=8, dtype="float32", sites=(Site(0, HookPoint.POST_MLP),))
@@ -43,13 +43,13 @@ FRONT = FrontEnd(
 @pytest.fixture(autouse=True)
 def no_caller() -> Iterator[None]:
     yield
-    set_caller(None)
+    show()
 
 
 def client(**limits: int) -> Usage:
     usage = Usage()
     key = AccessKey(name="alice", sha256=digest_of("alice"), roles=("capture",), limits=KeyLimits(**limits))
-    set_caller(Caller(key, usage))
+    show(key, usage=usage)
     return usage
 
 

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.access.access_key import AccessKey, digest_of
-from headgate.capture.engine.access.caller import Caller, set_caller
-from headgate.capture.engine.access.usage import Usage
+from headgate.capture.engine.access.caller import serve_for
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests import request_reader
-from headgate.capture.engine.requests.call_context import serve_for
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.request_reader import OpenPart, RequestReader
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
@@ -22,6 +20,7 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.memory import MemoryConsumer
+from tests.fakes.clients import ShownKeys
 
 MODEL = ModelInfo(name="tiny", num_layers=2, hidden_size=8, dtype="float32", sites=(Site(0, HookPoint.POST_MLP),))
 FIELD = "ops[0].source"
@@ -63,20 +62,12 @@ def front_end() -> Iterator[Callable[..., FrontEnd]]:
         front.close()
 
 
-class Client:
+def client(name: str | None) -> ShownKeys:
     """A client whose key, if it has one, may capture."""
-
-    def __init__(self, key: str | None) -> None:
-        self.key = key
-        self.roles: list[str] = []
-
-    def require_role(self, role: str) -> None:
-        self.roles.append(role)
-        key = None if self.key is None else AccessKey(name=self.key, sha256=digest_of(self.key), roles=("capture",))
-        set_caller(None if key is None else Caller(key, Usage()))
+    return ShownKeys(*[] if name is None else [AccessKey(name=name, sha256=digest_of(name), roles=("capture",))])
 
 
-def in_call(client: Client, call: Callable[[], Any]) -> Any:
+def in_call(client: ShownKeys, call: Callable[[], Any]) -> Any:
     def served() -> Any:
         serve_for(client)
         return call()
@@ -85,7 +76,7 @@ def in_call(client: Client, call: Callable[[], Any]) -> Any:
 
 
 def test_a_client_finds_its_own_and_must_be_let_in_to_capture(front_end: Callable[..., FrontEnd]) -> None:
-    keeper, alice, bob = Keeper("alice", "clean"), Client("alice"), Client("bob")
+    keeper, alice, bob = Keeper("alice", "clean"), client("alice"), client("bob")
     front = front_end(keeper)
 
     assert in_call(alice, lambda: front.find_kept("clean", 0, FIELD)) is keeper
@@ -98,7 +89,7 @@ def test_where_there_is_no_client_rows_have_no_owner(front_end: Callable[..., Fr
     keeper = Keeper(None, "clean")
 
     assert front_end(Keeper(None, "other"), object(), keeper).find_kept("clean", 0, FIELD) is keeper
-    assert in_call(Client(None), lambda: front_end(keeper).find_kept("clean", 0, FIELD)) is keeper
+    assert in_call(client(None), lambda: front_end(keeper).find_kept("clean", 0, FIELD)) is keeper
 
 
 @pytest.mark.parametrize(
@@ -153,7 +144,7 @@ def test_fields_with_sources_are_read_in_the_call_of_their_client_alone(
 
     assert reader.read_parts({"rows": "clean"}) == {}
     assert list(reader.read_parts({"rows": 3})) == ["patching"]
-    wanted = in_call(Client("alice"), lambda: reader._read("patching", part.part, {"rows": "clean"}))
+    wanted = in_call(client("alice"), lambda: reader._read("patching", part.part, {"rows": "clean"}))
     assert wanted.wire == {"row": ("alice", "clean")}
 
 

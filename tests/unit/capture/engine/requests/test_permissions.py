@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.access.access_key import AccessKey, KeyLimits, digest_of
-from headgate.capture.engine.access.caller import Caller, set_caller
-from headgate.capture.engine.access.usage import Usage
-from headgate.capture.engine.requests.call_context import Call, enter
+from headgate.capture.engine.requests.call_context import Call
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
@@ -22,6 +19,7 @@ from headgate.capture.schema.errors import ForbiddenError, RequestError
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
+from tests.fakes.clients import show
 from tests.fakes.driver_consumers import no_drivers
 
 SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP), FINAL_NORM_SITE)
@@ -62,9 +60,9 @@ CONSUMERS: Mapping[str, type[BatchedConsumer]] = {
 
 @pytest.fixture(autouse=True)
 def no_caller() -> Iterator[None]:
-    set_caller(None)
+    show()
     yield
-    set_caller(None)
+    show()
 
 
 def ask(capture: Any, *, states: Any = None, call: Call | None = None, **key: Any) -> CaptureRequest:
@@ -72,7 +70,7 @@ def ask(capture: Any, *, states: Any = None, call: Call | None = None, **key: An
     limits = KeyLimits(**key.pop("limits", {}))
     if key.pop("has_key", True):
         alice = AccessKey(name="alice", sha256=digest_of("alice"), roles=("capture",), limits=limits, **key)
-        set_caller(Caller(alice, Usage()))
+        show(alice)
     config = CaptureConsumersConfig(consumers=tuple(CaptureConsumerSpec(name=name) for name in CONSUMERS))
     front = FrontEnd(config, MODEL, CONSUMERS, num_stages=1, open_drivers=no_drivers)
     extra = {"capture": capture, "return_hidden_states": states}
@@ -171,16 +169,3 @@ def test_an_answer_holds_at_most_so_much_and_files_do_not_count() -> None:
     ask({"answers": rows(0), "files": rows(0, 1)}, limits=limits)
     with pytest.raises(RequestError, match=r"capture\.answers: .* 640 bytes; at most 320"):
         ask({"answers": rows(0, 1), "files": rows(0)}, limits=limits)
-
-
-def test_a_task_that_goes_on_with_a_call_goes_on_for_its_client() -> None:
-    ask({"answers": rows()}, consumers=("answers",))
-    call = Call()
-    set_caller(None)
-
-    def go_on() -> None:
-        enter(call)
-        ask({"files": rows()}, has_key=False)
-
-    with pytest.raises(ForbiddenError, match="'alice'"):
-        contextvars.copy_context().run(go_on)

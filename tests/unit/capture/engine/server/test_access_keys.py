@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headgate.capture.engine.access.caller import current_caller, set_caller
+from headgate.capture.engine.access.access_key import digest_of
 from headgate.capture.engine.server import openai_routes
-from headgate.capture.engine.server.access_keys import is_local, require_role
+from headgate.capture.engine.server.access_keys import HttpClient, is_local, require_role
 from headgate.capture.engine.setup.server_args import read_server_args
-
-
-@pytest.fixture(autouse=True)
-def no_caller() -> Any:
-    set_caller(None)
-    yield
-    set_caller(None)
+from headgate.capture.schema.errors import UnknownKeyError
 
 
 def request_of(headers: dict[str, str], host: str = "127.0.0.1") -> Any:
     app = Namespace(state=Namespace(args=Namespace(host=host, uds=None)))
     return Namespace(app=app, headers=headers)
+
+
+def client_of(headers: dict[str, str], **args: Any) -> HttpClient:
+    app = Namespace(state=Namespace(args=Namespace(host="127.0.0.1", uds=None, **args)))
+    return HttpClient({"app": app, "headers": [(name.encode(), value.encode()) for name, value in headers.items()]})
 
 
 @pytest.mark.parametrize(
@@ -43,9 +44,10 @@ def test_each_key_lets_a_request_pass(monkeypatch: pytest.MonkeyPatch, headers: 
 
     found = require_role("steer", request_of(headers, host))
 
-    caller = current_caller()
+    caller = client_of(headers).caller
     assert caller is not None
-    assert caller.key is found
+    assert caller.keys == (found,)
+    assert client_of(headers).owner("field") == caller.name
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_without_one_the_answer_is_403(monkeypatch: pytest.MonkeyPatch, headers:
     with pytest.raises(HTTPException, match="HEADGATE_STEERING_KEYS") as raised:
         require_role("steer", request_of(headers))
     assert raised.value.status_code == 403
-    assert current_caller() is None
+    assert client_of(headers).caller is None
 
 
 @pytest.mark.parametrize(
@@ -170,3 +172,71 @@ def test_clients_who_write_sampling_params_need_the_key_too(
     with pytest.raises(HTTPException, match="HEADGATE_CAPTURE_KEYS") as raised:
         asyncio.run(wrapped(None, request, raw_request=raw))
     assert raised.value.status_code == status
+
+
+def write_keys(path: Path, **entries: Any) -> str:
+    keys = [{"name": name, "sha256": digest_of(name), **entry} for name, entry in entries.items()]
+    path.write_text(json.dumps({"keys": keys}))
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_a_client_is_the_same_one_whatever_it_asks_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its name must not depend on the role that a request needs: its conversations and kept rows go by it."""
+    monkeypatch.setenv("HEADGATE_STEERING_KEYS", "both,steers")
+    monkeypatch.setenv("HEADGATE_CAPTURE_KEYS", "captures,both")
+
+    both = client_of({"x-headgate-key": "both"})
+    assert (both.owner("field"), both.require_role("steer"), both.require_role("capture")) == (
+        "env.capture.2",
+        both.caller.keys[1],
+        both.caller.keys[0],
+    )
+    two = client_of({"x-headgate-key": "steers", "authorization": "Bearer captures"})
+    assert two.owner("field") == "env.steer.2"
+    assert two.caller.key_with("capture").name == "env.capture.1"
+    assert two.caller.key_with("admin") is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "api_key", "why"),
+    [
+        ({"x-headgate-key": "wrong"}, None, "X-Headgate-Key is not known"),
+        ({"x-headgate-key": "wrong", "authorization": "Bearer served"}, ["served"], "X-Headgate-Key is not known"),
+        ({"authorization": "Bearer wrong"}, None, "Authorization is not known"),
+        ({"x-headgate-key": "old"}, None, r"X-Headgate-Key \('old'\) has expired"),
+        ({"authorization": "Bearer served"}, ["served"], None),
+        ({"authorization": "Basic wrong"}, None, None),
+        ({"x-headgate-key": ""}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_who_has_shown_a_key_that_is_none_owns_nothing(
+    tmp_path: Path, headers: dict[str, str], api_key: list[str] | None, why: str | None
+) -> None:
+    entries = {"alice": {"roles": ["capture"]}, "old": {"roles": ["capture"], "expires": "2020-01-01T00:00:00Z"}}
+    config = {"headgate": {"server": {"keys_file": write_keys(tmp_path / "keys.json", **entries)}}}
+    client = client_of(headers, api_key=api_key, additional_config=config)
+
+    if why is None:
+        assert client.owner("field") is None
+        return
+    with pytest.raises(UnknownKeyError, match=f"field: would belong .* {why}") as raised:
+        client.owner("field")
+    assert raised.value.status == 401
+
+
+def test_where_nobody_has_a_key_what_is_shown_says_nothing() -> None:
+    assert client_of({"x-headgate-key": "any", "authorization": "Bearer EMPTY"}).owner("field") is None
+
+
+def test_who_asks_is_found_once_and_only_if_somebody_wants_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADGATE_STEERING_KEYS", "k")
+    scope = {"headers": [(b"x-headgate-key", b"k")]}
+    client = HttpClient(scope)  # no application: nothing was looked for
+    scope["app"] = Namespace(state=Namespace(args=Namespace(host="127.0.0.1", uds=None)))
+    first = client.caller
+    scope["headers"] = []
+
+    assert client.caller is first
+    assert client.owner("field") == "env.steer.1"

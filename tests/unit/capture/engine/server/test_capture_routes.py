@@ -15,7 +15,6 @@ from starlette.testclient import TestClient
 from vllm.exceptions import VLLMValidationError
 
 from headgate.capture.engine.access.access_key import AccessKey, digest_of
-from headgate.capture.engine.access.caller import Caller, set_caller
 from headgate.capture.engine.requests.capture_frontend import FRONT_END
 from headgate.capture.engine.server.capture_routes import open_routes
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
@@ -23,6 +22,7 @@ from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsum
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from headgate.consumers.moments import MomentsConsumer
+from tests.fakes.clients import show
 
 
 @pytest.fixture
@@ -52,8 +52,7 @@ def client(root: Path) -> Iterator[TestClient]:
 
     async def require_key(request: Request) -> None:
         key = keys.get(request.headers.get("x-headgate-key", ""))
-        usage: Any = None
-        set_caller(None if key is None else Caller(key, usage))
+        show(*[] if key is None else [key])
 
     async def answer_wrong(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"param": getattr(error, "parameter", None)}, 400)

@@ -73,6 +73,7 @@ def application(client: Client) -> Any:
         handle=lambda: handle,
         require_key=allowed,
         require_admin=allowed,
+        has_key=lambda request: True,
         client=lambda request: RouteClient(None, None, False),
         read_object=read_object,
         client_errors=as_client_error,
