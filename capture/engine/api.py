@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -11,6 +14,13 @@ from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.plugin import register
 from headgate.capture.engine.requests.sampling_params import all_fields
 from headgate.capture.engine.setup.cli_flags import Consumer, additional_config
+from headgate.capture.schema.errors import ConfigError
+
+UNGUARDED = """the script starts its engine while it is imported, and vLLM's new process imports it again
+Put what the script does, from LLM(...) on, under
+
+    if __name__ == "__main__":
+"""
 
 register()
 
@@ -87,6 +97,8 @@ class LLM(vllm.LLM):  # type: ignore[misc]
             ConfigError: If the configuration is wrong.
             UnsupportedError: If this vLLM, this model or a setting cannot be served.
         """
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise SystemExit(1)  # a new process imports the script; the one that started it says what is wrong
         if capture_consumers or capture_sites is not None or steering not in (None, False):
             kwargs["additional_config"] = additional_config(
                 consumers=capture_consumers,
@@ -94,7 +106,21 @@ class LLM(vllm.LLM):  # type: ignore[misc]
                 base=kwargs.get("additional_config"),
                 steering=steering,
             )
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        except RuntimeError:
+            if _is_unguarded():
+                raise ConfigError(UNGUARDED) from None
+            raise
+
+
+def _is_unguarded() -> bool:
+    """Whether the program is a script that does the same again when a new process imports it."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    try:
+        return script is not None and "__name__" not in Path(script).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def start_llm(

@@ -78,7 +78,7 @@ def run(model: Path, out: Path, dtype: str) -> int:
     is_ablated = show_ablated(apart)
     draw_moods(steered, LAYER, out / "steering.png")
     console.print(f"{out / 'steering.png'}: the same layer by layer; {out / 'joy.safetensors'}: the vector")
-    section("Gate", f"a probe of anger at {gate.LAYER}.post_mlp decides who is steered; all in one batch")
+    section("Gate", f"a probe of anger at {gate.PROBE_LAYER}.post_mlp decides who is steered at {gate.LAYER}.post_mlp")
     has_gated = show_gated(gated)
     draw_gate(gated, model, out / "gate.png")
     console.print(f"{out / 'gate.png'}: the score token by token")
@@ -94,7 +94,11 @@ def serve_and_ask(
         "sites": EVERY_HOOK,
     }
     server = Server(
-        model, headgate={"capture": capture, "steering": {"op_sites": OP_SITES}}, dtype=dtype, log=out / "server.log"
+        model,
+        headgate={"capture": capture, "steering": {"op_sites": OP_SITES}},
+        dtype=dtype,
+        log=out / "server.log",
+        still_starting=lambda passed_s: console.print(f"still starting, {passed_s:.0f} s (log: {out / 'server.log'})"),
     )
     started = time.monotonic()
     with console.status("vllm serve is starting ..."), server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ EXPLAINED = {
 
 SEEN_AT = 20
 """Layer at which the effect of steering is shown."""
+CLEARLY = 0.1
+"""How much further along a stronger vector must lead; from sad to glad prompts it is 1."""
 
 console = Console(width=None if sys.stdout.isatty() else 118, highlight=False)
 
@@ -99,7 +102,7 @@ def show_steered(steered: list[Steered]) -> bool:
         table.add_row(strength, shorten(answer.text, 78), f"{answer.mood[SEEN_AT]:+.2f}")
     console.print(table)
     moods = [answer.mood[SEEN_AT] for answer in steered]
-    is_ordered = moods == sorted(moods)
+    is_ordered = all(less + CLEARLY < more for less, more in pairwise(moods))
     verdict = "[green]more strength, more joy[/green]" if is_ordered else "[red]NOT IN ORDER[/red]"
     console.print(f"{verdict}: there, 0 is the mean of the sad prompts and 1 that of the glad ones")
     return is_ordered

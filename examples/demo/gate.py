@@ -19,7 +19,9 @@ from headgate.steering.vectors.directions import mean_difference
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 LAYER = 12
-"""Where the probe reads, and the gate writes."""
+"""Where the gate writes."""
+PROBE_LAYER = 21
+"""Where the probe reads: there the last token of an angry prompt lies furthest from that of a calm one."""
 SCALE = 2.0
 MOODS = {
     "angry": "I am furious about {}! This is outrageous, and I hate all of you!",
@@ -82,11 +84,12 @@ async def ask_in_two_moods(url: str, model: str, captures: Path) -> Gated:
     """
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=300.0) as openai:
         await gather(send(openai, model, ask) for ask in mood_asks())
-    angry, calm = (mean_rows(captures, f"mood-{mood}")[LAYER] for mood in MOODS)
+    angry, calm = (mean_rows(captures, f"mood-{mood}") for mood in MOODS)
     site = Site(LAYER, HookPoint.POST_MLP)
-    vector = mean_difference({site: calm}, {site: angry}).scaled(SCALE)
+    vector = mean_difference({site: calm[LAYER]}, {site: angry[LAYER]}).scaled(SCALE)
     assert vector is not None
-    gate = {"steering_gates": [calm_down(fit_probe(angry, calm), vector)], "return_steering_trace": True}
+    probe = fit_probe(angry[PROBE_LAYER], calm[PROBE_LAYER])
+    gate = {"steering_gates": [calm_down(probe, vector)], "return_steering_trace": True}
     async with AsyncClient(url, model=model) as client:
         before, ungated = await asyncio.gather(ask(client, PLAIN), ask(client, QUESTIONS["angry"]))
         *gated, after = await asyncio.gather(
@@ -104,7 +107,7 @@ async def ask_in_two_moods(url: str, model: str, captures: Path) -> Gated:
 
 
 def mood_asks() -> list[Ask]:
-    """Prompts of both moods; wanted is their last token's stream at the gate's layers."""
+    """Prompts of both moods; wanted is their last token's stream."""
     return [
         Ask(
             name=f"mood-{mood}-{number}",
@@ -122,7 +125,7 @@ def fit_probe(angry: Float64Array, calm: Float64Array) -> probes.Probe:
     """A probe of anger, from rows ``[prompts, hidden]``: 0 is halfway between the moods."""
     labels = ["angry"] * len(angry) + ["calm"] * len(calm)
     rows = np.concatenate([angry, calm]).astype(np.float32)
-    return probes.fit(rows, labels, at=f"{LAYER}.post_mlp", positive="angry")
+    return probes.fit(rows, labels, at=f"{PROBE_LAYER}.post_mlp", positive="angry")
 
 
 def calm_down(probe: probes.Probe, vector: PhaseVectors) -> dict[str, Any]:

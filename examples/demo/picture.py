@@ -20,8 +20,8 @@ import matplotlib.pyplot as plt
 
 Float64Array = npt.NDArray[np.float64]
 
-SHOWN_OF_PROMPT = 22
-"""Rows of the prompt in the picture of the gate: the user's message and what ends it."""
+SHOWN_OF_PROMPT, SHOWN_OF_ANSWER = 20, 16
+"""Rows in the picture of the gate: the user's message and what ends it, and the beginning of the answer."""
 
 
 def draw(capture: StoredCapture, model: Path, target: Path) -> None:
@@ -42,15 +42,17 @@ def draw(capture: StoredCapture, model: Path, target: Path) -> None:
 def draw_moods(steered: Sequence[Steered], layer: int, target: Path) -> None:
     """Draw `Steered.mood` of every answer, layer by layer, into the PNG file `target`."""
     figure, axes = plt.subplots(figsize=(10, 5), layout="constrained", facecolor="white")
-    for answer in steered:
+    first, num_layers = layer + 1, len(steered[0].mood)
+    for answer in reversed(steered):  # the legend from top to bottom, as the lines are
         label = f"{answer.strength:+.0f}" if answer.strength else "unsteered"
-        axes.plot(range(layer, len(answer.mood)), answer.mood[layer:], marker="o", markersize=3, label=label)
-    for height, name in ((0.0, "sad prompts"), (1.0, "glad prompts")):
+        axes.plot(range(first, num_layers), answer.mood[first:], marker="o", markersize=4, label=label)
+    for height, name in ((0.0, "mean of the\nsad prompts"), (1.0, "mean of the\nglad prompts")):
         axes.axhline(height, color="grey", linewidth=0.8)
-        axes.text(layer, height, name, color="grey", va="bottom", fontsize=8)
-    axes.set_xlabel("layer (post_mlp)")
-    axes.set_ylabel("where the answer lies between both sets of prompts")
-    axes.set_title(f"One question, steered at layer {layer} with one vector in four strengths, in one batch")
+        axes.annotate(name, (1.01, height), xycoords=("axes fraction", "data"), color="grey", va="center")
+    axes.set_xticks(range(first, num_layers))
+    axes.set_xlabel("layer")
+    axes.set_ylabel("where the answer's stream lies")
+    axes.set_title(f"One question, its answer steered at layer {layer} with a vector of joy, in one batch")
     axes.legend(title="strength")
     figure.savefig(target, dpi=110)
     plt.close(figure)
@@ -60,29 +62,30 @@ def draw_gate(gated: Gated, model: Path, target: Path) -> None:
     """Draw the scores of both gated answers by token into the PNG file `target`, shaded where the vector acted."""
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     figure, panels = plt.subplots(
-        len(gated.answers), 1, figsize=(12, 6.4), sharey=True, layout="constrained", facecolor="white"
+        len(gated.answers), 1, figsize=(10, 8), sharey=True, layout="constrained", facecolor="white"
     )
-    figure.suptitle("One question in two moods, with one gate, in one batch: the probe's score at each token")
+    figure.suptitle("One question in two moods, with one gate, in one batch", fontsize=14)
     for axes, mood in zip(panels, gated.answers, strict=True):
         trace, begins = gated.trace(mood), gated.begins[mood]
-        shown = [at for at, position in enumerate(trace["positions"]) if position >= begins - SHOWN_OF_PROMPT]
+        range_shown = range(begins - SHOWN_OF_PROMPT, begins + SHOWN_OF_ANSWER)
+        shown = [at for at, position in enumerate(trace["positions"]) if position in range_shown]
         tokens = [gated.tokens[mood][trace["positions"][at]] for at in shown]
-        axes.plot([gated.scores(mood)[at] for at in shown], marker="o", markersize=3, color="black")
-        decisive = shown.index(begins - 1)
-        axes.plot(decisive, gated.decisive_score(mood), marker="o", markersize=10, color="tab:red", fillstyle="none")
-        axes.axhline(THRESHOLD, color="grey", linewidth=0.8)
+        axes.plot([gated.scores(mood)[at] for at in shown], marker="o", markersize=4, color="lightgrey")
+        decisive, score = shown.index(trace["positions"].index(begins - 1)), gated.decisive_score(mood)
+        axes.plot(decisive, score, marker="o", markersize=10, color="tab:red")
+        axes.annotate(f"{score:+.1f} ", (decisive, score), color="tab:red", ha="right", va="top", fontsize=12)
+        axes.axhline(THRESHOLD, color="black", linewidth=1)
         axes.axvline(decisive + 0.5, color="grey", linestyle=":")
         for x, at in enumerate(shown):
             if gated.applied(mood)[at]:
                 axes.axvspan(x - 0.5, x + 0.5, color="tab:green", alpha=0.25, linewidth=0)
         labels = visible(tokenizer.batch_decode([[token] for token in tokens]))
-        axes.set_xticks(range(len(shown)), labels, rotation=90, fontsize=7, family="monospace")
+        axes.set_xticks(range(len(shown)), labels, rotation=90, fontsize=10, family="monospace")
         axes.set_xlim(-0.5, len(shown) - 0.5)
-        axes.set_ylabel("anger")
-        axes.set_title(
-            f"{mood}: the circled score decides; shaded: steered; dotted: the answer begins", fontsize=9, loc="left"
-        )
-    figure.savefig(target, dpi=66)
+        axes.set_ylabel("score of anger", fontsize=11)
+        state = "above the threshold: the gate fires (green)" if any(gated.applied(mood)) else "below it: no steering"
+        axes.set_title(f"{mood}: the score at the prompt's last token (red) lies {state}", fontsize=12, loc="left")
+    figure.savefig(target, dpi=90)
     plt.close(figure)
 
 

@@ -11,13 +11,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-READY_S = 300.0
+READY_S = 1200.0
+"""Much more than an idle machine needs: a loaded one was ready after 298 s."""
 STOP_S = 30.0
 POLL_S = 0.25
+SIGN_OF_LIFE_S = 15.0
 
 
 class ServerError(RuntimeError):
@@ -31,12 +34,24 @@ class Server:
         url: ``http://127.0.0.1:PORT``.
         command: What was started.
         log: Everything it printed.
+
+    Args:
+        still_starting: Called with the seconds that have passed, every `SIGN_OF_LIFE_S` until the server is ready.
     """
 
-    def __init__(self, model: Path, *, headgate: dict[str, Any], dtype: str, log: Path) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        headgate: dict[str, Any],
+        dtype: str,
+        log: Path,
+        still_starting: Callable[[float], None] = lambda passed_s: None,
+    ) -> None:
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
+        self._still_starting = still_starting
         self.command = [
             *(str(Path(sys.executable).with_name("vllm")), "serve", str(model)),
             *("--host", "127.0.0.1", "--port", str(port)),
@@ -77,8 +92,11 @@ class Server:
             self._process.wait()
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + READY_S
-        while time.monotonic() < deadline:
+        started = told = time.monotonic()
+        while (now := time.monotonic()) - started < READY_S:
+            if now - told >= SIGN_OF_LIFE_S:
+                told = now
+                self._still_starting(now - started)
             if self._process.poll() is not None:
                 raise ServerError(f"the server ended with status {self._process.returncode}:\n{self._reason()}")
             if self._is_healthy():

@@ -22,7 +22,7 @@ from headgate.steering.vectors.phase_vectors import PhaseVectors
 Float64Array = npt.NDArray[np.float64]
 
 LAYER = 12
-STRENGTHS = (-3.0, 0.0, 3.0, 6.0)
+STRENGTHS = (-3.0, 0.0, 3.0)
 """0 is not steered at all: it is the neighbour in the same batch."""
 QUESTION = "How was your day?"
 FEELINGS = {"glad": "wonderful and full of joy", "sad": "terrible and full of sorrow"}

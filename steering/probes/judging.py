@@ -179,7 +179,7 @@ def plot(probe: Probe, examples: Examples, evaluation: Evaluation) -> Figure:
     left.legend(loc="lower right")
     scores, flags = probe.scores(examples.rows)[:, 0], examples.labels == probe.classes[0]
     name = probe.classes[0].replace("$", r"\$")
-    right.hist([scores[flags], scores[~flags]], bins=40, label=[name, f"not {name}"], histtype="step")
+    right.hist([scores[flags], scores[~flags]], bins=40, label=[f"label {name}", "other labels"], histtype="step")
     right.axvline(evaluation.chosen.threshold, color="grey", linestyle="--")
     right.set(xlabel=f"score at {evaluation.site}", ylabel="rows", title=f"pooling: {evaluation.pooling}")
     right.legend()

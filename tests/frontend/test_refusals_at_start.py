@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
+from headgate.capture import LLM
+from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.engine.frontends import startup
 from headgate.capture.engine.plugin import register
 from headgate.capture.engine.setup import patch_set, startup_checks, versions
@@ -19,6 +24,7 @@ from tests.deadlines import patience
 from tests.frontend.conftest import ENGINE, capture_settings
 
 pytestmark = pytest.mark.engine
+GIB = 1 << 30
 
 
 def config(additional: Any) -> Any:
@@ -161,3 +167,73 @@ def test_an_engine_without_configuration_is_stock_and_refuses_capture(model_dir:
     assert front_end_of(llm.llm_engine) is None
     assert output.capture_results == output.outputs[0].capture_results == {}
     assert len(output.outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "share", "set_bytes", "free_gib", "expected_gib"),
+    [
+        (True, 0.92, None, 250, None),
+        (True, 0.92, None, 236, 4.0),
+        (True, 0.92, None, 8, 1.0),
+        (True, 0.92, GIB, 8, 1.0),
+        (False, 0.92, None, 8, None),
+    ],
+    ids=["enough is free", "too little beside vLLM itself", "little is free", "the user's size", "a GPU"],
+)
+def test_the_cache_on_cpus_fits_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_cpu: bool,
+    share: float,
+    set_bytes: int | None,
+    free_gib: int,
+    expected_gib: float | None,
+) -> None:
+    """vLLM takes 92 % of the memory, and does not start on a machine that others use, too."""
+    cache = SimpleNamespace(gpu_memory_utilization=share, kv_cache_memory_bytes=set_bytes)
+    engine = cast("VllmConfig", SimpleNamespace(cache_config=cache, parallel_config=SimpleNamespace(world_size=2)))
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    monkeypatch.setattr(startup_checks, "cpu_memory", lambda: (256 * GIB, free_gib * GIB))
+
+    with caplog.at_level("WARNING", "headgate"):
+        startup_checks.bound_cpu_cache(engine)
+
+    assert cache.kv_cache_memory_bytes == (None if expected_gib is None else expected_gib * GIB)
+    is_ours = expected_gib is not None and set_bytes is None
+    assert ("VLLM_CPU_KVCACHE_SPACE" in caplog.text) == is_ours
+
+
+def test_a_share_of_the_memory_that_the_user_named_is_kept(tmp_path: Path) -> None:
+    assert startup_checks.is_left_to_vllm(EngineArgs(model=str(tmp_path)))
+    assert not startup_checks.is_left_to_vllm(EngineArgs(model=str(tmp_path), gpu_memory_utilization=0.5))
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "told"),
+    [
+        ("llm = LLM('m')\n", ConfigError, 'if __name__ == "__main__":'),
+        ("if __name__ == '__main__':\n    llm = LLM('m')\n", RuntimeError, "Engine core initialization failed"),
+    ],
+    ids=["unguarded", "guarded"],
+)
+def test_a_script_that_would_start_its_engine_again_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, error: type[Exception], told: str
+) -> None:
+    """The engine's process imports the script; 122 lines of traceback ended in "Engine core initialization failed"."""
+
+    def fail(self: object, *args: object, **kwargs: object) -> None:
+        raise RuntimeError("Engine core initialization failed")
+
+    (tmp_path / "script.py").write_text(script)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "script.py"), raising=False)
+    monkeypatch.setattr("vllm.LLM.__init__", fail)
+
+    with pytest.raises(error, match=told):
+        LLM("m")
+
+
+def test_a_process_that_imports_the_script_again_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+
+    with pytest.raises(SystemExit):
+        LLM("m")

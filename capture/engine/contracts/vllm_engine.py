@@ -65,6 +65,13 @@ class ParallelConfig(Protocol):
     data_parallel_rank_local: int | None
 
 
+class CacheConfig(Protocol):
+    """``vllm.config.CacheConfig``."""
+
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+
+
 class SchedulerConfig(Protocol):
     """``vllm.config.SchedulerConfig``."""
 
@@ -95,6 +102,7 @@ class VllmConfig(Protocol):
     additional_config: Document
     model_config: ModelConfig
     parallel_config: ParallelConfig
+    cache_config: CacheConfig
     scheduler_config: SchedulerConfig
     compilation_config: CompilationConfig
     speculative_config: object | None

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from functools import wraps
 
 from headgate.capture.engine.contracts.parts import worker_part
 from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
 from headgate.capture.engine.setup.hosts import network_keys
+from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.patch_set import process_patches
 from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.engine.setup.versions import check_version
 from headgate.capture.schema.errors import UnsupportedError
+
+logger = logging.getLogger("headgate")
+
+GIB = 1 << 30
+CPU_CACHE_BYTES = 4 * GIB
+"""KV cache of an engine on CPUs whose machine lacks the memory that vLLM takes by default."""
 
 PLUGIN = "headgate"
 """Our name in the group ``vllm.general_plugins``."""
@@ -60,6 +68,48 @@ def create_engine_config(original: Function) -> Function:
     def wrapped(self: object, *args: object, **kwargs: object) -> VllmConfig:
         vllm_config: VllmConfig = original(self, *args, **kwargs)
         check_servable(vllm_config)
+        if sections(vllm_config) and is_left_to_vllm(self):
+            bound_cpu_cache(vllm_config)
         return vllm_config
 
     return wrapped
+
+
+def is_left_to_vllm(engine_args: object) -> bool:
+    """Whether nobody has said which share of the memory an engine may take."""
+    share = "gpu_memory_utilization"
+    return getattr(engine_args, share, None) == getattr(type(engine_args), share, None)
+
+
+def bound_cpu_cache(vllm_config: VllmConfig) -> None:
+    """Give an engine on CPUs a KV cache that fits, where vLLM's default share of the memory is not free.
+
+    vLLM takes 92 % of the memory, and refuses to start where other programs, or its own two processes before the
+    worker, leave less. Nothing changes on GPUs, where the size or the share was set, and where enough is free.
+    """
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    if not current_platform.is_cpu() or cache.kv_cache_memory_bytes is not None:
+        return
+    total, free = cpu_memory()
+    own = CPU_CACHE_BYTES  # what vLLM's processes and the model may take until the worker looks
+    if free - own >= cache.gpu_memory_utilization * total:
+        return
+    cache.kv_cache_memory_bytes = min(CPU_CACHE_BYTES, free // (4 * vllm_config.parallel_config.world_size))
+    speak_through_vllm()
+    logger.warning(
+        "KV cache of %.1f GiB: of %.1f GiB of memory %.1f are free, and vLLM's default share would not fit; set "
+        "--kv-cache-memory-bytes (kv_cache_memory_bytes=...) or VLLM_CPU_KVCACHE_SPACE (in GiB) for another size",
+        cache.kv_cache_memory_bytes / GIB,
+        total / GIB,
+        free / GIB,
+    )
+
+
+def cpu_memory() -> tuple[int, int]:
+    """Bytes of memory, all and free, of the node that vLLM's first worker runs on, within the container's limit."""
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+
+    found = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+    return found.total_memory, found.available_memory
