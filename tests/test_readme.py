@@ -117,7 +117,11 @@ def serving(command: str, folder: Path, environment: dict[str, str]) -> Iterator
     with log.open("wb") as out:
         server = subprocess.Popen(
             ["bash", "-c", f"exec {command.strip()} --port {port}"],
-            **{"cwd": folder, "env": environment, "stdout": out, "stderr": out, "start_new_session": True},
+            cwd=folder,
+            env=environment,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + START_S
