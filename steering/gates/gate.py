@@ -124,6 +124,26 @@ class Then:
     observes: bool = False
 
 
+class Pid(NamedTuple):
+    """A control loop, which holds the pooled score of a gate's one comparison at a set point: `Mode.PID`.
+
+    Attributes:
+        setpoint: The score to hold.
+        kp: Proportional gain.
+        ki: Integral gain, for each row.
+        kd: Differential gain, for each row.
+        least: Least strength, 0 at most.
+        largest: Largest strength, 0 at least.
+    """
+
+    setpoint: float
+    kp: float = 0.5
+    ki: float = 0.1
+    kd: float = 0.0
+    least: float = -4.0
+    largest: float = 4.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Gate:
     """One gate.
@@ -133,7 +153,8 @@ class Gate:
         when: The condition.
         then: The steering that it turns on.
         mode: How the strength of each leaf follows from its score.
-        amount: Gain of `Mode.PROPORTIONAL`, sharpness of `Mode.SIGMOID`; 1 for `Mode.BINARY`.
+        amount: Gain of `Mode.PROPORTIONAL`, sharpness of `Mode.SIGMOID`; 1 for the others.
+        pid: The control loop of `Mode.PID`; None for the others.
         scope: On which rows it acts.
         conversation: Id of the conversation that `Scope.REST` goes on in; None if it ends with the request.
         where: Path in the client's document.
@@ -144,6 +165,7 @@ class Gate:
     then: Then
     mode: Mode = Mode.BINARY
     amount: float = 1.0
+    pid: Pid | None = None
     scope: Scope = Scope.THIS
     conversation: str | None = None
     where: str = "steering_gates"
@@ -154,6 +176,13 @@ class Gate:
         return tuple(leaves_of(self.when))
 
     @property
+    def largest_strength(self) -> float:
+        """Largest magnitude that its strength can have."""
+        if self.pid is not None:
+            return max(-self.pid.least, self.pid.largest)
+        return self.amount if self.mode is Mode.PROPORTIONAL else 1.0
+
+    @property
     def is_pooled_over_prompt(self) -> bool:
         """Whether it is decided at the end of the prompt."""
         return any(leaf.pool in (Pool.LAST_PROMPT, Pool.PROMPT_MEAN) for leaf in self.leaves)
@@ -162,7 +191,7 @@ class Gate:
     def has_state(self) -> bool:
         """Whether its strength at a row depends on other rows: those must be computed, not read from a cache."""
         remembers = any(leaf.pool is not Pool.TOKEN or leaf.hysteresis > 0 for leaf in self.leaves)
-        return self.scope is not Scope.THIS or remembers
+        return self.scope is not Scope.THIS or self.pid is not None or remembers
 
 
 def leaves_of(condition: Condition) -> Iterator[Leaf]:

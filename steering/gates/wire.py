@@ -22,6 +22,7 @@ from headgate.steering.gates.gate import (
     ModuleThen,
     NamedProbe,
     Negation,
+    Pid,
     Reading,
     Then,
 )
@@ -41,6 +42,7 @@ def gates_to_wire(gates: Sequence[Gate]) -> GatesWire:
             "then": _then(gate.then),
             "mode": int(gate.mode),
             "amount": gate.amount,
+            "pid": None if gate.pid is None else list(gate.pid),
             "scope": int(gate.scope),
             "conversation": gate.conversation,
             "where": gate.where,
@@ -58,6 +60,7 @@ def gates_from_wire(wire: Iterable[dict[str, Any]]) -> tuple[Gate, ...]:
             then=_read_then(given["then"]),
             mode=Mode(given["mode"]),
             amount=given["amount"],
+            pid=None if given["pid"] is None else Pid(*given["pid"]),
             scope=Scope(given["scope"]),
             conversation=given["conversation"],
             where=given["where"],

@@ -34,6 +34,7 @@ _UNWRITTEN = tl.constexpr(int(GateFlag.UNWRITTEN))
 _MODE_MASK = tl.constexpr(gate_codes.MODE_MASK)
 _PROPORTIONAL = tl.constexpr(int(Mode.PROPORTIONAL))
 _SIGMOID = tl.constexpr(int(Mode.SIGMOID))
+_PID = tl.constexpr(int(Mode.PID))
 _POOL_MASK = tl.constexpr(gate_codes.POOL_MASK)
 _EMA = tl.constexpr(int(Pool.EMA))
 _LAST_PROMPT = tl.constexpr(int(Pool.LAST_PROMPT))
@@ -61,11 +62,12 @@ _HEARD_POSITION_MASK = tl.constexpr((1 << gate_codes.HEARD_POSITION_BITS) - 1)
 
 @triton.jit
 def evaluate_gates(
-    codes, params, num_entries, signals, states, told, told_counts, heard, hearing, flags, index, length, C, N,
-    ROWS: tl.constexpr,
+    codes, params, num_entries, signals, first_signals, states, told, told_counts, heard, hearing, flags, index, length,
+    C, N, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Run the entries of gates on rows whose scores are there; the first row alone may be one that resets.
 
+    `first_signals` points to the first column of the first row.
     Barriers stand between what a thread writes and what another reads of it, both ways. `told` and `told_counts` point
     to the first of the N told numbers of the rows' slot, `heard` and `hearing` to what it hears and who does; all but
     `told_counts` are None if `ROWS` is not 1.
@@ -79,7 +81,7 @@ def evaluate_gates(
         numbers = params + at * _NUM_PARAMS + _P0
         column = code >> _CHANGE_SHIFT & _CHANGE_MASK
         if op == _LEAF:
-            _leaf(code, numbers, signals, column, states + column, resets, flags, index, length, ROWS)
+            _leaf(code, numbers, signals, first_signals, column, states + column, resets, flags, index, length, C, ROWS)
         elif op == _NODE:
             _node(code, numbers, signals, column, index, length)
         elif op == _GATE:
@@ -91,7 +93,9 @@ def evaluate_gates(
 
 
 @triton.jit
-def _leaf(code, numbers, signals, column, states, resets, flags, index, length, ROWS: tl.constexpr):
+def _leaf(
+    code, numbers, signals, first_signals, column, states, resets, flags, index, length, C, ROWS: tl.constexpr
+):  # fmt: skip
     fired, before, count = _load_states(states, resets)
     is_row = index < length
     score = tl.load(signals + tl.load(numbers + 4).to(tl.int32), mask=is_row, other=0.0)
@@ -104,13 +108,69 @@ def _leaf(code, numbers, signals, column, states, resets, flags, index, length, 
         before, count = _of_prompt(pool, score, before, count, flags, is_row, ROWS)
         total = tl.where(is_row, before, 0.0)
         value = tl.where(flags & (_ENDS_PROMPT | _IS_GENERATED) != 0, total, float("nan"))
+    if code & _MODE_MASK == _PID:
+        _control(
+            numbers, signals + column, first_signals + column, states, fired, before, count, value, flags, index,
+            length, C, ROWS,
+        )  # fmt: skip
+    else:
+        _compare(
+            code, numbers, signals + column, states, fired, total, count, value, index, length, ROWS
+        )  # fmt: skip
+
+
+@triton.jit
+def _control(
+    numbers, places, first_place, states, integral, before, count, value, flags, index, length, C, ROWS: tl.constexpr
+):  # fmt: skip
+    """Run a control loop on rows whose pooled scores are `value`: each row needs the integral of the one before."""
+    is_row = index < length
+    acts = is_row & (flags & (_ENDS_PROMPT | _IS_GENERATED) != 0)
+    tl.debug_barrier()
+    if ROWS == 1:
+        strength, later = _controlled(numbers, value, before, integral)
+        _store(places, tl.where(acts, strength, 0.0), acts.to(tl.float32), value, is_row)
+        _store(states, tl.where(acts, later, integral), value, count, is_row)
+    else:
+        _store(places, value * 0, acts.to(tl.float32), value, is_row)
+        tl.debug_barrier()
+        for at in range(tl.min(tl.where(acts, index, length)), length):
+            place = first_place + at * C
+            earlier = tl.where(at > 0, tl.load(place + 2 - C, mask=at > 0, other=0.0), before)
+            strength, integral = _controlled(numbers, tl.load(place + 2), earlier, integral)
+            tl.store(place, strength)
+        _store(states, integral, tl.load(first_place + (length - 1) * C + 2), count, length > 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _controlled(numbers, value, before, integral):
+    """Return the strength of a control loop on one row, and its integral behind that."""
+    least, largest = tl.load(numbers - 2), tl.load(numbers - 1)
+    error, gain = tl.load(numbers) - value, tl.load(numbers + 2)
+    is_first = integral != integral
+    held = tl.where(is_first, 0.0, integral)
+    has_change = (is_first == 0) & (tl.abs(before) < float("inf"))
+    change = tl.where(has_change, before - value, 0.0)
+    wanted = tl.load(numbers + 1) * error + gain * (held + error) + tl.load(numbers + 5) * change
+    strength = tl.minimum(tl.maximum(wanted, least), largest)
+    later = tl.where((wanted - strength) * (error * gain) > 0, held, held + error)
+    is_number = tl.abs(value) < float("inf")
+    return tl.where(is_number, strength, 0.0), tl.where(is_number, later, integral)
+
+
+@triton.jit
+def _compare(
+    code, numbers, places, states, fired, total, count, value, index, length, ROWS: tl.constexpr
+):  # fmt: skip
+    """Compare the pooled scores of rows, `value`, with a leaf's threshold."""
     threshold, hysteresis = tl.load(numbers), tl.load(numbers + 1)
     above = tl.where(code & _BELOW != 0, threshold - value, value - threshold)
     fires = _with_hysteresis(above, hysteresis, fired, index, ROWS)
     strength = _strength(code & _MODE_MASK, above, hysteresis, tl.load(numbers + 2), fires)
     fires = fires.to(tl.float32)
     tl.debug_barrier()
-    _store(signals + column, strength, fires, value, is_row)
+    _store(places, strength, fires, value, index < length)
     _store(states + index * 0, fires, total, count, index == length - 1)
     tl.debug_barrier()
 

@@ -99,8 +99,8 @@ def gates_of_row(
             told, told_counts = told_ptr + slot * _TOLD_ROWS * N, told_counts_ptr + slot * N
             heard, hearing = heard_ptr + slot * _HEARD, hearing_ptr + slot * H * 2
             evaluate_gates(
-                codes, params, num_gates, signals, states, told, told_counts, heard, hearing, flags, token * 0, 1,
-                C, N, 1,
+                codes, params, num_gates, signals, signals, states, told, told_counts, heard, hearing, flags,
+                token * 0, 1, C, N, 1,
             )  # fmt: skip
         entries = tl.arange(0, BLOCK_E)
         f = attenuation(codes, params, entries, entries < num_gates, signals, states, flags)
@@ -236,6 +236,7 @@ def _scan_rows(
         signals, states = signals_ptr + tokens.to(tl.int64) * C, states_ptr + slot.to(tl.int64) * C
         told_counts = told_counts_ptr + slot.to(tl.int64) * N
         evaluate_gates(
-            codes, params, num_gates, signals, states, None, told_counts, None, None, flags, index, length, C, N, ROWS
-        )
+            codes, params, num_gates, signals, signals_ptr + tl.cast(first, tl.int64) * C, states, None, told_counts,
+            None, None, flags, index, length, C, N, ROWS,
+        )  # fmt: skip
     return length

@@ -12,7 +12,7 @@ an entry (`headgate.steering.programs.codes.change_index`) is its first column, 
 * `LEAF`: compares the score ``s[p4]``, pooled over rows of the request (`Pool`, `EMA` with the weight p3), with the
   threshold p0 and the hysteresis p1, by a `Mode` with its number p2. ``s[c]`` is the strength, ``s[c + 1]`` whether it
   fires, ``s[c + 2]`` the pooled score. ``m[c]`` is whether it fired, ``m[c + 1]`` the pooled score, ``m[c + 2]`` over
-  how many rows.
+  how many rows. With `Mode.PID` it has other numbers, and ``m[c]`` is the integral.
 * `NODE`: ``s[c]`` and ``s[c + 1]`` as of a leaf, from those at p4 and p5, by `Combine`.
 * `GATE`: ``s[c]`` is the strength that acts on this row, ``s[c + 1]`` the one that a trace shows, from the condition at
   p4, by `Scope`. ``m[c]`` is the strength that acts on the next row at earlier sites, and so is ``s[c + 2]``;
@@ -111,11 +111,19 @@ class Mode(IntEnum):
 
     `BINARY`: 1 where it fires. `PROPORTIONAL`: ``p2 * clip((v - (t - h)) / max(h, 1e-8), 0, 1)``; below,
     ``p2 * clip(((t + h) - v) / max(h, 1e-8), 0, 1)``. `SIGMOID`: of ``p2 * (v - t)``; below, of ``p2 * (t - v)``.
+
+    `PID`: a control loop, which pools by `Pool.TOKEN` or `Pool.EMA`. It begins with the last row of the prompt; on
+    each row from there on, with the error ``e = p0 - v``, the integral ``i = m[c] + e``, and the change
+    ``d = m[c + 1] - v`` since the row before, ``w = p1 * e + p2 * i + p5 * d``. The strength is `w`, cut to
+    `read_scale` at least and `write_scale` at most. Where the cut takes away from `w` what ``p2 * e`` drove beyond
+    the limit, ``m[c]`` stays; elsewhere it becomes `i`. On the first row ``m[c]`` counts as 0 and `d` is 0. It fires
+    on each of these rows. On rows before, and where `v` is not finite, the strength is 0 and ``m[c]`` stays.
     """
 
     BINARY = 0 << 12
     PROPORTIONAL = 1 << 12
     SIGMOID = 2 << 12
+    PID = 3 << 12
 
 
 MODE_MASK = 3 << 12

@@ -71,21 +71,24 @@ class Conditions:
         self._vectors = vectors
         self._num_columns = 0
 
-    def read(self, value: object, where: str, depth: int = 1) -> Condition:
+    def read(self, value: object, where: str, depth: int = 1, *, is_controlled: bool = False) -> Condition:
         """Read a condition.
 
         Args:
             value: In one of the forms of `CONDITION_FORM`.
             where: Its path.
             depth: Of it in other conditions, from 1 on.
+            is_controlled: A control loop reads its score: it is one without a threshold.
 
         Raises:
             RequestError: Naming the field that is wrong.
         """
-        if isinstance(value, str) and value == "always":
+        if isinstance(value, str) and value == "always" and not is_controlled:
             self._take(NODE_COLUMNS, where)
             return Always()
         kind, document = _kind_of(value, where)
+        if is_controlled:
+            _check_controlled(document, kind, where)
         if depth > MAX_DEPTH:
             raise RequestError(where, f"is too deep: conditions stand in each other {MAX_DEPTH} times at most")
         if kind in _GROUPS:
@@ -102,14 +105,15 @@ class Conditions:
             self._take(NODE_COLUMNS, where)
             return Negation(self.read(document[kind], f"{where}.not", depth + 1))
         self._take(LEAF_COLUMNS, where)
-        return self._leaf(document, kind, where)
+        return self._leaf(document, kind, where, is_controlled=is_controlled)
 
     def _take(self, columns: int, where: str) -> None:
         self._num_columns += columns
         check_columns(self._num_columns, self._steerable, where)
 
-    def _leaf(self, document: Mapping[Any, Any], kind: str, where: str) -> Leaf:
-        is_below, threshold = _threshold(document, where, has_own=isinstance(document.get("probe"), str))
+    def _leaf(self, document: Mapping[Any, Any], kind: str, where: str, *, is_controlled: bool) -> Leaf:
+        has_own = is_controlled or isinstance(document.get("probe"), str)
+        is_below, threshold = _threshold(document, where, has_own=has_own)
         hysteresis = _number(document, "hysteresis", 0.0, where)
         if hysteresis < 0:
             raise RequestError(f"{where}.hysteresis", f"must not be negative, got {hysteresis:g}")
@@ -239,6 +243,21 @@ def _threshold(document: Mapping[Any, Any], where: str, *, has_own: bool) -> tup
     if not has_own:
         raise RequestError(f"{where}.above", "is missing: the threshold; or 'below'")
     return "below" in document and "above" not in document, None
+
+
+def _check_controlled(document: Mapping[Any, Any], kind: str, where: str) -> None:
+    """Check that a condition is a score alone, as a control loop reads it.
+
+    Raises:
+        RequestError: Naming the key that it should not have.
+    """
+    if kind not in ("probe", "sae", "cosine"):
+        raise RequestError(f"{where}.{kind}", "a control loop reads one score: a probe, a feature or a cosine")
+    for key in ("above", "below", "hysteresis"):
+        if document.get(key) is not None:
+            raise RequestError(f"{where}.{key}", "a control loop has a setpoint and no threshold")
+    if document.get("pool") in ("last_prompt", "prompt_mean"):
+        raise RequestError(f"{where}.pool", 'a control loop reads each row: expected "token" or {"ema": alpha}')
 
 
 def _number(document: Mapping[Any, Any], key: str, default: float, where: str) -> float:

@@ -20,6 +20,7 @@ from headgate.steering.gates.gate import (
     Leaf,
     ModuleThen,
     NamedProbe,
+    Pid,
     Reading,
     Then,
 )
@@ -47,6 +48,7 @@ _KEYS = ("name", "when", "then", "strength", "scope", "conversation_id")
 _THEN_KEYS = ("module", "scale", "vectors", "ops", "features", "attenuate")
 _THENS = ("module", "vectors", "ops", "features", "attenuate")
 _MODES = {"proportional": Mode.PROPORTIONAL, "sigmoid": Mode.SIGMOID}
+_PID_KEYS = ("setpoint", "kp", "ki", "kd", "min", "max")
 _CONVERSATION = "rest_of_conversation"
 _SCOPES = {
     "this_token": Scope.THIS,
@@ -98,8 +100,8 @@ def read_gates(value: object, steerable: Steerable, field: str = GATES) -> tuple
     vectors = Vectors(steerable.hidden_size, KeptRows())
     conditions = Conditions(steerable, vectors)
     conditions_read = [
-        conditions.read(document.get("when"), f"{where}.when")
-        for document, where in zip(documents, places, strict=True)
+        conditions.read(document.get("when"), f"{where}.when", is_controlled=head.pid is not None)
+        for head, document, where in zip(heads, documents, places, strict=True)
     ]
     gates = tuple(
         Gate(
@@ -108,6 +110,7 @@ def read_gates(value: object, steerable: Steerable, field: str = GATES) -> tuple
             then=read_then(document.get("then"), steerable, vectors, f"{where}.then"),
             mode=head.mode,
             amount=head.amount,
+            pid=head.pid,
             scope=head.scope,
             conversation=head.conversation,
             where=where,
@@ -139,6 +142,7 @@ class _Head(NamedTuple):
     name: str
     mode: Mode
     amount: float
+    pid: Pid | None
     scope: Scope
     conversation: str | None
 
@@ -167,22 +171,48 @@ def _head(document: Mapping[Any, Any], index: int, where: str) -> _Head:
         if document.get(key) is None:
             raise RequestError(f"{where}.{key}", "is missing; a gate needs 'when' and 'then'")
     name = document.get("name")
-    mode, amount = _strength(document.get("strength"), f"{where}.strength")
+    mode, amount, pid = _strength(document.get("strength"), f"{where}.strength")
     scope, conversation = _scope(document, where)
-    name = f"gate{index}" if name is None else check_name(name, f"{where}.name", "a gate")
-    return _Head(name, mode, amount, scope, conversation)
-
-
-def _strength(value: object, where: str) -> tuple[Mode, float]:
-    if value is None or (isinstance(value, str) and value == "binary"):
-        return Mode.BINARY, 1.0
-    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in _MODES:
+    if pid is not None and scope is Scope.REST:
         raise RequestError(
-            where, f'expected "binary", {{"proportional": gain}} or {{"sigmoid": sharpness}}; got {shown(value)}'
+            f"{where}.scope",
+            "a control loop sets another strength on each row: expected this_token or next_token with the strength pid",
+        )
+    name = f"gate{index}" if name is None else check_name(name, f"{where}.name", "a gate")
+    return _Head(name, mode, amount, pid, scope, conversation)
+
+
+def _strength(value: object, where: str) -> tuple[Mode, float, Pid | None]:
+    if value is None or (isinstance(value, str) and value == "binary"):
+        return Mode.BINARY, 1.0, None
+    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in (*_MODES, "pid"):
+        raise RequestError(
+            where,
+            'expected "binary", {"proportional": gain}, {"sigmoid": sharpness} or '
+            f'{{"pid": {{{", ".join(_PID_KEYS)}}}}}; got {shown(value)}',
         )
     ((key, amount),) = value.items()
+    if key == "pid":
+        return Mode.PID, 1.0, _pid(amount, f"{where}.pid")
     found = _positive(amount, f"{where}.{key}")
-    return _MODES[key], found if key == "sigmoid" else _checked_factor(found, f"{where}.{key}")
+    return _MODES[key], found if key == "sigmoid" else _checked_factor(found, f"{where}.{key}"), None
+
+
+def _pid(value: object, where: str) -> Pid:
+    if not isinstance(value, Mapping):
+        raise RequestError(where, f"expected an object with {', '.join(_PID_KEYS)}; got {shown(value)}")
+    check_keys(value, _PID_KEYS, where, "a control loop")
+    if value.get("setpoint") is None:
+        raise RequestError(f"{where}.setpoint", "is missing: the score that the loop holds")
+    given = {key: check_scale(value[key], f"{where}.{key}") for key in _PID_KEYS if value.get(key) is not None}
+    pid = Pid(**{{"min": "least", "max": "largest"}.get(key, key): number for key, number in given.items()})
+    _checked_factor(pid.least, f"{where}.min")
+    _checked_factor(pid.largest, f"{where}.max")
+    if pid.least > 0:
+        raise RequestError(f"{where}.min", f"expected 0 or less: the limits are around 0; got {pid.least:g}")
+    if pid.largest < 0:
+        raise RequestError(f"{where}.max", f"expected 0 or more: the limits are around 0; got {pid.largest:g}")
+    return pid
 
 
 def _checked_factor(value: float, where: str) -> float:
@@ -312,8 +342,8 @@ def _check_attenuations(gates: Sequence[Gate]) -> None:
     """Refuse gates that together could multiply the request's own steering by too much."""
     factor = 1.0
     for gate in gates:
-        gain = gate.amount if gate.mode is Mode.PROPORTIONAL else 1.0
-        factor *= max(1.0, abs(1 + gain * ((gate.then.attenuate or 0.0) - 1)))
+        change = gate.largest_strength * ((gate.then.attenuate or 0.0) - 1)
+        factor *= max(1.0, abs(1 + change), abs(1 - change) if gate.pid is not None else 0.0)
         _checked_factor(factor, f"{gate.where}.then.attenuate")
 
 

@@ -51,14 +51,20 @@ def encoded_vector(config: int, size: ModelSize) -> msgspec.Raw:
 
 
 @lru_cache(maxsize=300)
-def encoded_gate(config: int, size: ModelSize) -> msgspec.Raw:
-    """A gate with a probe of its own, in front of the middle: on every row it turns on what `encoded_vector` gives."""
+def encoded_gate(config: int, size: ModelSize, *, is_loop: bool) -> msgspec.Raw:
+    """A gate with a probe of its own, before the middle: on every row it turns on what `encoded_vector` gives.
+
+    With `is_loop` a control loop sets how strongly.
+    """
     layer = op_sites(size)[HOOK][1]
     weight = {"dtype": "bfloat16", "shape": [size.hidden], "data": _random_row(config + 1000, size)}
-    gate = {
-        "when": {"probe": {"at": f"{layer}.{HOOK}", "weight": weight}, "above": -1e9},
+    probe = {"at": f"{layer}.{HOOK}", "weight": weight}
+    gate: dict[str, object] = {
+        "when": {"probe": probe} if is_loop else {"probe": probe, "above": -1e9},
         "then": {"vectors": _vector_at(op_sites(size)[HOOK][-2], config, size)},
     }
+    if is_loop:
+        gate["strength"] = {"pid": {"setpoint": 0.5, "kp": 0.5, "ki": 0.1, "kd": 0.1, "min": -1, "max": 1}}
     return msgspec.Raw(msgspec.json.encode([gate]))
 
 

@@ -77,6 +77,7 @@ class Mode:
         ops: Operations of each set, at every op site; 0: sets are of vectors.
         is_at_one_site: Whether vectors are those of one op site.
         is_gated: Whether a gate of each request turns them on.
+        is_loop: Whether the gate's strength is a control loop.
         features: Features of each set, at one site; 0: sets are of something else.
         reconstructs: Name of the SAE whose reconstructions all rows become; empty for none.
         form: How they are sent.
@@ -94,6 +95,7 @@ class Mode:
     ops: int = 0
     is_at_one_site: bool = False
     is_gated: bool = False
+    is_loop: bool = False
     features: int = 0
     reconstructs: str = ""
     form: Form = "packed"
@@ -167,6 +169,7 @@ MODES: Mapping[str, Mode] = {
     "controllers watch": Mode(_CONTROLLERS, selects=(WATCH,)),
     "controllers hold": Mode(_CONTROLLERS, selects=(HOLD,)),
     "1 gate": Mode(_OPS, configs=256, is_gated=True),
+    "1 loop": Mode(_OPS, configs=256, is_gated=True, is_loop=True),
     "features idle": Mode(_FEATURES),
     "16 features": Mode(_FEATURES, configs=256, features=16),
     **{f"encode {name} idle": Mode(frozenset({"steering", f"encode {name}"})) for name in SIZES},
@@ -271,7 +274,7 @@ class Asked:
             if self.mode.ops:
                 made["steering_ops"] = encoded_operations(config, self.size, self.mode.ops)
             elif self.mode.is_gated:
-                made["steering_gates"] = encoded_gate(config, self.size)
+                made["steering_gates"] = encoded_gate(config, self.size, is_loop=self.mode.is_loop)
             elif self.mode.is_at_one_site:
                 made["steering_vectors"] = encoded_vector(config, self.size)
             elif self.mode.features:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from headgate.capture.schema.sites import HookPoint, Site
-from tests.engine.gate_forms import always, comparisons, features, operations, trees
+from tests.engine.gate_forms import always, comparisons, features, loops, operations, trees
 from tests.engine.gate_making import EARLY, LATE, LONG, MIDDLE, SAE_SITE, SHORT, GateCase, Maker
 from tests.engine.gate_semantics import site_of
 from tests.engine.steering_cases import Case, Tiers, sites_of, vectors
@@ -23,6 +23,7 @@ def cases_of(rows: Sequence[Mapping[Site, Tensor]]) -> list[GateCase]:
     cases = [
         *_matrix(make),
         *comparisons(make),
+        *loops(make),
         *trees(make),
         *always(make),
         *_early(make),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.engine.gate_making import LATE, ONE, SAE_SITE, SHORT, GateCase, Maker
+from tests.engine.gate_making import LATE, LONG, ONE, SAE_SITE, SHORT, GateCase, Maker
 from tests.engine.steering_cases import Case, Tiers, vectors
 
 
@@ -39,6 +39,37 @@ def comparisons(make: Maker) -> Iterator[GateCase]:
             _later(make, make.when(prompt=ONE, q=0.0, pool="last_prompt"), scope="next_token"),
             _later(make, make.when(prompt=ONE, q=0.6, pool={"ema": 0.5}, hysteresis=True), scope="rest_of_request"),
             _later(make, make.when(prompt=ONE, q=0.6), **soft),
+        ],
+    )
+
+
+def loops(make: Maker) -> Iterator[GateCase]:
+    """Control loops."""
+
+    def loop(then: Any, scope: str, setpoint: float, prompt: int, **pid: Any) -> dict[str, Any]:
+        when = make.when(prompt=prompt, **({"pool": pid.pop("pool")} if "pool" in pid else {}))
+        when = {key: value for key, value in when.items() if key != "above"}
+        return {"when": when, "then": then, "strength": {"pid": {"setpoint": setpoint, **pid}}, "scope": scope}
+
+    for at, scope in enumerate(("this_token", "next_token")):
+        early = ("0.post_mlp",) if scope == "next_token" else ()
+        yield GateCase(
+            name=f"loops, {scope}",
+            prompt=(LONG, SHORT)[at],
+            gates=[
+                loop({"vectors": make.vectors(*early, *LATE[:2])}, scope, 1.5, (LONG, SHORT)[at], kd=0.4),
+                loop({"vectors": make.vectors(LATE[1])}, scope, -0.8, (LONG, SHORT)[at], kp=0.3, ki=0.5, min=-0.7),
+                loop(
+                    {"vectors": make.vectors(LATE[0])}, scope, 0.4, (LONG, SHORT)[at], pool={"ema": 0.4}, kd=1.0, max=1
+                ),
+            ],
+        )
+    yield GateCase(
+        name="loops, a token's prompt",
+        prompt=ONE,
+        gates=[
+            loop({"vectors": make.vectors(LATE[0])}, "this_token", 2.0, ONE, kd=0.3),
+            loop("observe", "this_token", 2.0, ONE),
         ],
     )
 

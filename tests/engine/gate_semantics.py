@@ -94,8 +94,9 @@ class _Leaf:
     """A comparison: reads, pools, and remembers whether it fired."""
 
     def __init__(self, document: Mapping[str, Any], strength: Any, names: Names) -> None:
+        self.loop = _Loop(**strength["pid"]) if "pid" in strength else None
         self.direction = 1.0 if "above" in document else -1.0
-        self.threshold = float(document["above"] if "above" in document else document["below"])
+        self.threshold = float(document.get("above", document.get("below", "nan")))
         self.hysteresis = float(document.get("hysteresis") or 0.0)
         self.pool = document.get("pool") or "token"
         self.mode = strength
@@ -129,6 +130,8 @@ class _Leaf:
         """Return its strength, and whether it fires."""
         if self.pooled is None:
             return 0.0, False
+        if self.loop is not None:
+            return self.loop.next(self.pooled), True
         beyond = self.direction * (self.pooled - self.threshold)  # how far on the side that fires
         self.fired = beyond > 0 or (self.fired and not beyond < -self.hysteresis)
         if self.mode == "binary":
@@ -140,11 +143,35 @@ class _Leaf:
 
     def margin(self) -> float:
         """How near a threshold the pooled score is, relative to its size."""
-        if self.pooled is None:
+        if self.pooled is None or self.loop is not None:
             return math.inf
         beyond = self.direction * (self.pooled - self.threshold)
         edges = [beyond, beyond + self.hysteresis] if self.hysteresis else [beyond]
         return min(map(abs, edges)) / max(abs(self.pooled), abs(self.threshold), 1e-6)
+
+
+@dataclass(kw_only=True)
+class _Loop:
+    """A control loop, from the last row of the prompt on."""
+
+    setpoint: float
+    kp: float = 0.5
+    ki: float = 0.1
+    kd: float = 0.0
+    min: float = -4.0
+    max: float = 4.0
+    total: float = 0.0
+    before: float | None = None
+
+    def next(self, value: float) -> float:
+        """Return the strength of the next row."""
+        error, fall = self.setpoint - value, 0.0 if self.before is None else self.before - value
+        wanted = self.kp * error + self.ki * (self.total + error) + self.kd * fall
+        found = sorted((self.min, wanted, self.max))[1]
+        if not (wanted - found) * self.ki * error > 0:  # else the sum would be driven further beyond the limit
+            self.total += error
+        self.before = value
+        return found
 
 
 def _reading(document: Mapping[str, Any], names: Names) -> tuple[Site, Callable[[Row], float]]:
@@ -200,6 +227,8 @@ class GateState:
 
     def decide(self, position: int, num_prompt: int) -> None:
         """Take the row's condition in."""
+        if any(leaf.loop is not None for leaf in self.leaves) and position < num_prompt - 1:
+            return
         strength, fires = self._tree()
         if any(leaf.is_of_prompt for leaf in self.leaves) and position < num_prompt - 1:
             strength, fires = 0.0, False

@@ -110,6 +110,13 @@ thens: st.SearchStrategy[Any] = st.one_of(
 _strengths = st.one_of(
     st.just("binary"), _amounts.map(lambda gain: {"proportional": gain}), _amounts.map(lambda k: {"sigmoid": k})
 )
+_loops = st.fixed_dictionaries(
+    {"setpoint": st.floats(-1e3, 1e3, width=32)},
+    optional={
+        **{key: st.floats(-10, 10, width=32) for key in ("kp", "ki", "kd")},
+        **{"min": st.floats(-8, 0, width=32), "max": st.floats(0, 8, width=32)},
+    },
+).map(lambda pid: {"pid": pid})
 _scopes = st.one_of(
     st.sampled_from([{"scope": scope} for scope in ("this_token", "next_token", "rest_of_request")]),
     st.just({"scope": "rest_of_conversation", "conversation_id": "one"}),
@@ -122,11 +129,21 @@ def _document(when: Any, then: Any, strength: Any, scope: dict[str, Any]) -> dic
     return {"when": when, "then": then, "strength": strength, **scope}
 
 
-gate_documents = st.builds(
-    _document,
-    conditions,
-    thens,
-    _strengths,
-    _scopes,
+def _loop_document(when: Any, then: Any, strength: Any, scope: str) -> dict[str, Any]:
+    score = {key: value for key, value in when.items() if key not in ("above", "below", "hysteresis")}
+    if score.get("pool") in ("last_prompt", "prompt_mean"):
+        del score["pool"]
+    return {"when": score, "then": then, "strength": strength, "scope": scope}
+
+
+gate_documents = st.one_of(
+    st.builds(_document, conditions, thens, _strengths, _scopes),
+    st.builds(
+        _loop_document,
+        _leaves,
+        thens.filter(lambda then: "attenuate" not in then),
+        _loops,
+        st.sampled_from(("this_token", "next_token")),
+    ),
 )
 """Gates of every form that read at sites which are not after those that they write."""

@@ -40,6 +40,7 @@ from tests.kernels.gate_programs import (
     gate_programs,
     gated,
     leaf,
+    loop,
     node,
     score,
 )
@@ -115,7 +116,8 @@ def test_units_make_scores_together_with_others_between(before):
 
 @pytest.mark.parametrize("pool", list(Pool), ids=lambda pool: pool.name)
 def test_each_leaf_is_its_formula(pool):
-    kinds = list(itertools.product(Mode, [0, GateFlag.BELOW], [0.0, 0.4]))
+    modes = [mode for mode in Mode if mode != Mode.PID]
+    kinds = list(itertools.product(modes, [0, GateFlag.BELOW], [0.0, 0.4]))
     if pool != Pool.TOKEN:
         kinds = [(Mode.BINARY, 0, 0.4), (Mode.PROPORTIONAL, GateFlag.BELOW, 0.4)]
     leaves = [
@@ -123,6 +125,27 @@ def test_each_leaf_is_its_formula(pool):
         for at, (mode, below, hysteresis) in enumerate(kinds)
     ]
     in_steps([score(0, params=(2.0, 0, 0.05)), *leaves])
+
+
+@pytest.mark.parametrize("pool", [Pool.TOKEN, Pool.EMA], ids=lambda pool: pool.name)
+def test_each_control_loop_is_its_formula(pool):
+    gains = [(0.5, 0.0, 0.0), (0.0, 0.4, 0.0), (0.0, 0.0, 0.7), (0.6, 0.3, -0.2), (-0.5, -0.3, 0.1)]
+    program = [score(0, params=(2.0, 0, 0.05))]
+    program += [loop(1 + 3 * at, 0, pool, each) for at, each in enumerate(gains)]
+    program += [gate(16, 1), gate(19, 10, Scope.NEXT), gate(22, 13)]
+
+    in_steps([*program, *(gated(OPERATIONS["linear"], column) for column in (16, 19, 22))])
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38])
+def test_a_row_without_a_finite_score_does_not_move_a_loop(value):
+    steps = Steps([[score(0, params=(100.0, 0.0, 0.1)), loop(1, 0), gate(4, 1)]], [Request(1, 1, 4, 0)])
+    steps.rows[0][1, 0] = value
+
+    signals = [steps.step([1])[1][0, 4].item() for _ in range(4)]
+
+    assert signals[1] == 0
+    assert all(0 < abs(each) < 1 for each in (signals[0], *signals[2:]))
 
 
 @pytest.mark.parametrize("latched", [math.nan, 0.6], ids=["not-latched", "latched-later"])
@@ -237,14 +260,15 @@ def run_requests(composed: list[list[Entry]], data: st.DataObject) -> None:
 def test_rows_are_the_same_however_a_prompt_is_cut():
     program = [score(0), *(leaf(1 + 3 * at, 0, pool, (0.1, 0.3, 1, 0.2)) for at, pool in enumerate(Pool))]
     program += [gate(13 + 3 * at, 1 + 3 * at, scope) for at, scope in enumerate([*Scope, Scope.REST])]
-    program += [gated(OPERATIONS["linear"], 13 + 3 * at) for at in range(4)]
-    request = Request(1, 5, 7, 1)
+    program += [loop(25, 0), loop(28, 0, Pool.EMA), gate(31, 25), gate(34, 28, Scope.NEXT)]
+    program += [gated(OPERATIONS["linear"], column) for column in (13, 16, 19, 22, 31, 34)]
+    request = Request(1, 3, 7, 1)
 
     found = []
     for cut in ([1] * 7, [7], [1, 4, 2]):
         steps = Steps([program], [request])
         made = [steps.step([number]) for number in cut]
-        found.append([torch.cat([each[at][:, :25] for each in made]) for at in (0, 1)] + [steps.states])
+        found.append([torch.cat([each[at][:, :37] for each in made]) for at in (0, 1)] + [steps.states])
 
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):

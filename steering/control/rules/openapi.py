@@ -27,6 +27,15 @@ _STRENGTH: Schema = {
         {"type": "string", "enum": ["binary"]},
         object_of({"proportional": {"type": "number"}}, required=("proportional",)),
         object_of({"sigmoid": {"type": "number"}}, required=("sigmoid",)),
+        object_of(
+            {
+                "pid": object_of(
+                    {key: {"type": "number"} for key in ("setpoint", "kp", "ki", "kd", "min", "max")},
+                    required=("setpoint",),
+                )
+            },
+            required=("pid",),
+        ),
     ]
 }
 _SCOPE: Schema = {"type": "string", "enum": ["this_token", "next_token", "rest_of_request"]}

@@ -22,7 +22,7 @@ class RuleStatus:
         name: Its name in requests and traces.
         applies_to: ``all``, ``opt_in`` or ``opt_out``.
         scope: On which rows it acts: ``this_token``, ``next_token`` or ``rest_of_request``.
-        strength: ``"binary"``, ``{"proportional": gain}`` or ``{"sigmoid": sharpness}``.
+        strength: ``"binary"``, ``{"proportional": gain}``, ``{"sigmoid": sharpness}`` or ``{"pid": {...}}``.
         probes: Names of the scores that it reads, as in traces.
         sites: That it reads and writes.
         observes: Whether nothing acts: it is traced and counted.
@@ -32,7 +32,7 @@ class RuleStatus:
     name: str
     applies_to: str
     scope: str
-    strength: str | Mapping[str, float]
+    strength: str | Mapping[str, float] | Mapping[str, Mapping[str, float]]
     probes: tuple[str, ...]
     sites: tuple[str, ...]
     observes: bool

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load
+from headgate.steering.gates.gate import Gate
 from headgate.steering.gates.layout import Layout, layout_of
 from headgate.steering.gates.rule import WHO_KNOWS_RULES, Rule, rule_key
 from headgate.steering.gates.trace import GateSource
@@ -107,7 +108,7 @@ class KeptRule:
             "name": self.name,
             "applies_to": self.rule.applies_to.value,
             "scope": _SCOPES[gate.scope],
-            "strength": gate.mode.name.lower() if gate.mode is Mode.BINARY else {gate.mode.name.lower(): gate.amount},
+            "strength": _strength(gate),
             "probes": [score.name for score in self.layout.scores],
             "sites": list(dict.fromkeys(site.name for site in self.decode.sites)),
             "observes": gate.then.observes,
@@ -291,6 +292,14 @@ class RuleRegistry:
         pairs = [pair for each in acting if (pair := each.block_keys(request.num_prompt)) is not None]
         has_state = any(each.rule.gate.has_state for each in acting)
         return RuleKeys(_joined(one for one, _ in pairs), _joined(other for _, other in pairs), has_state)
+
+
+def _strength(gate: Gate) -> str | dict[str, Any]:
+    """Return the strength of a gate as clients write it."""
+    if gate.pid is not None:
+        return {"pid": dict(zip(("setpoint", "kp", "ki", "kd", "min", "max"), gate.pid, strict=True))}
+    name = gate.mode.name.lower()
+    return name if gate.mode is Mode.BINARY else {name: gate.amount}
 
 
 def _joined(keys: Iterable[bytes]) -> bytes | None:

@@ -250,7 +250,13 @@ def _columns_at_site(codes: Entries) -> list[int]:
 
 def _leaf(code: int, params: Sequence[float], s: Float32Rows, m: Float32Rows, flags: int) -> None:
     c = change_index(code)
+    before = float(m[c + 1])
     value = _pooled(code & POOL_MASK, float(s[int(params[P4])]), params[P3], m[c + 1 : c + 3], flags)
+    if code & MODE_MASK == Mode.PID:
+        acts = bool(flags & (TokenFlag.ENDS_PROMPT | TokenFlag.IS_GENERATED)) and math.isfinite(value)
+        s[c] = _controlled(params, value, before, m[c : c + 1]) if acts else 0.0
+        s[c + 1], s[c + 2], m[c + 1] = flags & (TokenFlag.ENDS_PROMPT | TokenFlag.IS_GENERATED) != 0, value, value
+        return
     sign = -1.0 if code & GateFlag.BELOW else 1.0
     threshold, hysteresis = params[P0], params[P1]
     above = sign * (value - threshold)  # NaN if nothing is known yet: then nothing fires
@@ -266,6 +272,17 @@ def _leaf(code: int, params: Sequence[float], s: Float32Rows, m: Float32Rows, fl
         strength = float(fires)
     m[c] = fires
     s[c], s[c + 1], s[c + 2] = strength, fires, value
+
+
+def _controlled(params: Sequence[float], value: float, before: float, integral: Float32Rows) -> float:
+    """Return the strength of a control loop on a row, and update its integral, ``[1]``."""
+    is_first = math.isnan(integral[0])
+    held, error = 0.0 if is_first else float(integral[0]), params[P0] - value
+    change = before - value if not is_first and math.isfinite(before) else 0.0
+    wanted = params[P1] * error + params[P2] * (held + error) + params[P5] * change
+    strength = min(max(wanted, params[READ_SCALE]), params[WRITE_SCALE])
+    integral[0] = held if (wanted - strength) * error * params[P2] > 0 else held + error
+    return strength
 
 
 def _pooled(pool: int, score: float, alpha: float, kept: Float32Rows, flags: int) -> float:

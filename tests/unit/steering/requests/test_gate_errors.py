@@ -19,6 +19,7 @@ GATES, OLD = "steering_gates", "steering"
 FIRST = f"{GATES}[0]"
 NAN, INF = float("nan"), float("inf")
 ZEROS = [0.0] * 6
+SCORE = {"probe": "anger"}
 
 Case = tuple[dict[str, Any], str, str]
 
@@ -50,6 +51,11 @@ def _key(key: str, value: Any, message: str) -> Case:
 
 def _op(path: str, message: str, **keys: Any) -> Case:
     return _then({"ops": [{"at": "1.post_mlp", "method": "ablate", "vector": V, **keys}]}, f".ops[0]{path}", message)
+
+
+def loop(**pid: Any) -> dict[str, Any]:
+    """A gate with a control loop."""
+    return gate(when=SCORE, strength={"pid": pid})
 
 
 def _nested(depth: int) -> Any:
@@ -120,6 +126,19 @@ HEADS: list[Case] = [
     (gates(gate(strength={"sigmoid": -1})), f"{FIRST}.strength.sigmoid", "above 0"),
     (gates(gate(strength={"sigmoid": INF})), f"{FIRST}.strength.sigmoid", "finite number"),
     (gates(gate(strength={"sigmoid": True})), f"{FIRST}.strength.sigmoid", "finite number"),
+    (gates(loop()), f"{FIRST}.strength.pid.setpoint", "is missing"),
+    (gates(loop(setpoint=1, gain=2)), f"{FIRST}.strength.pid.gain", "unknown key; a control loop has setpoint, kp"),
+    (gates(loop(setpoint=INF)), f"{FIRST}.strength.pid.setpoint", "finite number"),
+    (gates(loop(setpoint=1, kd="1")), f"{FIRST}.strength.pid.kd", "finite number"),
+    (gates(loop(setpoint=1, min=0.5)), f"{FIRST}.strength.pid.min", "expected 0 or less"),
+    (gates(loop(setpoint=1, max=-1)), f"{FIRST}.strength.pid.max", "expected 0 or more"),
+    (gates(loop(setpoint=1, max=1e9)), f"{FIRST}.strength.pid.max", "at most"),
+    (gates(gate(strength={"pid": 1})), f"{FIRST}.strength.pid", "expected an object"),
+    (gates({**loop(setpoint=1), "scope": "rest_of_request"}), f"{FIRST}.scope", "this_token or next_token"),
+    (gates({**loop(setpoint=1), "when": "always"}), f"{FIRST}.when", "expected"),
+    (gates({**loop(setpoint=1), "when": {"any": [PROBE]}}), f"{FIRST}.when.any", "reads one score"),
+    (gates({**loop(setpoint=1), "when": PROBE}), f"{FIRST}.when.above", "has a setpoint and no threshold"),
+    (gates({**loop(setpoint=1), "when": {**SCORE, "pool": "last_prompt"}}), f"{FIRST}.when.pool", "reads each row"),
     _key("scope", "all", "expected one of this_token, next_token"),
     _key("scope", ["this_token"], "expected one of"),
     _key("conversation_id", "c", "for the scope rest_of_conversation alone, not for this_token"),

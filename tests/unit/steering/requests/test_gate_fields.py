@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
-from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, Leaf, NamedProbe
+from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, Leaf, NamedProbe, Pid
 from headgate.steering.gates.layout import layout_of
 from headgate.steering.gates.wire import gates_from_wire, gates_to_wire
 from headgate.steering.programs.codes import Edit
@@ -233,6 +233,18 @@ def test_every_strength_is_read(strength: Any, expected: tuple[Mode, float]) -> 
     found = one(strength=strength)
 
     assert (found.mode, found.amount) == expected
+
+
+def test_a_control_loop_is_read() -> None:
+    pid = {"setpoint": 0.5, "kp": 1, "ki": None, "min": -2, "max": 0}
+
+    found = one(when={"probe": "anger", "pool": {"ema": 0.5}}, strength={"pid": pid}, scope="next_token")
+
+    assert (found.mode, found.pid) == (Mode.PID, Pid(0.5, 1.0, 0.1, 0.0, -2.0, 0.0))
+    assert [(leaf.threshold, leaf.pool, leaf.alpha) for leaf in found.leaves] == [(None, Pool.EMA, 0.5)]
+    assert (found.has_state, found.largest_strength) == (True, 2.0)
+    (kept,) = gates_from_wire(gates_to_wire([found]))
+    assert kept.pid == found.pid
 
 
 @pytest.mark.parametrize(

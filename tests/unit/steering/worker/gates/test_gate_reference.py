@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.gates.gate import Always, Gate, Group, InlineProbe, Leaf, Negation, Then
+from headgate.steering.gates.gate import Always, Gate, Group, InlineProbe, Leaf, Negation, Pid, Then
 from headgate.steering.gates.layout import COUNT, layout_of
 from headgate.steering.gates.lowering import lower_gates
 from headgate.steering.programs.codes import NUM_PARAMS, P4, P5, READ_SCALE, Code, with_change
@@ -148,6 +148,40 @@ def test_a_prompt_gives_the_same_however_it_is_cut(when, mode, scope, data):
     torch.testing.assert_close(cut, whole, rtol=0, atol=0)
     assert counts == counts_of_cut == [whole[2].count_nonzero().item()]
     assert torch.equal(whole[1], whole[2])
+
+
+loops = st.builds(
+    lambda kp, ki, kd, pool: (Pid(0.5, kp, ki, kd, -0.75, 1.5), pool),
+    *[st.sampled_from([0.0, 0.25, -1.0, 2.0])] * 3,
+    st.sampled_from([Pool.TOKEN, Pool.EMA]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(loops, st.sampled_from([Scope.THIS, Scope.NEXT]), st.data())
+def test_a_loop_gives_the_same_however_its_prompt_is_cut(loop, scope, data):
+    (pid, pool), num_prompt, num_rows = loop, data.draw(st.integers(1, 4)), 9
+    scores = data.draw(st.lists(numbers, min_size=num_rows, max_size=num_rows))
+    when = leaf(pool=pool, alpha=0.25)
+    gates = [Gate(name="g", when=when, then=adding(READ, LATE), mode=Mode.PID, pid=pid, scope=scope)]
+
+    whole, _ = run_and_count(gates, scores, num_prompt, [num_rows])
+    cut, _ = run_and_count(gates, scores, num_prompt, [1] * num_rows)
+
+    torch.testing.assert_close(cut, whole, rtol=0, atol=0)
+
+
+def test_a_loop_is_its_formula_from_the_last_row_of_the_prompt_on():
+    scores = [9.0, 2.0, 0.0, -1.0, 2.0, 0.5]
+    pid = Pid(setpoint=1.0, kp=0.5, ki=0.25, kd=0.125, least=-1.0, largest=1.5)
+    gates = [Gate(name="g", when=leaf(), then=adding(READ), mode=Mode.PID, pid=pid)]
+
+    added, (count,) = run_and_count(gates, scores, 2, [2, 1, 1, 1, 1])
+
+    # Errors: -1, 1, 2, -1, 0.5. Changes: 0, 2, 1, -3, 1.5. Integrals: -1, 0, 2, -1, 0.5; those of the third row and of
+    # the fourth are dropped, since their strengths, 1.625 and -1.125, lie beyond a limit.
+    assert added[SITES.index(READ)].tolist() == [0.0, -0.75, 0.75, 1.5, -1.0, 0.5625]
+    assert count == 5
 
 
 SCORES = [-1.0, 2.0, -1.0, 3.0, -1.0, -1.0]
