@@ -41,7 +41,7 @@ EVERY_TIME: tuple[str, ...] = ("capture", "consumers", "steering")
 EXTENDED: tuple[str, ...] = (
     "../index",
     *("chats", "server", "datasets", "harvest", "moments", "reward", "stream"),
-    *("controllers", "dynamic", "operations", "probes", "saes"),
+    *("controllers", "dynamic", "operations", "probes", "saes", "train_sae"),
 )
 
 pages = pytest.mark.parametrize(
