@@ -59,8 +59,8 @@ test-matrix: setup ## The front end's tests on the oldest and the newest vLLM (P
 walks: setup ## Which files of headgate's run for five requests, process by process
 	@$(BIN)/python -m tests.walks.walk
 
-fuzz: setup ## Hostile bodies against the HTTP server for half an hour: make fuzz FUZZ_SECONDS=600 FUZZ_SEED=7
-	@FUZZ_SECONDS=$(or $(FUZZ_SECONDS),1800) $(BIN)/python -m pytest -s tests/frontend/test_fuzz.py
+fuzz: setup ## Hostile bodies against the HTTP server and damaged files, half an hour each: make fuzz FUZZ_SECONDS=600 FUZZ_SEED=7
+	@FUZZ_SECONDS=$(or $(FUZZ_SECONDS),1800) $(BIN)/python -m pytest -s tests/frontend/test_fuzz.py tests/unit/capture/files/test_file_fuzz.py
 
 chaos: setup ## Faults under load, everything compared, for an hour: make chaos ARGS="--minutes 10 --seed 7"
 	@$(BIN)/python -m tests.chaos.run $(ARGS)

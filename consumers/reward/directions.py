@@ -13,7 +13,7 @@ from torch import Tensor
 from headgate.capture.files.reading import refusing
 from headgate.capture.files.tensors import open_npy, open_safetensors
 from headgate.capture.schema.batch import Float64Array
-from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.errors import CaptureFileError, ConfigError
 from headgate.capture.schema.readouts.readout import Readout
 from headgate.capture.schema.sites import Site
 
@@ -57,10 +57,12 @@ def read_direction(path: Path, site: Site, hidden_size: int) -> Float64Array:
         ConfigError: Naming the file, if it cannot be read or holds no such direction.
     """
     try:
-        with refusing(path, _wrong):
+        with refusing(path, CaptureFileError):
             found = _of_array(path) if path.suffix == ".npy" else _of_vectors(path, site)
+    except CaptureFileError as error:
+        raise ConfigError(f"reward: direction {error}") from error
     except OSError as error:
-        raise _wrong(f"{path}: {error}") from error
+        raise ConfigError(f"reward: direction {path}: {error}") from error
     if found.shape != (hidden_size,):
         raise ConfigError(
             f"reward: direction {path}: its shape is {list(found.shape)}, expected [{hidden_size}], the hidden size"
@@ -71,12 +73,8 @@ def read_direction(path: Path, site: Site, hidden_size: int) -> Float64Array:
     return found / length
 
 
-def _wrong(message: str) -> ConfigError:
-    return ConfigError(f"reward: direction {message}")
-
-
 def _of_array(path: Path) -> Float64Array:
-    array = open_npy(path, _wrong)
+    array = open_npy(path, CaptureFileError)
     if array.dtype.kind != "f":
         raise ValueError("expected an array of floats")
     return array.read()
@@ -85,7 +83,7 @@ def _of_array(path: Path) -> Float64Array:
 def _of_vectors(path: Path, site: Site) -> Float64Array:
     if path.suffix != ".safetensors":
         raise ValueError(f"unknown suffix {path.suffix!r}; known: .npy, .safetensors")
-    tensors = open_safetensors(path, _wrong).tensors
+    tensors = open_safetensors(path, CaptureFileError).tensors
     parts = [tensor.read() for name, tensor in tensors.items() if _acts_at(name, site)]
     if not parts:
         held = ", ".join(sorted(tensors)[:5])

@@ -32,7 +32,7 @@ from headgate.capture.files.tensors import (
     open_npy,
     open_safetensors,
 )
-from headgate.capture.schema.errors import HeadgateError
+from headgate.capture.schema.errors import HeadgateError, shown
 
 __all__ = ["SUFFIXES", "TORCH", "Array", "FeatureFileError", "LazyTensor", "TensorFile", "open_tensors"]
 
@@ -41,6 +41,7 @@ SUFFIXES = (SAFETENSORS, NUMPY, ARRAY, *TORCH)
 
 _MAX_REPEATED = 1 << 28
 """Bytes of a tensor whose elements are the same few over and over, at most."""
+_MAX_SETTING, _MAX_ALIGNMENT = 16, 1 << 20
 _UNPACKED_BYTES = 1 << 20
 """Bytes that are unpacked at a time."""
 
@@ -193,9 +194,8 @@ class TorchFile:
         """Return the bytes of each storage, by where it begins in the file."""
         with zipfile.ZipFile(self.path) as archive:
             found = archive.infolist()
-            order = [archive.read(info)[:16] for info in found if info.filename.endswith("/byteorder")]
-        if any(order) and order != [b"little"]:
-            raise ValueError(f"its numbers are in the byte order {order[0].decode('ascii', 'replace')}")
+            for info in found:
+                _check_setting(archive, info)
         stored = [info for info in found if "/data/" in info.filename and not info.compress_type]
         return {_data_start(self._file, info): info.file_size for info in stored}
 
@@ -229,6 +229,22 @@ class TorchFile:
         code = np.dtype(_TORCH_CODES[dtype])
         at = start + skipped
         return LazyTensor(where, self._file, FeatureFileError, code, shape, strides, at, dtype == "bfloat16")
+
+
+def _check_setting(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
+    """Check what a file of PyTorch says of its numbers. PyTorch divides by the alignment: 0 ends the process.
+
+    Raises:
+        ValueError: If it cannot be read so.
+    """
+    name = info.filename.rpartition("/")[2].lower()  # as PyTorch finds it, in any case
+    if name not in ("byteorder", ".storage_alignment"):
+        return
+    text = archive.read(info) if info.file_size <= _MAX_SETTING else b"too long"
+    if name == "byteorder" and text != b"little":
+        raise ValueError(f"its numbers are in the byte order {shown(text)}")
+    if name == ".storage_alignment" and not (text.isdigit() and 0 < int(text) <= _MAX_ALIGNMENT):
+        raise ValueError(f"its storages are aligned to {shown(text)}")
 
 
 _TORCH_CODES = {

@@ -68,6 +68,19 @@ def test_pickles_are_not_run(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("alignment", ["0", "-64", "x", "9" * 15, "0" * 30, ""])
+def test_a_file_of_pytorch_that_ends_the_process_is_refused(alignment: str, tmp_path: Path) -> None:
+    """PyTorch divides by the alignment that a file gives, outside of Python."""
+    torch.save({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / "y.pt", "w") as new:
+        for info in old.infolist():
+            is_changed = info.filename.endswith(".storage_alignment")
+            new.writestr(info.filename, alignment if is_changed else old.read(info))
+
+    with pytest.raises(FeatureFileError, match=r"y\.pt: .*its storages are aligned to"):
+        open_tensors(tmp_path / "y.pt")
+
+
 def test_other_content_of_pytorch_files_is_refused(tmp_path: Path) -> None:
     torch.save([torch.zeros(2)], tmp_path / "list.pt")
     torch.save({"optimizer": {"lr": 1}}, tmp_path / "nested.pt")
