@@ -105,8 +105,6 @@ class Connection:
 def start_module(module: str, settings: object, *fds: int) -> tuple[Connection, subprocess.Popen[bytes]]:
     """Start ``python -m module``, with the numbers of its end of a socket and of open files as arguments.
 
-    The connection ends with the process, even if children of the process keep its socket open.
-
     Args:
         module: Its name; it is found as here.
         settings: Its first message, pickled.
@@ -123,11 +121,11 @@ def start_module(module: str, settings: object, *fds: int) -> tuple[Connection, 
         )
     connection = Connection(ours)
     connection.send(pickle.dumps(settings))
-    _watch_child(child.pid, connection)
     return connection, child
 
 
-def _watch_child(process: int, connection: Connection) -> None:
+def watch_child(process: int, connection: Connection) -> None:
+    """Shut the connection when the process at its other end is gone, though children of that keep its socket open."""
     try:
         end = os.pidfd_open(process)
     except ProcessLookupError:  # it has ended, and another thread has waited for that

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from headgate.capture.local_delivery import Place, open_local_delivery
-from headgate.capture.process.connection import Connection, start_module, watch_parent
+from headgate.capture.process.connection import Connection, start_module, watch_child, watch_parent
 from headgate.capture.process.serving import CaptureServer
 from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.schema.sites import Site
@@ -64,7 +64,9 @@ class Child(Protocol):
 def spawn(settings: Settings, memory: SharedMemory, board: StatsBoard) -> tuple[Connection, Child]:
     """Start a capture process that reads `memory` and shows counters on `board`. It says `Ready` when it serves."""
     fds = memory.memory_fd, memory.freed_fd, board.fd
-    return start_module("headgate.capture.process", settings, *fds)
+    connection, child = start_module("headgate.capture.process", settings, *fds)
+    watch_child(child.pid, connection)
+    return connection, child
 
 
 def main(arguments: Sequence[str]) -> None:

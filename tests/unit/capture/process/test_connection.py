@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate.capture.process.connection import Connection, start_module
+from headgate.capture.process.connection import Connection, start_module, watch_child
 from tests.unit.conftest import TIMEOUT_S
 
 Pair = tuple[Connection, Connection]
@@ -92,6 +92,7 @@ def test_it_ends_with_the_process_though_a_child_of_that_keeps_its_socket(
     monkeypatch.syspath_prepend(str(tmp_path))
 
     connection, child = start_module("forking_program", None)
+    watch_child(child.pid, connection)
 
     grandchild = int(connection.receive() or b"0")
     try:
