@@ -19,6 +19,10 @@ class NotingWorker(SteeringWorker):
         notes, self._notes = self._notes, []
         return notes
 
+    def take_owners(self) -> list[str | None]:
+        """Whose the conversations are that new requests have brought along since the last call, in order."""
+        return [note["wire"]["parts"]["steering"].get("owner") for note in self.take_notes()]
+
     def _add(self, new: Any) -> None:
         params = new.sampling_params
         extra = params.extra_args or {}
