@@ -28,10 +28,10 @@ from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, SHARD_FOLDER, LayoutName, StoredPart, TensorRef
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
-from headgate.consumers.filesystem.formats.request_layout import SUFFIX, read_request_file
+from headgate.consumers.filesystem.formats.request_layout import read_request_file
 from headgate.consumers.filesystem.formats.shard_layout import INDEX, read_shard
 from headgate.consumers.filesystem.storage.source import LocalSource, Source, open_source
-from headgate.consumers.filesystem.storage.store import slug
+from headgate.consumers.filesystem.storage.store import FILE_SUFFIX, slug
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -384,7 +384,7 @@ def _shard_requests(url: str, index_bytes: int) -> dict[tuple[int, ...], StoredP
 def _read_part(source: Source, path: str, is_folder: bool) -> StoredPart | None:
     if is_folder:
         return read_raw_folder(source, path)
-    return read_request_file(source, path) if path.endswith(SUFFIX) else None
+    return read_request_file(source, path) if path.endswith(FILE_SUFFIX) else None
 
 
 def _request_key(part: StoredPart) -> tuple[str, ...]:

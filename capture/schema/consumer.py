@@ -289,6 +289,22 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
         return parse_client_spec(raw, context, options=())
 
     @classmethod
+    def own_names(cls, spec: CaptureSpec, context: SpecContext, num_samples: int) -> Sequence[str]:
+        """Names that a request which names this consumer must have for itself, such as the paths of its files.
+
+        Another request of the same front end that wants one of them is refused as long as this one runs.
+
+        Args:
+            spec: As `validate_client_spec` returned it.
+            context: The same.
+            num_samples: Samples of the request.
+
+        Raises:
+            RequestError: Naming the field, if one of them is taken for good: the request would run in vain.
+        """
+        return ()
+
+    @classmethod
     def awaits(cls, spec: CaptureSpec) -> bool:
         """Whether a request with this spec waits for its result unless it says otherwise: `is_awaited` by default."""
         return cls.is_awaited

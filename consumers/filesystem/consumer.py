@@ -29,7 +29,7 @@ from headgate.consumers.filesystem.formats.layout import Layout, LayoutName
 from headgate.consumers.filesystem.formats.raw_layout import RawLayout
 from headgate.consumers.filesystem.formats.request_layout import RequestLayout
 from headgate.consumers.filesystem.formats.shard_layout import ShardLayout
-from headgate.consumers.filesystem.params import FilesystemParams, parse_global, parse_params, parse_request
+from headgate.consumers.filesystem.params import FilesystemParams, own_paths, parse_global, parse_params, parse_request
 from headgate.consumers.filesystem.storage.local_store import LocalStore
 from headgate.consumers.filesystem.storage.quota import FILE_BYTES, DiskQuota
 from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
@@ -125,6 +125,10 @@ class FilesystemConsumer(StreamingConsumer):
     @classmethod
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
         return parse_request(raw, context)
+
+    @classmethod
+    def own_names(cls, spec: CaptureSpec, context: SpecContext, num_samples: int) -> Sequence[str]:
+        return own_paths(spec, context, num_samples)
 
     @classmethod
     def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Any, Literal
@@ -20,7 +22,7 @@ from headgate.capture.schema.sites import parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.formats.layout import LayoutName, MessagePlace
 from headgate.consumers.filesystem.storage.object_store import check_writable
-from headgate.consumers.filesystem.storage.store import check_name, slug
+from headgate.consumers.filesystem.storage.store import FILE_SUFFIX, TAKEN, check_name, slug, stem_of
 from headgate.consumers.filesystem.uploading.spool_folder import default_spool
 
 LAYOUTS: tuple[LayoutName, ...] = ("request", "shards", "raw")
@@ -159,10 +161,40 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         request_id = name = check_name(options["request_id"], f"{context.field}.request_id")
     else:  # made by the front end or a proxy: the client may not even know it, so it is no reason to refuse
         request_id, name = context.client_request_id, slug(context.client_request_id)
+        if name.isdecimal():  # `LLM` numbers its requests from 0 in every run
+            name = f"{name}~{context.parsed_params(_run)}"
     resolved = {"tag": tag, "request_id": request_id, "name": name, "layout": layout}
     if "messages" in options:
         resolved["messages"] = _messages(options["messages"], f"{context.field}.messages")
     return CaptureSpec(sites=spec.sites, positions=spec.positions, options=resolved)
+
+
+def _run(params: Mapping[str, Any]) -> str:
+    """A name for the run of one engine, made once: ``20261127-153000-1f0c`` in UTC."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+
+
+def own_paths(spec: CaptureSpec, context: SpecContext, num_samples: int) -> Sequence[str]:
+    """Return the paths that a request with a chosen ``request_id`` writes, of which there must be no others.
+
+    Raises:
+        RequestError: If one of them exists.
+    """
+    options, settings = spec.options, context.parsed_params(parse_params)
+    layout: LayoutName = options["layout"]
+    is_chosen = options["name"] == options["request_id"] != context.client_request_id
+    if not is_chosen or layout == "shards" or settings.if_exists == "number":
+        return ()
+    stems = [stem_of(options["name"], sample=(sample, num_samples), stage=(0, 1)) for sample in range(num_samples)]
+    suffix = FILE_SUFFIX if layout == "request" else ""
+    if settings.is_remote:
+        return [f"{settings.root}/{options['tag']}/{stem}{suffix}" for stem in stems]
+    folder = settings.local_root / options["tag"]
+    for stem in stems:
+        for name in (f"{stem}{suffix}", f"{stem}.pp0{suffix}"):  # the latter of a pipeline
+            if os.path.lexists(folder / name):
+                raise RequestError(f"{context.field}.request_id", f"{folder / name} {TAKEN}")
+    return [str(folder / f"{stem}{suffix}") for stem in stems]
 
 
 def _messages(value: object, field: str) -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ class Call:
         slots: One for each prompt, in the order of the body; of /v1/responses, one for each turn with a tool.
         use: What its prompts so far could capture at most.
         memo: What was parsed of its body.
+        has_turns: Its requests follow one another, and all of them are for one prompt: those of /v1/responses.
         token: Random; begins the keys of its requests, so that consumers know which belong together.
     """
 
@@ -61,6 +62,7 @@ class Call:
     slots: list[Slot] = field(default_factory=list)
     use: CaptureUse = field(default_factory=CaptureUse)
     memo: Memo = field(default_factory=Memo)
+    has_turns: bool = False
     token: str = field(default_factory=partial(secrets.token_hex, 8))
 
     def expect(self) -> Slot:

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 
@@ -45,8 +47,69 @@ from headgate.capture.transport.result_hub import HubStats, ResultHub
 
 logger = logging.getLogger("headgate")
 
+LINGER_S = 10.0
+"""Seconds for which a request that is over keeps its names, if its files may not have been written."""
+
 FRONT_END = "_headgate_front_end"
 """Attribute of vLLM's `InputProcessor`, and of an `LLMEngine`'s client: its `FrontEnd`, or None without capture."""
+
+
+class Claim:
+    """Names that one request has for itself, as long as anything refers to this.
+
+    Attributes:
+        names: The names, each with the field that asks for it.
+        call: Token of the HTTP call that it is of; None of any other request.
+    """
+
+    __slots__ = ("__weakref__", "call", "names")
+
+    def __init__(self, names: Mapping[str, str], call: str | None) -> None:
+        self.names = names
+        self.call = call
+
+
+class Claims:
+    """Names that the requests of this process have for themselves. Any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._held: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
+        self._lingering: deque[tuple[float, Claim]] = deque()
+
+    def claim(self, names: Mapping[str, str], call: str | None) -> Claim | None:
+        """Give a request its names; None if it needs none. They are free again when the claim is gone.
+
+        Raises:
+            RequestError: If another request has one of them.
+        """
+        if not names:
+            return None
+        with self._lock:
+            while self._lingering and self._lingering[0][0] <= self._clock():
+                self._lingering.popleft()
+            for name, field in names.items():
+                if (other := self._held.get(name)) is not None:
+                    raise RequestError(f"{field}.request_id", _held_by(other, name, call))
+            claim = Claim(names, call)
+            self._held.update(dict.fromkeys(names, claim))
+            return claim
+
+    def linger(self, claim: object, results: CaptureResults) -> None:
+        """Hold a finished request's names on if its results are not there yet: its files are still being written."""
+        if isinstance(claim, Claim) and any(result.status == "pending" for result in results.merged.values()):
+            with self._lock:
+                self._lingering.append((self._clock() + LINGER_S, claim))
+
+
+def _held_by(other: Claim, name: str, call: str | None) -> str:
+    if call is not None and other.call == call:
+        return (
+            f"all prompts of this call would write {name}: send each prompt in a call of its own with a request_id of "
+            "its own, or leave request_id out"
+        )
+    return f"{name} is being written for another request; give another request_id"
 
 
 class FrontEnd:
@@ -91,6 +154,7 @@ class FrontEnd:
             name: consumer.linger_s if config.linger_s is None else config.linger_s
             for name, consumer in consumers.items()
         }
+        self._claims = Claims()
         self._awaited: dict[str, float] = {}
         """By the keys of the requests whose results are collected: seconds that their rows may wait in the worker."""
         self._num_stages = num_stages
@@ -113,7 +177,8 @@ class FrontEnd:
             return ask
         call = current_call()
         key = ask.key if call is None else join_key(call.token, ask.key)
-        return replace(ask, reply=self.hub.address, key=key)
+        claim = self._claims.claim(ask.own_names, None if call is None else call.token)
+        return replace(ask, reply=self.hub.address, key=key, claim=claim)
 
     def resolve(
         self,
@@ -247,6 +312,7 @@ class FrontEnd:
         """Results of a finished request, waited for until `deadline` (monotonic clock)."""
         try:
             results = self.hub.wait(ask.key, max(deadline - time.monotonic(), 0))
+            self._claims.linger(ask.claim, results)
             return with_messages(results, ask.messages)
         finally:
             self.forget(ask)
@@ -269,7 +335,9 @@ class FrontEnd:
         is_patient = ask.wait and not is_aborted
         timeout_s = self.config.result_timeout_s if is_patient else self.patience_s()
         try:
-            return with_messages(await self.hub.wait_async(ask.key, timeout_s), ask.messages)
+            results = await self.hub.wait_async(ask.key, timeout_s)
+            self._claims.linger(ask.claim, results)
+            return with_messages(results, ask.messages)
         finally:
             self.forget(ask)
 

@@ -96,6 +96,7 @@ class CaptureRequestReader:
             return None
         key = secrets.token_hex(16)
         return CaptureRequest(
+            own_names=self._own_names(specs, named, request_id, getattr(params, "n", None) or 1),
             specs=specs,
             wait=bool(wait),
             is_explicit=is_explicit,
@@ -103,6 +104,19 @@ class CaptureRequestReader:
             messages=[] if tells_messages else None,
             key=key,
         )
+
+    def _own_names(
+        self, specs: Mapping[str, CaptureSpec], named: frozenset[str], request_id: str, num_samples: int
+    ) -> dict[str, str]:
+        call = current_call()
+        if call is not None and call.has_turns and call.slots:
+            return {}  # a later turn: the first one has the names, and the client an answer
+        found: dict[str, str] = {}
+        for instance in named:
+            context = self._context(instance, request_id)
+            names = self._consumers[instance].own_names(specs[instance], context, num_samples)
+            found |= dict.fromkeys(names, context.field)
+        return found
 
     def _hidden_states(self) -> str:
         if self.hidden_states is None:

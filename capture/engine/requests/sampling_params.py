@@ -150,6 +150,9 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         is_resolved: Every position is absolute, and how much it may come to was checked.
         key: Random; results for the request must carry it.
         reply: Address of the result hub; None if nobody waits.
+        own_names: What no other request may have while it runs, each with the field that asks for it; see
+            `CaptureConsumer.own_names`.
+        claim: Holds those names as long as anything refers to it; None if there are none.
     """
 
     specs: Mapping[str, CaptureSpec]
@@ -160,6 +163,8 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     named: frozenset[str] = frozenset()
     messages: list[MessageSpan] | None = None
     is_resolved: bool = False
+    own_names: Mapping[str, str] = {}
+    claim: object = None
 
     def to_wire(self, num_samples: int, request_id: str) -> CaptureWire:
         """Return the form on the wire; positions must be resolved."""

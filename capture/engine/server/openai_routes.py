@@ -217,6 +217,7 @@ def create_responses(original: Function) -> Function:
             return await original(self, request, raw_request, *args, **kwargs)
         await _check_early(given, self, request, raw_request)
         call = _begin_call(self, request, given)
+        call.has_turns = True
         with as_client_error():
             if _is_answered(given) and request.background:
                 raise RequestError("background", "a response in the background has no answer that could carry results")

@@ -15,9 +15,10 @@ from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
 from headgate.consumers.datasets.index.table import TableBuilder, Unit, identity_hash
 from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, StoredPart
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
-from headgate.consumers.filesystem.formats.request_layout import SUFFIX, read_request_file
+from headgate.consumers.filesystem.formats.request_layout import read_request_file
 from headgate.consumers.filesystem.formats.shard_layout import SHARD, read_shard
 from headgate.consumers.filesystem.storage.source import HeadSource, LocalSource, Source
+from headgate.consumers.filesystem.storage.store import FILE_SUFFIX
 
 _REMOTE_THREADS = 16
 """Files of a remote root that are opened at a time."""
@@ -81,7 +82,7 @@ def list_root(files: Any, root: str) -> Listing:
                 units += [_folder(shard, "shards", entries(shard)) for shard in shards]
             elif entry.is_folder and not entry.name.startswith("."):
                 units.append(_folder(path, "raw", entries(path)))
-            elif entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
+            elif entry.name.endswith(FILE_SUFFIX) and not entry.name.startswith("."):
                 units.append(Unit(path, "request", entry.size, entry.stamp))
             elif not entry.name.startswith("."):
                 problems.append(_foreign(f"{root}/{path}"))

@@ -31,9 +31,8 @@ from headgate.consumers.filesystem.formats.layout import (
 )
 from headgate.consumers.filesystem.storage.local_store import bytes_of
 from headgate.consumers.filesystem.storage.source import Source
-from headgate.consumers.filesystem.storage.store import Store, Target
+from headgate.consumers.filesystem.storage.store import FILE_SUFFIX, Store, Target
 
-SUFFIX = ".safetensors"
 SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int64": "I64"}
 _DTYPES = {code: dtype for dtype, code in SAFETENSORS_DTYPES.items()}
 _LENGTH_BYTES = 8
@@ -48,10 +47,10 @@ class RequestLayout:
         self._durable = durable
 
     def check_free(self, target: Target) -> None:
-        self._store.check_free(target, SUFFIX)
+        self._store.check_free(target, FILE_SUFFIX)
 
     def store(self, finished: Finished) -> Stored:
-        published = self._store.publish_file(finished.target, SUFFIX, _buffers(finished))
+        published = self._store.publish_file(finished.target, FILE_SUFFIX, _buffers(finished))
         payload = payload_of("request", finished, published, durable=self._durable)
         return Stored(payload, published.pending_sync, published.undo)
 

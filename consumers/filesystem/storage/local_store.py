@@ -22,7 +22,7 @@ from typing import Any
 import numpy.typing as npt
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError
-from headgate.consumers.filesystem.storage.store import Published, Target, numbered
+from headgate.consumers.filesystem.storage.store import TAKEN, Published, Target, numbered
 from headgate.consumers.filesystem.storage.temp_folder import TempFolder, link_unnamed
 
 Buffers = Iterable[memoryview]
@@ -389,6 +389,4 @@ def _link(temp: Path, name: str, folder: int) -> None:
 
 
 def _taken(path: Path) -> ConsumerError:
-    return ConsumerError(
-        f"{path} exists and is not overwritten; give another tag or request_id, or set the parameter if_exists=number"
-    )
+    return ConsumerError(f"{path} {TAKEN}")

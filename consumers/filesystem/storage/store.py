@@ -18,6 +18,15 @@ from headgate.capture.schema.sites import Site
 TEMP_FOLDER = ".tmp"
 """Folder of a root that files in the making lie in."""
 
+FILE_SUFFIX = ".safetensors"
+"""Of the one file that a request has in the layout `request`."""
+
+TAKEN = (
+    "exists and is not overwritten; give another tag or request_id, or let the operator set the parameter "
+    "if_exists=number"
+)
+"""What is wrong with a name, behind it."""
+
 MAX_NAME = 180
 """Characters of a tag or request id; with every suffix a file name stays below the usual limit of 255 bytes."""
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

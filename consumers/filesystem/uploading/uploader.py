@@ -17,7 +17,7 @@ from typing import Literal
 from headgate.capture.monitoring.stats import Figure
 from headgate.capture.schema.errors import ConsumerError
 from headgate.consumers.filesystem.storage.object_store import ObjectStore
-from headgate.consumers.filesystem.storage.store import numbered
+from headgate.consumers.filesystem.storage.store import TAKEN, numbered
 from headgate.consumers.filesystem.uploading.answer import Answer
 from headgate.consumers.filesystem.uploading.spool_folder import Unit
 
@@ -277,6 +277,4 @@ def _keys(root: str, unit: Unit) -> Iterator[str]:
 
 
 def _taken(url: str) -> ConsumerError:
-    return ConsumerError(
-        f"{url} exists and is not overwritten; give another tag or request_id, or set the parameter if_exists=number"
-    )
+    return ConsumerError(f"{url} {TAKEN}")

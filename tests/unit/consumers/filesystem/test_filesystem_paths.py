@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headgate.capture.schema.consumer import SpecContext
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
+from headgate.capture.schema.spec import Memo
 from headgate.consumers.filesystem import FilesystemConsumer
 from headgate.consumers.filesystem.storage.store import check_name, numbered, slug, stem_of
 from tests.fakes.capturing import HOOKS, capturing, spec_context
@@ -184,3 +188,43 @@ def test_messages_that_cannot_lie_so_are_refused(messages: object, field: str, w
         FilesystemConsumer.validate_client_spec({"hooks": HOOKS, "messages": messages}, spec_context({"root": "c"}))
 
     assert caught.value.field == f"capture.files.messages{field}"
+
+
+def test_numbers_that_an_llm_gives_its_requests_name_other_files_in_another_run() -> None:
+    def name(context: SpecContext, **more: str) -> str:
+        options = FilesystemConsumer.validate_client_spec({"hooks": HOOKS, **more}, context).options
+        assert options["request_id"] == more.get("request_id", context.client_request_id)
+        return str(options["name"])
+
+    first, second = (spec_context({"root": "c"}, "0") for _ in range(2))
+
+    assert re.fullmatch(r"0~\d{8}-\d{6}-[0-9a-f]{4}", name(first))
+    assert name(first) == name(first)
+    assert name(replace(first, client_request_id="1")).partition("~")[2] == name(first).partition("~")[2]
+    assert name(first) != name(replace(first, lasting=Memo())) != name(second)
+    assert name(replace(first, client_request_id="cmpl-1")) == "cmpl-1"
+    assert name(first, request_id="7") == "7"
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "expected"),
+    [
+        ({}, {"request_id": "a"}, ["default/a.safetensors"]),
+        ({}, {"request_id": "a", "layout": "raw", "tag": "t"}, ["t/a"]),
+        ({}, {"request_id": "a", "layout": "shards"}, []),
+        ({}, {}, []),
+        ({"if_exists": "number"}, {"request_id": "a"}, []),
+    ],
+)
+def test_a_request_must_have_the_paths_of_its_chosen_name(
+    tmp_path: Path, params: dict[str, str], options: dict[str, str], expected: list[str]
+) -> None:
+    context = spec_context({"root": str(tmp_path), **params})
+    spec = FilesystemConsumer.validate_client_spec({"hooks": HOOKS, **options}, context)
+
+    assert FilesystemConsumer.own_names(spec, context, 1) == [str(tmp_path / path) for path in expected] or not expected
+    if expected:
+        (tmp_path / expected[0]).parent.mkdir()
+        (tmp_path / expected[0]).touch()
+        with pytest.raises(RequestError, match=r"^capture\.files\.request_id: .* exists and is not overwritten"):
+            FilesystemConsumer.own_names(spec, context, 1)
