@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.results import FindKept
 from headgate.capture.schema.selectors.union import MAX_LISTED
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, parse_hook, parse_layers
@@ -73,11 +74,13 @@ class PhaseOps:
         prefill: At prompt positions.
         decode: At generated positions.
         modules: Modules that are named, each with the path that names it.
+        positions: Positions that operations are limited to, by their paths.
     """
 
     prefill: Lowered
     decode: Lowered
     modules: Mapping[str, str]
+    positions: Mapping[str, PositionSelector]
 
 
 class _Given(NamedTuple):
@@ -126,7 +129,8 @@ def read_ops(
     _check_rows(prefill, decode, steerable, next(name for name in names.all if fields.get(name) is not None))
     if prefill is None and decode is None:
         return None
-    return PhaseOps(prefill=prefill, decode=decode, modules=modules)
+    positions = {f"{op.where}.positions": op.positions for tier in tiers for op in tier if op.positions is not None}
+    return PhaseOps(prefill=prefill, decode=decode, modules=modules, positions=positions)
 
 
 def read_gated(value: object, steerable: Steerable, vectors: Vectors, field: str) -> tuple[Operation, ...]:

@@ -157,6 +157,7 @@ class SteeringReader:
             owned_field=next(
                 (f"{gate.where}.conversation_id" for gate in gates if gate.conversation is not None), None
             ),
+            positions={} if ops is None else ops.positions,
         )
 
     def names(self, values: Mapping[str, Any]) -> dict[str, str]:

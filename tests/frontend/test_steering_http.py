@@ -150,6 +150,20 @@ BAD_OPERATIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"steering_ops": [{**ABLATE, "tau": 1}]}, "steering_ops[0].tau", "ablate"),
     ({"decode_steering_ops": [{**CAP, "vector": "none"}]}, "decode_steering_ops[0].vector", "none"),
     ({"steering_ops": [ABLATE] * 9}, "steering_ops", "--max-steering-ops-per-site"),
+    *(
+        (
+            {f"{phase}steering_ops": [{**ABLATE, "vector": vector, "positions": [-500]}]},
+            f"{phase}steering_ops[0].positions",
+            "position -500 lies before the prompt",
+        )
+        for phase in ("", "prefill_", "decode_")
+        for vector in (ROW.tolist(), "calm")
+    ),
+    (
+        {"steering_ops": [{**ABLATE, "positions": {"start": -500, "stop": -400}}]},
+        "steering_ops[0].positions",
+        "selects no position",
+    ),
     ({"steering_clamps": {"post_mlp": {"2": BOUNDED["post_mlp"]["3"]}}}, "steering_clamps", "--steering-op-sites"),
 ]
 
@@ -163,12 +177,13 @@ def test_requests_with_operations_are_served(server: Server, send: Any, stream: 
         assert "error" not in response.text.replace('"error":null', "")
 
 
+@STREAM
 @ROUTES
 @pytest.mark.parametrize(("fields", "field", "reason"), BAD_OPERATIONS)
 def test_bad_operations_are_a_400_that_names_field_and_reason(
-    server: Server, send: Any, fields: Any, field: str, reason: str
+    server: Server, send: Any, fields: Any, field: str, reason: str, stream: bool
 ) -> None:
-    response = send(server, **fields)
+    response = send(server, stream=stream, **fields)
 
     assert response.status_code == 400, response.text
     error = response.json()["error"]

@@ -9,6 +9,7 @@ Capture is no such part: its requests are answered with results, which these are
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.results import FindKept
 
 
@@ -44,6 +46,7 @@ class PartRequest:
         reads_every_row: Every row of the prompt is to be forwarded: blocks in the prefix cache are not read.
         owned_field: Field whose content belongs to the client that sent it; None if none does. The reader of requests
             puts that client's name into `wire`, as ``owner``; the part's own reader does not know who asks.
+        positions: Selectors that must select something of the request's prompt, by the paths of their fields.
     """
 
     wire: Document
@@ -53,6 +56,16 @@ class PartRequest:
     wants_notes: bool = False
     reads_every_row: bool = False
     owned_field: str | None = None
+    positions: Mapping[str, PositionSelector] = dataclasses.field(default_factory=dict)
+
+    def check_positions(self, num_prompt: int) -> None:
+        """Check the positions that are asked for, now that the prompt's length is known.
+
+        Raises:
+            RequestError: Naming the field whose positions are none of such a prompt.
+        """
+        for where, selector in self.positions.items():
+            selector.resolve(num_prompt, where)
 
 
 class PartRequestReader(Protocol):

@@ -158,6 +158,8 @@ def _resolved(
     reader: RequestReader, headgate_request: HeadgateRequest, prompt: object, params: SamplingParams, call: Call | None
 ) -> HeadgateRequest:
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    if tokens is not None:
+        reader.check_positions(headgate_request, len(tokens))
     if headgate_request.capture is None or reader.capture is None or tokens is None:
         return headgate_request
     messages = call.messages(tokens) if call else None

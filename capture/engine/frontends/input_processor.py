@@ -72,6 +72,8 @@ def process_inputs(original: Function) -> Function:
 def _fold(
     reader: RequestReader, request: NewRequest, headgate_request: HeadgateRequest, chat: LLMChat | None, request_id: str
 ) -> None:
+    if request.prompt_token_ids is not None:
+        reader.check_positions(headgate_request, len(request.prompt_token_ids))
     if headgate_request.capture is not None:
         tokens = prompt_tokens(request, headgate_request)
         messages = None if chat is None else chat.messages(tokens)

@@ -178,6 +178,15 @@ class RequestReader:
             return None
         return HeadgateRequest(capture=ask, parts=wanted, is_offline=is_offline)
 
+    def check_positions(self, headgate_request: HeadgateRequest, num_prompt: int) -> None:
+        """Check the positions that parts are asked to act at, in a prompt of that length.
+
+        Raises:
+            RequestError: Naming the field.
+        """
+        for wanted in headgate_request.parts.values():
+            wanted.check_positions(num_prompt)
+
     def read_parts(self, values: Document) -> dict[str, PartRequest | None]:
         """Read the fields of each part that has any set; None for a part whose fields request nothing.
 
