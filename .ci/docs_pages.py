@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from headgate.capture.engine.contracts.parts import Part
-from headgate.capture.engine.server.capture_metrics import front_end_families
+from headgate.capture.engine.server.capture_metrics import front_end_families, refused
 from headgate.capture.monitoring.metrics import Family
 from headgate.capture.transport.driver_host import DriverStats
 from headgate.capture.transport.result_hub import HubStats
@@ -111,7 +111,7 @@ def metrics() -> Iterator[str]:
             yield f"\n## {name}\n\n| metric | type | labels | |\n| --- | --- | --- | --- |"
             yield from (row(family) for family in found.families(()))
     yield "\n## capture, in the API server that is asked\n\n| metric | type | labels | |\n| --- | --- | --- | --- |"
-    yield from (row(family) for family in front_end_families(NoFrontEnd(), 0))
+    yield from (row(family) for family in (*front_end_families(NoFrontEnd(), 0), refused(0)))
 
 
 class NoFrontEnd:

@@ -217,7 +217,7 @@ class ConsumerThread:
         try:
             result.payload = future.result(timeout=0)
         except BaseException as error:  # noqa: BLE001  whatever happened there is this request's error
-            self._log.error("a request failed", cause=error)
+            self._log_failure("a request failed", error)
             result = failed(_text(self.instance, error))
         self.queue.requests.report(request, result)
 
@@ -231,8 +231,15 @@ class ConsumerThread:
             try:
                 return call()
             except BaseException as error:  # SystemExit too: it would end the thread, and with it every later request
-                self._log.error("a call failed", cause=error)
+                self._log_failure("a call failed", error)
                 raise ConsumerError(_text(self.instance, error)) from error
+
+    def _log_failure(self, what: str, error: BaseException) -> None:
+        """Log one line for what a consumer refuses, and the traceback of anything else."""
+        if isinstance(error, ConsumerError):
+            self._log.error(f"{what}: {error}")
+        else:
+            self._log.error(what, cause=error)
 
     def _fail(self, requests: Sequence[ConsumerRequest], text: str) -> None:
         """Fail `requests`; each gets its result when it ends."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 logger = logging.getLogger("headgate")
 
 INTERVAL_S = 10.0
+REASON_S = 1.0
+"""Seconds for which the same reason is not logged again."""
+MAX_REASONS = 64
+"""Reasons that are told apart; further ones count as one."""
 
 
 class SparseLog:
@@ -44,3 +49,33 @@ class SparseLog:
             left_out, self._num_left_out = self._num_left_out, 0
         more = f" ({left_out} more since the last line)" if left_out else ""
         logger.log(level, "%s: %s%s", self._who, text, more, exc_info=cause)
+
+
+class ReasonLog:
+    """At most one line in `REASON_S` for each reason, which says how many were left out. Any thread.
+
+    Args:
+        who: Beginning of every line.
+        clock: Seconds.
+    """
+
+    def __init__(self, who: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._who = who
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: dict[str, tuple[float, int]] = {}
+        """By reason: when it may be logged again, and how often it was left out."""
+
+    def info(self, reason: str, text: str) -> None:
+        """Log `text`, unless the same reason was logged a moment ago."""
+        now = self._clock()
+        with self._lock:
+            if reason not in self._seen and len(self._seen) >= MAX_REASONS:
+                reason = ""
+            next_at, left_out = self._seen.get(reason, (now, 0))
+            if now < next_at:
+                self._seen[reason] = (next_at, left_out + 1)
+                return
+            self._seen[reason] = (now + REASON_S, 0)
+        more = f" ({left_out} more for that reason since the last line)" if left_out else ""
+        logger.info("%s: %s%s", self._who, text, more)

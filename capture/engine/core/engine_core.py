@@ -6,7 +6,6 @@ waits only while another holds what it waits for, and that one is in the schedul
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from functools import wraps
@@ -34,11 +33,12 @@ from headgate.capture.engine.core.step_notes import StepNotes
 from headgate.capture.engine.setup.action_target import action_target
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.settings import model_info, section
+from headgate.capture.monitoring.rate_limited_log import ReasonLog
 from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
 from headgate.capture.schema.errors import ForbiddenError, OverloadedError, RequestError
 from headgate.capture.transport.action_channel import ActionInbox
 
-logger = logging.getLogger("headgate")
+_refusals = ReasonLog("headgate: requests are refused")
 
 CORE_ADAPTER = "_headgate_core"
 """Attribute of an ``EngineCore`` and of its scheduler; absent where no part is open."""
@@ -57,6 +57,9 @@ class EngineCoreAdapter:
     Attributes:
         shared_wires: Of samples on their way here.
         notes: About requests, on their way to the front end.
+        has_own_process: Requests come over a socket, and refusals are sent back over it.
+        refused: Requests that the part has refused and that were not answered yet, by id. Put in on the input thread,
+            taken out on the engine core's.
     """
 
     def __init__(self, core: EngineCore, part: Part) -> None:
@@ -68,6 +71,8 @@ class EngineCoreAdapter:
         self.shared_wires = SharedWires()
         self._entering: str | None = None
         self._goes_by_priority = core.vllm_config.scheduler_config.policy == "priority"
+        self.has_own_process = _has_own_process(core)
+        self.refused: dict[str, RequestError] = {}
         config = core.vllm_config
         parallel = config.parallel_config
         facts = CoreFacts(
@@ -75,7 +80,7 @@ class EngineCoreAdapter:
             engine=parallel.data_parallel_index,
             num_stages=parallel.pipeline_parallel_size,
             num_engines=parallel.data_parallel_size,
-            has_own_process=_has_own_process(core),
+            has_own_process=self.has_own_process,
         )
         target = action_target(config)
         actions = None if target.address is None else ActionInbox(target.address)
@@ -235,9 +240,13 @@ def preprocess_add_request(original: Function) -> Function:
         try:
             with as_client_error():
                 adapter.accept(request)
-        except RequestError:
-            _keep_images(self, request)
-            raise
+        except RequestError as error:
+            if not adapter.has_own_process:
+                _keep_images(self, request)
+                raise
+            # Stock takes whatever is raised here for a bug: it is raised where the request is added.
+            adapter.refused[request.request_id] = error
+            return original(self, request)
         return adapter.make_request(lambda: original(self, request), request)
 
     return wrapped
@@ -274,6 +283,8 @@ def handle_client_request(original: Function) -> Function:
             return original(self, request_type, request)
         added = request[0]
         try:
+            if (refusal := adapter.refused.pop(added.request_id, None)) is not None:
+                raise refusal
             return original(self, request_type, request)
         except RequestError as error:
             _answer(self, added, error)
@@ -292,7 +303,7 @@ def _answer(core: EngineCoreProc, request: Request, error: RequestError) -> None
     if hasattr(core, "_handle_request_validation_error"):  # vLLM 0.33 tells the client why
         core._handle_request_validation_error(request, error)
     else:
-        logger.info("headgate: request %s was refused: %s", request.request_id, error)
+        _refusals.info(error.field.partition("[")[0], f"request {request.request_id}: {error}")
         core._send_error_outputs_to_client([request.request_id], request.client_index)
 
 

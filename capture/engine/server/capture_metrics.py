@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Protocol
 
+from headgate.capture.engine.setup.client_errors import refusals
 from headgate.capture.monitoring.metrics import EngineStats, Family, Sample, each_worker
 from headgate.capture.monitoring.stats import RESULT_BOUNDS_S
 from headgate.capture.transport.driver_host import DriverStats
@@ -101,6 +102,17 @@ def front_end_families(front: ToldFrontEnd, api_server: int) -> Iterator[Family]
         yield Family(name=f"headgate_capture_server_{name}", kind=kind, about=about, labels=_SERVER, samples=found)
     consumers = [((server, each.instance), asdict(each)) for each in drivers.consumers]
     yield from _consumer_families("headgate_capture_server_consumer", (*_SERVER, "consumer"), consumers)
+
+
+def refused(api_server: int) -> Family:
+    """What the API server's own process has refused."""
+    return Family(
+        name="headgate_refusals",
+        kind="counter",
+        about="Requests and calls that this API server refused with status 400, by what was wrong with them.",
+        labels=("api_server", "about"),
+        samples=tuple(Sample(labels=(str(api_server), about), value=count) for about, count in refusals().items()),
+    )
 
 
 def _consumer_families(

@@ -20,7 +20,7 @@ from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient
 from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, AsyncLLM, Receive, Scope, Send
 from headgate.capture.engine.core.core_calls import METHOD
 from headgate.capture.engine.requests.capture_frontend import front_end_of
-from headgate.capture.engine.server.capture_metrics import front_end_families
+from headgate.capture.engine.server.capture_metrics import front_end_families, refused
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.monitoring.metrics import EngineStats, Family, MetricsPart, Sample
 
@@ -81,10 +81,9 @@ class Counters:
 
 def _of_this_process(engine: AsyncLLM) -> tuple[Family, ...]:
     """Make the families of the front end in this process, which needs no fetching."""
-    front = front_end_of(engine)
-    if front is None:
-        return ()
-    return tuple(front_end_families(front, max(engine.vllm_config.parallel_config._api_process_rank, 0)))
+    front, api_server = front_end_of(engine), max(engine.vllm_config.parallel_config._api_process_rank, 0)
+    of_capture = () if front is None else tuple(front_end_families(front, api_server))
+    return *of_capture, refused(api_server)
 
 
 async def _fetch_parts(engine: AsyncLLM, parts: Mapping[str, MetricsPart]) -> dict[str, list[EngineStats]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from headgate.capture.schema.errors import ForbiddenError, OverloadedError, QuotaError, RequestError
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from starlette.responses import JSONResponse
 
 
+_refusals: Counter[str] = Counter({"capture": 0, "steering": 0, "other": 0})
+
+
 class _AsClientError:
     """A context manager as a class, not a generator: every request enters it several times."""
 
@@ -22,8 +26,12 @@ class _AsClientError:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RequestError) and not isinstance(error, _client_error()):
-            raise _client_error()(error) from None
+        if isinstance(error, RequestError):
+            from headgate.capture.engine.setup.vllm_errors import RequestFieldError  # plugins load before vLLM
+
+            if not isinstance(error, RequestFieldError):
+                _count(error.field)
+                raise RequestFieldError(error) from None
         if isinstance(error, ForbiddenError):
             raise _refused(error) from None
 
@@ -48,46 +56,21 @@ def is_without_field(error: Exception) -> bool:
 
 def overloaded(error: OverloadedError) -> OverloadedError:
     """Return `error` as one that vLLM's servers answer with HTTP 503, in an answer or within a stream."""
-    return _server_error()(str(error))
+    from headgate.capture.engine.setup.vllm_errors import ServerOverloadedError
+
+    found: OverloadedError = ServerOverloadedError(str(error))
+    return found
 
 
-@functools.cache
-def _server_error() -> Callable[[str], OverloadedError]:
-    """Make the class on first use; the base that it needs has moved, and newer releases have a closer one."""
-    from vllm import exceptions
-
-    base: Any = getattr(exceptions, "RetryableRequestError", None) or getattr(exceptions, "GenerationError", None)
-    if base is None:
-        base = import_module("vllm.entrypoints.openai.engine.protocol").GenerationError
-
-    class ServerOverloadedError(base, OverloadedError):  # type: ignore[misc]
-        """An `OverloadedError` for Python callers, a ``GenerationError`` for the server."""
-
-        def __init__(self, message: str) -> None:
-            super().__init__(message)
-            self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
-
-    return ServerOverloadedError
+def refusals() -> Mapping[str, int]:
+    """Count what this process has refused so far, by what it was about: ``capture``, ``steering`` or ``other``."""
+    return dict(_refusals)
 
 
-@functools.cache
-def _client_error() -> Any:
-    """Make the class on first use: plugins are loaded before vLLM's own modules."""
-    from vllm.exceptions import VLLMValidationError
-
-    class RequestFieldError(VLLMValidationError, RequestError):  # type: ignore[misc]
-        """A `RequestError` and `ValueError` for Python callers, a `VLLMValidationError` for the server."""
-
-        def __init__(self, error: RequestError) -> None:
-            # Both bases hand their arguments on to the next class, and do not take the same ones.
-            Exception.__init__(self, str(error))
-            self.field = self.parameter = error.field
-            self.value = None
-
-        def __str__(self) -> str:
-            return str(self.args[0])
-
-    return RequestFieldError
+def _count(field: str) -> None:
+    root = re.split(r"[.\[]", field, maxsplit=1)[0]
+    about = "capture" if root.startswith(("capture", "return_hidden_states")) else "other"
+    _refusals["steering" if "steering" in root or root.startswith("sae") else about] += 1
 
 
 def _refused(error: ForbiddenError) -> Exception:

@@ -214,7 +214,7 @@ class RequestWriter:
         for request_id, pieces in rows.items():
             running = self._running.get(request_id)
             if running is None or running.error is not None:
-                continue  # failed before, and said so in the log; its outcome will say so too
+                continue  # failed before; its outcome says so
             for chunk in chunks_of(pieces, self._pool):
                 self._held_bytes += chunk.num_bytes
                 running.spool.append(chunk)
@@ -321,7 +321,6 @@ class RequestWriter:
     def _fail(self, running: _Running, error: Exception) -> None:
         running.error = _failure(running.request, error)
         running.spool.discard()
-        logger.warning("%s", running.error)
 
 
 def _failure(request: RequestInfo, error: Exception) -> ConsumerError:

@@ -14,9 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headgate.capture.engine.requests.capture_frontend import FRONT_END
 from headgate.capture.engine.server import capture_metrics, metrics_page
+from headgate.capture.engine.server.capture_metrics import refused
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage, render
+from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.monitoring.metrics import EngineStats, Family, Sample
 from headgate.capture.monitoring.stats import RESULT_BOUNDS_S, CaptureStats, ConsumerStats, Figure, QueueCounters
+from headgate.capture.schema.errors import RequestError
 from headgate.capture.transport.driver_host import DriverStats
 from headgate.capture.transport.result_hub import HubStats
 from headgate.steering.control import metrics as steering_metrics
@@ -87,7 +90,8 @@ class Client:
 
 
 def engine_of(client: Client, *sections: str) -> Any:
-    config = Namespace(additional_config={"headgate": {name: {} for name in sections}})
+    section = {"headgate": {name: {} for name in sections}}
+    config = Namespace(additional_config=section, parallel_config=Namespace(_api_process_rank=-1))
     return Namespace(vllm_config=config, engine_core=client, input_processor=Namespace())
 
 
@@ -194,7 +198,7 @@ def test_a_part_that_is_not_configured_is_not_asked() -> None:
         families = await Counters(lambda: engine_of(client, *sections)).families()
         return {family.name.split("_")[1] for family in families}
 
-    assert asyncio.run(ask("capture")) == {"capture", "stats"}
+    assert asyncio.run(ask("capture")) == {"capture", "stats", "refusals"}
     assert client.calls == ["collective_rpc"] * 2
     assert asyncio.run(ask()) == set()
     assert client.calls == ["collective_rpc"] * 2
@@ -230,8 +234,8 @@ def test_a_slow_engine_holds_no_page_up(monkeypatch: pytest.MonkeyPatch) -> None
         return [len(before), len(fresh), len(stale)]
 
     before, fresh, stale = asyncio.run(ask())
-    assert before == 0
-    assert fresh == stale > 0
+    assert before == 1  # what this process itself has refused
+    assert fresh == stale > 1
 
 
 def test_a_busy_engine_is_not_asked_again_before_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +250,7 @@ def test_a_busy_engine_is_not_asked_again_before_it_has_answered(monkeypatch: py
             await asyncio.gather(*(counters.families() for _ in range(5)))
         assert sorted(client.calls) == ["collective_rpc"] * 2 + ["headgate_call"] * 2
         client.go.set()
-        while not await counters.families():
+        while len(await counters.families()) == 1:
             pass
 
     asyncio.run(ask())
@@ -259,7 +263,7 @@ def test_an_engine_that_fails_leaves_the_page(caplog: pytest.LogCaptureFixture) 
     async def ask() -> Any:
         return await Counters(lambda: engine_of(client, "capture")).families()
 
-    assert asyncio.run(ask()) == ()
+    assert [family.name for family in asyncio.run(ask())] == ["headgate_refusals"]
     assert "no engine" in caplog.text
 
 
@@ -326,3 +330,22 @@ def test_steering_names_are_unique() -> None:
     names = [family.name for family in steering_metrics.families([])]
 
     assert len(set(names)) == len(names) == 16
+
+
+def test_refusals_are_counted_by_what_they_are_about() -> None:
+    def counted() -> dict[str, int]:
+        return {sample.labels[1]: int(sample.value) for sample in refused(3).samples}
+
+    before = counted()
+    fields = ["capture.files.hooks", "return_hidden_states", "decode_steering_ops[0].at", "sae_reconstruction", "x"]
+    for field in fields:
+        with pytest.raises(RequestError) as raised, as_client_error():
+            raise RequestError(field, "is wrong")
+        with pytest.raises(RequestError), as_client_error():
+            raise raised.value  # on its way out it is counted once
+
+    assert {about: count - before[about] for about, count in counted().items()} == {
+        "capture": 2,
+        "steering": 2,
+        "other": 1,
+    }

@@ -1,0 +1,40 @@
+"""Our errors as classes of vLLM's, which its servers know how to answer. Importing this imports vLLM."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from importlib import import_module
+from typing import Any
+
+from vllm import exceptions
+
+from headgate.capture.schema.errors import OverloadedError, RequestError
+
+
+class RequestFieldError(exceptions.VLLMValidationError, RequestError):  # type: ignore[misc]
+    """A `RequestError` and `ValueError` for Python callers, a `VLLMValidationError` for the server."""
+
+    def __init__(self, error: RequestError) -> None:
+        # Both bases hand their arguments on to the next class, and do not take the same ones.
+        Exception.__init__(self, str(error))
+        self.field = self.parameter = error.field
+        self.value = None
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def _overload_base() -> Any:
+    """The base that servers answer with its own status: it has moved, and newer releases have a closer one."""
+    for name in ("RetryableRequestError", "GenerationError"):
+        if hasattr(exceptions, name):
+            return getattr(exceptions, name)
+    return import_module("vllm.entrypoints.openai.engine.protocol").GenerationError
+
+
+class ServerOverloadedError(_overload_base(), OverloadedError):  # type: ignore[misc]
+    """An `OverloadedError` for Python callers, a ``GenerationError`` for the server."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
