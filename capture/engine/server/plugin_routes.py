@@ -33,7 +33,7 @@ from headgate.capture.engine.server.access_keys import (
 from headgate.capture.engine.server.bodies.field_guard import install_guard
 from headgate.capture.engine.server.bodies.middleware import LONG_BODY, install_bodies
 from headgate.capture.engine.server.bodies.msgpack_fields import read_msgpack
-from headgate.capture.engine.server.bodies.parsing import read_json
+from headgate.capture.engine.server.bodies.parsing import read_json, read_short_json
 from headgate.capture.engine.server.loop_threads import in_turn, run_in_thread
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
 from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
@@ -51,7 +51,7 @@ logger = logging.getLogger("headgate")
 _Decode = Callable[[bytes], object]
 _MSGPACK = (read_msgpack, read_msgpack)
 _DECODERS: dict[str, tuple[_Decode, _Decode]] = {
-    "application/json": (msgspec.json.decode, read_json),
+    "application/json": (read_short_json, read_json),
     "application/msgpack": _MSGPACK,
     "application/x-msgpack": _MSGPACK,
 }

@@ -7,6 +7,8 @@ server, which reads it as it reads any other.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import secrets
 import time
@@ -86,10 +88,40 @@ def read_json(body: bytes) -> object:
         _say_where(body, error)
 
 
+def read_short_json(body: bytes) -> object:
+    """A JSON value of a body that is read at once; raises as `read_json`, and names a field that is no JSON number."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        _refuse_constants(body)
+        raise
+
+
+def _refuse_constants(body: bytes) -> None:
+    """Name the field of a body that would be JSON without NaN and infinities, as Python's own encoder writes them.
+
+    Raises:
+        RequestError: If there is one.
+    """
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    pending: list[tuple[str, object]] = [("", document)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RequestError(path or "body", f"expected a finite number that JSON can write, got {value}")
+        if isinstance(value, dict):
+            pending += [(f"{path}.{key}" if path else key, inner) for key, inner in reversed(value.items())]
+        elif isinstance(value, list):
+            pending += [(f"{path}[{index}]", inner) for index, inner in reversed([*enumerate(value)])]
+
+
 def _say_where(body: bytes, error: Exception) -> NoReturn:
     """Raise the error of the whole body, which says where it is wrong; that of a long one does not say."""
     if len(body) <= _MAX_SHORT:
-        msgspec.json.decode(body)
+        read_short_json(body)
     if isinstance(error, msgspec.DecodeError):
         raise msgspec.DecodeError(str(error).partition(" (byte")[0]) from None
     raise error

@@ -10,6 +10,8 @@ import torch
 from headgate.capture.engine.contracts.worker_hooks import SiteValue
 from headgate.capture.engine.model import forward_wrappers
 from headgate.steering.programs.gate_codes import TokenFlag
+from headgate.steering.programs.lowering import lower
+from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.ruled import HIDDEN, SITES, Rules, unit
@@ -84,6 +86,20 @@ def test_each_request_selects_its_rules_and_keeps_its_own_vectors(worker: Ruled)
     assert worker.part.headgate_stats()["steering"]["slots_live"] == 5
     worker.off("two")
     assert worker.ran([1, 1, 1, 1], *((req_id, 1, 1) for req_id, *_ in step)) == [1, 0, 11, 11]
+
+
+def test_rules_act_behind_all_vectors_that_are_always_on_and_before_operations_of_requests(worker: Ruled) -> None:
+    """As "Order and rounding" of the reference says."""
+    half = Operation(method=Method.ABLATE, site=SITES[1], vectors={"vector": unit(1)}, numbers={"scale": 0.5})
+    program, own = lower([half], "float32"), PhaseVectors.from_rows({SITES[1]: 10 * unit(1)})
+    worker.on("adds", then={"vectors": {"post_mlp": {"1": 4 * unit(1)}}})
+
+    worker.add("a", 1, SteeringSpec(prefill=own, decode=own, prefill_program=program, decode_program=program))
+
+    assert worker.ran([1], ("a", 0, 1)) == [(10 + 4) / 2]
+    assert worker.ran([1], ("a", 1, 1)) == [(10 + 4) / 2]
+    worker.off("adds")
+    assert worker.ran([1], ("a", 2, 1)) == [10 / 2]
 
 
 def test_a_latch_stays_while_another_rule_comes_and_begins_anew_with_its_rule(worker: Ruled) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.engine.server.bodies.msgpack_fields import MAX_REST, MAX_VALUES, extract_msgpack, read_msgpack
-from headgate.capture.engine.server.bodies.parsing import extract_json, read_json
+from headgate.capture.engine.server.bodies.parsing import extract_json, read_json, read_short_json
 from headgate.capture.schema.errors import RequestError
 
 NAMES = ("steering_vectors", "steering_name")
@@ -203,8 +204,8 @@ def test_a_whole_document_is_what_a_plain_parser_reads(document: Any) -> None:
     assert answer(read_json) == answer(msgspec.json.decode)
 
 
-def test_numbers_that_are_none_are_refused_as_a_plain_parser_does() -> None:
-    with pytest.raises(msgspec.DecodeError, match="out of range"):
+def test_numbers_that_are_too_large_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"^a\[0\]: expected a finite number that JSON can write, got inf"):
         read_json(b'{"a": [%s 1]}' % (b"1e999, " * 100))
 
 
@@ -338,3 +339,29 @@ def test_whatever_a_decoder_raises_is_the_bodys_mistake(
         read(b"\x81\x80\x01")
 
     assert caught.value.field == "body"
+
+
+@pytest.mark.parametrize("read", [read_short_json, read_json])
+@pytest.mark.parametrize(
+    ("body", "field", "value"),
+    [
+        (b'{"name": "a", "bias": NaN}', "bias", "nan"),
+        (b'{"scale": [1.0, {"by": -Infinity}], "threshold": NaN}', "scale[1].by", "-inf"),
+        (b"[0, Infinity]", "[1]", "inf"),
+    ],
+)
+def test_a_field_that_is_no_number_of_json_is_named(
+    read: Callable[[bytes], object], body: bytes, field: str, value: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        read(body)
+
+    assert refused.value.field == field
+    assert f"expected a finite number that JSON can write, got {value}" in str(refused.value)
+
+
+@pytest.mark.parametrize("read", [read_short_json, read_json])
+def test_what_is_no_json_for_another_reason_stays_so(read: Callable[[bytes], object]) -> None:
+    for body in (b'{"a": NaN', b"", b'{"a": 1}}', b'{"a": "\xff"}'):
+        with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)):
+            read(body)
