@@ -113,7 +113,7 @@ class CaptureRequestReader:
             return {}  # a later turn: the first one has the names, and the client an answer
         found: dict[str, str] = {}
         for instance in named:
-            context = self._context(instance, request_id)
+            context = self._context(instance, request_id, owner_of_request(f"{CAPTURE}.{instance}"))
             names = self._consumers[instance].own_names(specs[instance], context, num_samples)
             found |= dict.fromkeys(names, context.field)
         return found

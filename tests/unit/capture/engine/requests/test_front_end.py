@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEn
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
-from headgate.capture.schema.errors import ConfigError, UnsupportedError
+from headgate.capture.schema.errors import ConfigError, RequestError, UnsupportedError
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.results import CaptureResult, Origin
 from headgate.capture.schema.sites import HookPoint, Site
@@ -111,6 +112,48 @@ def test_keys_of_one_call_begin_alike(front_ends: FrontEnds) -> None:
     assert len({*first, *second}) == 4
     assert len({Origin(None, key).call for key in first}) == len({Origin(None, key).call for key in second}) == 1
     assert Origin(None, first[0]).call != Origin(None, second[0]).call
+
+
+class Naming(Rows):
+    @classmethod
+    def own_names(cls, spec: CaptureSpec, context: SpecContext, num_samples: int) -> tuple[str, ...]:
+        assert context.field == "capture.rows"
+        return tuple(f"file-{sample}" for sample in range(num_samples))
+
+
+def test_a_request_has_its_names_for_itself_as_long_as_it_runs(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Naming)
+    running = front.resolve(ask(front, capture=ASKING), 4, SimpleNamespace(max_tokens=2, n=1), None)  # type: ignore[arg-type]
+
+    with pytest.raises(RequestError, match=r"^capture\.rows\.request_id: file-0 is being written for another request"):
+        ask(front, capture=ASKING)
+    assert ask(front_ends(rows=Naming), capture=ASKING).own_names == running.own_names
+    del running
+    gc.collect()
+    assert ask(front, capture=ASKING).own_names == {"file-0": "capture.rows"}
+
+
+def test_prompts_of_one_call_cannot_share_names_and_turns_of_one_answer_need_none(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Naming)
+
+    def prompts() -> None:
+        enter(Call())
+        held = ask(front, capture=ASKING)
+        with pytest.raises(RequestError, match="all prompts of this call would write file-0"):
+            ask(front, capture=ASKING)
+        assert held.claim is not None
+
+    def turns() -> None:
+        call = Call(has_turns=True)
+        enter(call)
+        first = ask(front, capture=ASKING)
+        call.expect()
+        assert first.own_names
+        assert not ask(front, capture=ASKING).own_names
+
+    for check in (prompts, turns):
+        contextvars.copy_context().run(check)
+        gc.collect()
 
 
 def test_consumers_that_live_here_are_opened_before_requests_come(front_ends: FrontEnds) -> None:
