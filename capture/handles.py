@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -104,6 +104,10 @@ class RowView:
         """Rows per site."""
         return len(self.positions)
 
+    def __iter__(self) -> Iterator[Site]:
+        """The sites, in the order of the forward pass."""
+        return iter(self._rows.sites)
+
     def __getitem__(self, site: Site | str) -> Tensor:
         """``[rows, hidden]`` of one site; a view of the request's where the rows are consecutive.
 
@@ -183,6 +187,10 @@ class CaptureHandle:
         self._on_drop.detach()
         self._rows = None
         self.result = CaptureResult(status=self.result.status, error=self.result.error, key=self.result.key)
+
+    def __iter__(self) -> Iterator[Site]:
+        """The sites, in the order of the forward pass; raises as `fetch` does."""
+        return iter(self.fetch().sites)
 
     def __getitem__(self, site: Site | str) -> Tensor:
         """``[num_rows, hidden]`` of one site.

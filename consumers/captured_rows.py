@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,10 @@ class CapturedRows:
     def __len__(self) -> int:
         """Rows per site."""
         return len(self.positions)
+
+    def __iter__(self) -> Iterator[Site]:
+        """The sites, in the order of the forward pass."""
+        return iter(self.sites)
 
     def __getitem__(self, site: Site | str) -> Tensor:
         """``[num_rows, hidden]`` of one site.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -222,6 +222,10 @@ class InlineRows:
     def __len__(self) -> int:
         """Rows per site."""
         return len(self.positions)
+
+    def __iter__(self) -> Iterator[Site]:
+        """The sites, in the order of the forward pass."""
+        return iter(self.sites)
 
     def __getitem__(self, site: Site | str) -> torch.Tensor:
         """``[num_rows, hidden]`` of one site.

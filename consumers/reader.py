@@ -109,6 +109,10 @@ class StoredCapture:
         heat = norms_by_position(self.sites, self.positions, lambda site, index: _widened(self._stored(site)[index]))
         return page("StoredCapture", facts, None if heat is None else norm_table(heat, len(self.sites)), heat)
 
+    def __iter__(self) -> Iterator[Site]:
+        """The sites, in the order of the forward pass."""
+        return iter(self.sites)
+
     def __getitem__(self, site: Site | str) -> Tensor:
         """The same as `tensor`."""
         return self.tensor(site)

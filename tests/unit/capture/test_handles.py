@@ -79,6 +79,7 @@ def test_nothing_is_fetched_before_it_is_asked_for_and_then_once() -> None:
     assert (len(handle), call.fetched) == (10, [])
     assert "7, sample 0: ok; 10 rows, 80 bytes, rows" in repr(handle)
 
+    assert tuple(handle) == tuple(handle.fetch().sites)
     assert handle["3.post_mlp"].shape == (10, 1)
     assert handle.fetch() is handle.fetch()
     assert len(call.fetched) == 1

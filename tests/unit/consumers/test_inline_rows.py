@@ -36,7 +36,7 @@ def test_rows_come_with_their_sites_positions_and_tokens(captured: ExampleReques
 
     rows = fetch_rows(payload)
 
-    assert rows.sites == expected.sites
+    assert tuple(rows) == rows.sites == expected.sites
     assert len(rows) == len(expected.positions) > 0
     np.testing.assert_array_equal(rows.positions, expected.positions)
     np.testing.assert_array_equal(rows.token_ids, expected.token_ids)

@@ -38,6 +38,7 @@ def test_rows_are_found_by_site_name_and_alias() -> None:
 
     expected = asked.expected()
     assert isinstance(rows, CapturedRows)
+    assert tuple(rows) == rows.sites  # they can be gone through as they can be indexed
     for name in ("1.post_mlp", "1.resid_post", Site.parse("1.post_mlp")):
         assert torch.equal(rows[name], expected.rows[Site.parse("1.post_mlp")])
     assert torch.equal(rows["last_hidden_state"], expected.rows[Site.parse("final_norm")])

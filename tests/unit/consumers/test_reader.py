@@ -52,6 +52,7 @@ def test_a_site_has_its_aliases(tmp_path: Path) -> None:
         files.feed.whole(request)
     capture = open_captures(tmp_path)["client-1"]
 
+    assert tuple(capture) == tuple(capture.sites)
     for name in ("3.post_mlp", "3.resid_post", "3.post_block", SITE):
         assert torch.equal(capture[name], request.expected().rows[SITE])
     for missing in ("2.post_mlp", "3.pre_attn", "nonsense"):
