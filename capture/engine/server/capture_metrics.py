@@ -105,7 +105,7 @@ def front_end_families(front: ToldFrontEnd, api_server: int) -> Iterator[Family]
 
 
 def refused(api_server: int) -> Family:
-    """What the API server's own process has refused."""
+    """Make the family of requests that the API server's own process has refused."""
     return Family(
         name="headgate_refusals",
         kind="counter",

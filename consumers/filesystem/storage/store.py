@@ -25,7 +25,7 @@ TAKEN = (
     "exists and is not overwritten; give another tag or request_id, or let the operator set the parameter "
     "if_exists=number"
 )
-"""What is wrong with a name, behind it."""
+"""Second half of an error about a name that is taken."""
 
 MAX_NAME = 180
 """Characters of a tag or request id; with every suffix a file name stays below the usual limit of 255 bytes."""
