@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
+
+PLUGINS = str(Path(__file__).parent / "plugins")
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "TESTS_ASYNC_SCHEDULING": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -21,3 +26,13 @@ def set_environment() -> None:
         if name not in ("HEADGATE_CACHE", "HEADGATE_RECORDED"):
             del os.environ[name]
     os.environ.update(ENVIRONMENT)
+    add_plugins()
+
+
+def add_plugins() -> None:
+    """Let this process and those that it starts find the plugins of the tests."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if PLUGINS not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, paths), PLUGINS])
+    if PLUGINS not in sys.path:
+        sys.path.append(PLUGINS)

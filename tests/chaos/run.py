@@ -40,7 +40,7 @@ from tests.chaos.model import chaos_model
 from tests.chaos.notes import take_notes
 from tests.chaos.workload import CALM, INSTANCES, ROUGH, Mix, Workload
 from tests.deadlines import Neighbours, measure, patience
-from tests.environment import ENVIRONMENT
+from tests.environment import ENVIRONMENT, add_plugins
 from tests.fakes.server import kill_session
 
 NUM_CLIENTS = 64
@@ -339,6 +339,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds that all may take; else it is given up")
     options = parser.parse_args(arguments)
     os.environ.update(ENVIRONMENT)
+    add_plugins()
     torch.set_num_threads(1)  # threads that wait for each other spin, while servers need the cores
     folder = options.keep or Path(tempfile.mkdtemp(prefix="chaos-run-"))
     chaos = Chaos(folder, options.seed, options.size, options.start, options.limit)

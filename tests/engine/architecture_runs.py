@@ -21,7 +21,7 @@ from tests.conftest import start_llm, stop_llm
 from tests.engine.architecture_reference import AS_VLLM, STEERED_LAYER, Reference, Rows, reference, vector
 from tests.engine.architectures import HUGGING_FACE, LAYERS, VOCABULARY, make_model
 from tests.engine.hf_reference import own_process, relative_error
-from tests.environment import ENVIRONMENT
+from tests.environment import ENVIRONMENT, add_plugins
 
 PROMPTS = [[1, *((7 * i) % (VOCABULARY - 5) + 5 for i in range(40))], [1, *(range(30, 49))]]
 NUM_OUTPUT = 4
@@ -252,6 +252,7 @@ def serve(pipe: Connection) -> None:
     """Answer each ``(type, folder for models)`` from `pipe` with its entry, until nobody listens."""
     os.setpgid(0, 0)
     os.environ.update(ENVIRONMENT)
+    add_plugins()
     _save_time()
     with own_process() as helpers, contextlib.suppress(EOFError):
         while True:

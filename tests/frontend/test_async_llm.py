@@ -43,7 +43,7 @@ class Engine(AsyncEngine):
 @pytest.fixture(scope="module", params=["0", "1"], ids=["sync-scheduling", "async-scheduling"])
 def engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Engine]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ["FAKE_ASYNC_SCHEDULING"] = request.param
+    os.environ["TESTS_ASYNC_SCHEDULING"] = request.param
     engine = Engine(model_dir)
     yield engine
     engine.close()

@@ -24,7 +24,7 @@ EOS = 2
 def llm(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Any]:
     multiprocessing, asynchronous = MODES[request.param]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = multiprocessing
-    os.environ["FAKE_ASYNC_SCHEDULING"] = asynchronous
+    os.environ["TESTS_ASYNC_SCHEDULING"] = asynchronous
     from vllm import LLM
 
     from headgate.capture.engine.plugin import register

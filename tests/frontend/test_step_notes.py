@@ -47,7 +47,7 @@ def all_rows(prompt: list[int], token_ids: Any) -> list[int]:
 @pytest.fixture(scope="module")
 def llm(model_dir: Path) -> Iterator[Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["FAKE_ASYNC_SCHEDULING"] = "0"
+    os.environ["TESTS_ASYNC_SCHEDULING"] = "0"
     from vllm import LLM
 
     from headgate.capture.engine.plugin import register
@@ -139,7 +139,7 @@ class Engine(AsyncEngine):
 @pytest.fixture(scope="module")
 def engine(model_dir: Path) -> Iterator[Engine]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ["FAKE_ASYNC_SCHEDULING"] = "1"
+    os.environ["TESTS_ASYNC_SCHEDULING"] = "1"
     engine = Engine(model_dir)
     yield engine
     engine.close()

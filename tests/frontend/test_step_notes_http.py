@@ -34,7 +34,7 @@ def server(model_dir: Path) -> Iterator[Server]:
         *("--distributed-executor-backend", "uni", "--max-num-seqs", "16"),
         *("--additional-config", json.dumps({"headgate": {PART: {}}})),
     ]
-    with serving([*MODULE, str(model_dir), *flags], FAKE_ASYNC_SCHEDULING="1") as running:
+    with serving([*MODULE, str(model_dir), *flags]) as running:
         yield running
 
 
