@@ -36,12 +36,14 @@ class RowTotals:
         complete: Wanted positions that were delivered at every site.
         dropped: Wanted positions that overload has cost.
         surplus: Deliveries that nobody asked for, or that came twice: above 0 only if headgate has a bug.
+        outdated: Wanted positions that were delivered before what acts on the model changed: they were computed again.
     """
 
     wanted: int
     complete: int
     dropped: int
     surplus: int
+    outdated: int = 0
 
     @property
     def missing(self) -> int:
@@ -110,6 +112,7 @@ class DeliveryAudit:
             complete=int(is_complete.sum()),
             dropped=int((is_wanted & ~is_complete)[lost].sum()),
             surplus=int(np.maximum(delivered - expected, 0).sum()),
+            outdated=int(np.count_nonzero(delivered[: final.num_outdated])),
         )
 
     def _count_in(self, start: int, stop: int, num_sites: int) -> None:
@@ -185,6 +188,12 @@ def result_of(
         result.error = (
             f"{instance}: {totals.surplus} rows were delivered twice or unasked for; do not use this capture, and "
             "report it as a bug of headgate"
+        )
+    elif totals.outdated:
+        result.status = "error"
+        result.error = (
+            f"{instance}: {totals.outdated} rows of the prompt were captured before the global vectors or the weights "
+            "changed, and the answer is of the prompt as it was computed again; send the request again"
         )
     elif totals.missing:
         result.status = "partial_error"

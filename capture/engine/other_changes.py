@@ -86,8 +86,12 @@ CHANGES = (
         *(
             "instance",
             f"{_CORE}.core_startup",
-            "tells who waited too long; ends an engine whose workers no longer agree",
+            "tells who waited too long, and what came ahead of time; ends an engine whose workers no longer agree",
         ),
+    ),
+    Change(
+        "{Scheduler}.has_requests",
+        *("instance", f"{_CORE}.steps_in_flight", "launches nothing while the steps in flight are waited for"),
     ),
     Change(
         "{EngineCore}.headgate_call",
@@ -114,6 +118,7 @@ CHANGES = (
     Change("{layer or norm}._headgate_{tensor}", "attribute", _FORWARD, "static tensors of the actions of a site"),
     Change("EngineCore._headgate_core", "attribute", f"{_CORE}.core_startup", "the part in an engine core"),
     Change("Scheduler._headgate_core", "attribute", f"{_CORE}.core_startup", "the same, for calls of the scheduler"),
+    Change("Scheduler._headgate_steps", "attribute", f"{_CORE}.steps_in_flight", "steps that were launched"),
     Change("Scheduler._headgate_ends", "attribute", f"{_CORE}.request_endings", "requests whose end the worker awaits"),
     Change("SchedulerOutput.headgate_final", "attribute", f"{_CORE}.request_endings", "how requests ended"),
     Change("ModelRunnerOutput.headgate_readings", "attribute", _READINGS, "what the parts read in a step"),

@@ -14,6 +14,7 @@ from headgate.capture.engine.core import (
     frames,
     part_services,
     request_endings,
+    steps_in_flight,
 )
 from headgate.capture.engine.frontends import (
     async_llm,
@@ -86,6 +87,13 @@ PATCHES = (
         wrap=engine_core.update_from_output,
         why="the part takes what a step read before its tokens are; its notes leave with the requests' outputs",
         parameters=("self", "scheduler_output", "model_runner_output"),
+    ),
+    Patch(
+        module=_SCHEDULER,
+        target="Scheduler.reset_prefix_cache",
+        wrap=steps_in_flight.reset_prefix_cache,
+        why="tokens of steps in flight would be dropped, although the rows behind them were captured and told",
+        parameters=("self", "reset_running_requests"),
     ),
     Patch(
         module="vllm.v1.core.kv_cache_utils",

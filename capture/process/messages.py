@@ -75,6 +75,7 @@ class End(msgspec.Struct, tag=2, array_like=True):
     token_ids: bytes | None = None
     status: str = ""
     notes: dict[str, Any] = msgspec.field(default_factory=dict)
+    num_outdated: int = 0
 
 
 class Wanted(msgspec.Struct, tag=3, array_like=True):
@@ -163,7 +164,7 @@ def message_of(item: Dispatched, requests: RequestNumbers) -> ToProcess:
         if final is None:
             return End(item.req_id)
         token_ids = np.asarray(final.token_ids, np.int64).tobytes()
-        return End(item.req_id, final.num_prompt_tokens, token_ids, final.status, dict(final.notes))
+        return End(item.req_id, final.num_prompt_tokens, token_ids, final.status, dict(final.notes), final.num_outdated)
     assert isinstance(item, MemoryWanted)  # noqa: S101  (the last kind)
     return Wanted()
 
@@ -237,6 +238,7 @@ def request_ends(message: End) -> RequestEnds:
         token_ids=numbers(message.token_ids),
         status=message.status,
         notes=message.notes,
+        num_outdated=message.num_outdated,
     )
     return RequestEnds(message.req_id, final)
 

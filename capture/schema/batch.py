@@ -151,12 +151,15 @@ class FinalState:
         status: ``stop``, ``length``, ``abort``, ``error`` ...: the finish reason.
         notes: By part, what it noted of the request's rows: steering its trace, if the request wants one. In a note
             with ``positions``, each list of numbers or None of that length is by row.
+        num_outdated: Rows at the beginning of the prompt that were computed before what acts on the model changed, and
+            again behind it: what was captured of them is not of the forward that answered.
     """
 
     num_prompt_tokens: int
     token_ids: Int64Array = field(repr=False)
     status: str
     notes: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    num_outdated: int = 0
 
     @property
     def num_rows(self) -> int:

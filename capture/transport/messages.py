@@ -118,6 +118,7 @@ class FinishMessage(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
     status: str
     dropped_rows: int
     notes: dict[str, Any] = msgspec.field(default_factory=dict)
+    num_outdated: int = 0
 
 
 class AbandonMessage(msgspec.Struct, frozen=True, kw_only=True, tag="abandon"):
@@ -333,6 +334,7 @@ def encode_finish(finished: FinishedRequest, *, stage: int) -> list[bytes | memo
         status=finished.final.status,
         dropped_rows=finished.dropped_rows,
         notes=dict(finished.final.notes),
+        num_outdated=finished.final.num_outdated,
     )
     return encode(message, [array_bytes(finished.final.token_ids)])
 
@@ -349,6 +351,7 @@ def read_final(message: FinishMessage, frames: Sequence[zmq.Frame]) -> FinalStat
         token_ids=read_int64(frames[1]),
         status=message.status,
         notes=message.notes,
+        num_outdated=message.num_outdated,
     )
 
 

@@ -183,7 +183,7 @@ class OperatorCalls:
         before, after = self._state.shared, self._state.global_phases(changed, field)
         is_same = demand_of(before) == demand_of(after)
         if not is_same:
-            self._services.check_restart("global")
+            self._services.prepare_change("global")
             self._reservations.set_global(demand_of(after), "global")
             try:
                 self._tell_workers(

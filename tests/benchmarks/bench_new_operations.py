@@ -198,11 +198,8 @@ class NoWorkers:
     def call_workers(self, method: str, args: Mapping[str, Any]) -> list[Any]:
         raise AssertionError(method)
 
-    def check_restart(self, field: str) -> None:
+    def prepare_change(self, field: str) -> None:
         raise AssertionError(field)
-
-    def check_rekey(self, field: str) -> None:
-        pass
 
     def rekey_running(self) -> dict[str, int]:
         return {}

@@ -22,6 +22,7 @@ from tests.deadlines import patience
 from tests.engine.tiny_models import tiny_model
 
 NOT_SEEN_HERE = {
+    "{Scheduler}.has_requests": "set for a moment, where steps are in flight while what acts on requests changes",
     "InputProcessor._headgate_chat": "set by a chat alone",
     "CompletionOutput.hidden_states": "set where the consumer hidden_states is configured",
     "{Response}.capture_results": "set by a server",

@@ -92,7 +92,7 @@ class Services:
     def rekey_running(self) -> dict[str, int]:
         return {}
 
-    def check_rekey(self, field: str) -> None:
+    def prepare_change(self, field: str) -> None:
         pass
 
 

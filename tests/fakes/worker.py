@@ -171,9 +171,9 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
             if final is not None and req_id in self._ended:
                 self._answer(req_id, self._ended.pop(req_id), final)
 
-    def _answer(self, req_id: str, request: _Request, final: tuple[int, list[int], str]) -> None:
+    def _answer(self, req_id: str, request: _Request, final: tuple[Any, ...]) -> None:
         assert request.wire is not None
-        num_prompt, token_ids, status = final
+        num_prompt, token_ids, status, *_ = final
         capture = request.wire["capture"]
         rows = sorted(position for position in request.computed if position < len(token_ids) - 1)
         for instance, spec in capture["specs"].items():

@@ -49,10 +49,7 @@ class Services:
             raise RequestError("vectors", "this engine core has no room")
         return [True if method == "is_in_one_stage" else None]
 
-    def check_restart(self, field: str) -> None:
-        pass
-
-    def check_rekey(self, field: str) -> None:
+    def prepare_change(self, field: str) -> None:
         pass
 
     def rekey_running(self) -> dict[str, int]:

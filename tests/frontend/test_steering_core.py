@@ -182,6 +182,35 @@ def test_a_global_change_restarts_whoever_runs(core: Core, tier: str) -> None:
         assert {phase for phase, shared, _ in core.worker.acted[name] if shared == key} == set(phases)
 
 
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "stock's"])
+def test_a_restart_keeps_the_tokens_of_steps_in_flight(core: Core, is_ours: bool) -> None:
+    core.add("r", PROMPT, script=SCRIPT, max_tokens=40)
+    for _ in range(12):
+        core.step()
+    request, queue = core.scheduler.requests["r"], core.core.batch_queue
+    known, in_flight = request.num_output_tokens, len(queue or ())
+    if is_ours:
+        core.set_global(base=core.vectors(0))
+    else:
+        core.core.reset_prefix_cache(reset_running_requests=True)
+
+    assert in_flight == (queue is not None)
+    assert request.num_output_tokens == known + in_flight
+    core.run()
+    assert core.tokens["r"] == SCRIPT[:40]
+
+
+def test_a_request_that_ends_with_a_step_in_flight_is_not_restarted(core: Core) -> None:
+    core.add("r", PROMPT, script=SCRIPT, max_tokens=12)
+    for _ in range(12):
+        core.step()
+    core.set_global(base=core.vectors(0))
+    computed = core.worker.computed["r"]
+    core.run()
+
+    assert (core.tokens["r"], core.ended["r"], core.worker.computed["r"]) == (SCRIPT[:12], "length", computed)
+
+
 def test_two_changes_in_a_row_and_one_step_apart(core: Core) -> None:
     core.add("r", PROMPT, script=SCRIPT, max_tokens=60)
     for i in range(30):

@@ -109,14 +109,17 @@ class CoreServices(Protocol):
         """
         ...
 
-    def check_restart(self, field: str) -> None:
-        """Refuse if `restart_running` cannot be called now.
+    def prepare_change(self, field: str) -> None:
+        """Take the tokens of the steps that were launched, before what acts on requests that run is changed.
+
+        So no step is in flight when `restart_running` or `rekey_running` follow, and none of its tokens is lost.
 
         Args:
             field: The field that the client is told.
 
         Raises:
-            RequestError: If a request cannot be restarted.
+            RequestError: If a streaming-input session is open, which cannot be computed anew. Nothing was taken.
+            Exception: What a step raised; the engine ends.
         """
         ...
 
@@ -124,29 +127,19 @@ class CoreServices(Protocol):
         """Ask for the block keys of every request anew, and compute its KV anew under them.
 
         Requests keep the tokens they have generated; blocks that are cached under the new keys are used.
-        """
-        ...
-
-    def check_rekey(self, field: str) -> None:
-        """Refuse if `rekey_running` cannot be called now.
-
-        Args:
-            field: The field that the client is told.
-
-        Raises:
-            RequestError: If a streaming-input session is open.
+        `prepare_change` comes before.
         """
         ...
 
     def rekey_running(self) -> Mapping[str, int]:
         """Ask for the block keys of every request anew, for the blocks that later steps complete.
 
-        Nothing is computed anew.
+        Nothing is computed anew. `prepare_change` comes before.
 
         Where keys change while a request runs, its blocks from there on are found by no other request.
 
         Returns:
-            The first position of each request whose row no launched step computes.
+            The first position of each request whose row was not computed yet.
         """
         ...
 
@@ -277,8 +270,8 @@ class ReadingCore(Protocol):
 
         Args:
             readings: The part's own document of that step, as the worker collected it.
-            discarded: Requests of the step for which it does not count: they have ended, or were restarted and will
-                compute its rows again. Rows that other requests compute again, after a preemption, come a second time.
+            discarded: Requests of the step for which it does not count: they ended after it was launched. Rows that
+                are computed again, after a preemption or a change of global vectors, come a second time.
 
         Returns:
             A note for each request that the front end is to be told something of: plain values and bytes, by id. They

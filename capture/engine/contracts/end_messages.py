@@ -13,8 +13,8 @@ from typing import NamedTuple
 from headgate.capture.engine.contracts.plain_values import Document
 
 FINAL_ATTRIBUTE = "headgate_final"
-Final = tuple[int, list[int], str] | tuple[int, list[int], str, Document]
-"""Number of prompt tokens, all token ids, and the finish reason; and notes on its rows by part, if there are any."""
+Final = tuple[int, list[int], str, Document, int]
+"""Number of prompt tokens, all token ids, the finish reason, notes on rows by part, and `FinalState.num_outdated`."""
 OVERLOADED = "headgate: overloaded: "
 """Start of the stop reason of a request that was sent away unserved, with the finish reason "error"; the cause
 follows."""

@@ -6,7 +6,7 @@ loads CUDA. An attribute that only some supported releases have is not listed; w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headgate.capture.engine.contracts.plain_values import Document
@@ -142,11 +142,6 @@ class Request(Protocol):
     skip_reading_prefix_cache: bool
     all_token_ids: Sequence[int]
     block_hashes: list[object]
-    num_output_placeholders: int
-    async_tokens_to_discard: int
-    num_in_flight_tokens: int
-    num_stale_output_tokens: int
-    drop_stale_output: bool
 
     def update_block_hashes(self) -> None: ...
 
@@ -163,6 +158,7 @@ class Scheduler(Protocol):
     finished_req_ids_dict: MutableMapping[int, set[str]] | None
     prev_step_scheduled_req_ids: set[str]
     hash_block_size: int
+    has_requests: Callable[[], bool]
 
     def add_request(self, request: Request) -> None: ...
 
@@ -202,12 +198,13 @@ class EngineCore(Protocol):
     vllm_config: VllmConfig
     scheduler: Scheduler
     model_executor: Executor
-    batch_queue: object | None
+    batch_queue: Sized | None
     mm_receiver_cache: ReceiverCache | None
-    async_scheduling: bool
     request_block_hasher: Callable[[Request], list[object]] | None
     step_fn: Function
     headgate_call: Function
+
+    def post_step(self, model_executed: bool) -> None: ...
 
     def shutdown(self) -> None: ...
 

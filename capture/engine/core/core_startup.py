@@ -16,6 +16,7 @@ from headgate.capture.engine.core import block_keys, restart
 from headgate.capture.engine.core.engine_core import CORE_ADAPTER, EngineCoreAdapter
 from headgate.capture.engine.core.overload import after_step
 from headgate.capture.engine.core.step_notes import check_carrier
+from headgate.capture.engine.core.steps_in_flight import StepsInFlight
 from headgate.capture.engine.setup.hosts import SETUP_RPC, check_agreement
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import sections
@@ -61,24 +62,25 @@ def open_noted(original: Function) -> Function:
 
 
 def _open_configured(core: EngineCore) -> None:
+    steps = StepsInFlight(core)
     names = [name for name in sections(core.vllm_config) if name in core_part_names()]
     if not names:
         return
     try:
-        _open(core, names)
+        _open(core, steps, names)
     except BaseException:
         core.shutdown()
         raise
 
 
-def _open(core: EngineCore, names: list[str]) -> None:
+def _open(core: EngineCore, steps: StepsInFlight, names: list[str]) -> None:
     if len(names) > 1:
         raise UnsupportedError(f"an engine core has room for one part, but {', '.join(names)} are configured")
     speak_through_vllm()
     restart.check_support(core.scheduler)
     check_carrier()
     block_keys.verify_block_keys(core.request_block_hasher, core.scheduler.hash_block_size)
-    adapter = EngineCoreAdapter(core, load_part(names[0]))
+    adapter = EngineCoreAdapter(core, steps, load_part(names[0]))
     core.headgate_call = adapter.call
     core.step_fn = after_step(core.step_fn, adapter.end_overdue)
     setattr(core, CORE_ADAPTER, adapter)

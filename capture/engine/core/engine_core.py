@@ -30,6 +30,7 @@ from headgate.capture.engine.core.fan_out import SharedWires
 from headgate.capture.engine.core.overload import SentAway, send_away
 from headgate.capture.engine.core.part_services import SERVICES, PartServices
 from headgate.capture.engine.core.step_notes import StepNotes
+from headgate.capture.engine.core.steps_in_flight import StepsInFlight
 from headgate.capture.engine.setup.action_target import action_target
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.settings import model_info, section
@@ -52,6 +53,7 @@ class EngineCoreAdapter:
 
     Args:
         core: vLLM's ``EngineCore``, constructed.
+        steps: Of it, in flight.
         part: Whose half in the engine core is opened.
 
     Attributes:
@@ -62,7 +64,7 @@ class EngineCoreAdapter:
             taken out on the engine core's.
     """
 
-    def __init__(self, core: EngineCore, part: Part) -> None:
+    def __init__(self, core: EngineCore, steps: StepsInFlight, part: Part) -> None:
         self._core = core
         self._scheduler = core.scheduler
         self._name = part.name
@@ -84,10 +86,10 @@ class EngineCoreAdapter:
         )
         target = action_target(config)
         actions = None if target.address is None else ActionInbox(target.address)
-        self._services = PartServices(core, part.name, self._waiting, actions)
+        self._services = PartServices(core, part.name, steps, self._waiting, actions)
         self._part: CorePart = part.core(facts, section(config, part.name), self._services)
         self.notes = StepNotes(core.scheduler, part.name, self._part)
-        self._services.open(self._part, self.notes)
+        self._services.open(self._part)
         setattr(core.scheduler, SERVICES, self._services)
 
     def accept(self, request: EngineCoreRequest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from functools import wraps
 from itertools import chain
@@ -16,10 +15,8 @@ from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import EngineCore, Function, Request, Scheduler
 from headgate.capture.engine.core import block_keys, restart
 from headgate.capture.engine.core.block_keys import SaltedKeys
-from headgate.capture.engine.core.step_notes import StepNotes
+from headgate.capture.engine.core.steps_in_flight import StepsInFlight, end_engine, steps_of
 from headgate.capture.schema.batch import Int64Array
-
-logger = logging.getLogger("headgate")
 
 SERVICES = "_headgate_services"
 """Attribute of a scheduler; absent where no part is open."""
@@ -70,6 +67,7 @@ class PartServices:
     Args:
         core: vLLM's ``EngineCore``.
         name: The part's.
+        steps: Of the engine core, in flight.
         waiting: Requests that wait outside of the scheduler.
         actions: Of capture consumers, if the part takes them.
 
@@ -78,53 +76,55 @@ class PartServices:
     """
 
     def __init__(
-        self, core: EngineCore, name: str, waiting: Mapping[str, Request], actions: Actions | None = None
+        self,
+        core: EngineCore,
+        name: str,
+        steps: StepsInFlight,
+        waiting: Mapping[str, Request],
+        actions: Actions | None = None,
     ) -> None:
         self.actions = actions
         self._core = core
         self._scheduler = core.scheduler
         self._name = name
+        self._steps = steps
         self._waiting = waiting
         self._part: CorePart | None = None
-        self._notes: StepNotes | None = None
         self._salts = _Salts()
         """Of requests whose rows were computed under block keys that have changed since."""
         self._going_on: _GoingOn | None = None
         """Those whose positions were asked for last, until one of them is freed or preempted."""
 
-    def open(self, part: CorePart, notes: StepNotes) -> None:
-        """Serve `part`, which was made with these services, and whose notes are `notes`."""
-        self._part, self._notes = part, notes
+    def open(self, part: CorePart) -> None:
+        """Serve `part`, which was made with these services."""
+        self._part = part
 
     def call_workers(self, method: str, args: Document) -> list[object]:
         """Implement `CoreServices`."""
         answers = self._core.model_executor.collective_rpc("headgate_call", args=(self._name, method, args))
         return list(answers)
 
-    def check_restart(self, field: str) -> None:
+    def prepare_change(self, field: str) -> None:
         """Implement `CoreServices`."""
-        restart.check_restart(self._core, field)
+        restart.check_sessions(self._core, field)
+        self._steps.take()
 
     def restart_running(self) -> None:
         """Implement `CoreServices`."""
-        if self._notes is not None:
-            self._notes.restarted()
+        for req_id, request in _live(self._scheduler.requests):
+            if not self._has_same_prompt(request, req_id):
+                self._steps.outdate(request)
         restart.restart_running(self._scheduler)
         for req_id, request in _live(self._scheduler.requests, self._waiting):
             block_keys.rehash(request, self.keys(req_id))
-
-    def check_rekey(self, field: str) -> None:
-        """Implement `CoreServices`."""
-        restart.check_sessions(self._core, field)
 
     def rekey_running(self) -> dict[str, int]:
         """Implement `CoreServices`."""
         firsts = {}
         for req_id, request in _live(self._scheduler.requests, self._waiting):
-            # Rows whose steps were launched; an unknown token's row may be computed again.
-            computed = min(request.num_computed_tokens, len(request.all_token_ids))
+            computed = request.num_computed_tokens
             has_begun = computed > 0 or len(request.all_token_ids) > request.num_prompt_tokens
-            firsts[req_id] = request.num_computed_tokens if computed else len(request.all_token_ids) * has_begun
+            firsts[req_id] = computed or len(request.all_token_ids) * has_begun
             if block_keys.unsalted(request) == self._present(req_id):
                 continue
             if has_begun:
@@ -163,12 +163,7 @@ class PartServices:
 
     def fail(self, reason: str) -> None:
         """Implement `CoreServices`."""
-        logger.critical("headgate: %s; the engine ends", reason)
-
-        def step() -> None:
-            raise RuntimeError(f"headgate: {reason}")
-
-        self._core.step_fn = step
+        end_engine(self._core, reason)
 
     def keys(self, req_id: str) -> BlockKeys | None:
         """Return the block keys of a request, as of now."""
@@ -182,9 +177,8 @@ class PartServices:
         """
         req_id = request.request_id
         self._going_on = None
-        if self._notes is not None:
-            self._notes.preempted()
         if req_id in self._salts:
+            self._steps.outdate(request)
             self._salts.renew(req_id)
             block_keys.rehash(request, self.keys(req_id))
 
@@ -192,6 +186,12 @@ class PartServices:
         """Forget a request that was freed."""
         self._going_on = None
         self._salts.pop(req_id, None)
+
+    def _has_same_prompt(self, request: Request, req_id: str) -> bool:
+        """Whether the rows of a request's prompt do not depend on what has changed."""
+        before, now, num_prompt = block_keys.unsalted(request), self._present(req_id), request.num_prompt_tokens
+        keys = [None if each is None else each.of_block(0, num_prompt, num_prompt) for each in (before, now)]
+        return (keys[0] or ()) == (keys[1] or ())
 
     def _present(self, req_id: str) -> BlockKeys | None:
         return None if self._part is None else self._part.block_keys(req_id)
@@ -220,6 +220,8 @@ def preempt_request(original: Function) -> Function:
 
     @wraps(original)
     def wrapped(self: Scheduler, request: Request, timestamp: float, *args: object, **kwargs: object) -> object:
+        if (steps := steps_of(self)) is not None:
+            steps.preempted(request)
         result = original(self, request, timestamp, *args, **kwargs)
         services: PartServices | None = vars(self).get(SERVICES)
         if services is not None:

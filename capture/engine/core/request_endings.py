@@ -22,7 +22,6 @@ from headgate.capture.engine.contracts.end_messages import (
     is_mark,
     split_marks,
 )
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
     AsyncEngineClient,
     EngineCore,
@@ -32,7 +31,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
     SchedulerOutput,
 )
 from headgate.capture.engine.contracts.wire_format import is_captured
-from headgate.capture.engine.core import engine_core
+from headgate.capture.engine.core import engine_core, steps_in_flight
 
 _ENDS = "_headgate_ends"
 
@@ -78,14 +77,10 @@ class RequestEnds:
 
 def _trim(final: Final, kept: KeptTokens | None) -> Final:
     """Cut a final state to what the front end kept, unless the engine ended the request at the very same token."""
-    num_prompt, token_ids, status = final[:3]
+    num_prompt, token_ids, status, notes, num_outdated = final
     if kept is None or (kept.num_tokens >= len(token_ids) and status != "abort"):
         return final
-    return _final(num_prompt, token_ids[: kept.num_tokens], kept.status, final[3] if len(final) == 4 else {})
-
-
-def _final(num_prompt: int, token_ids: list[int], status: str, notes: Document) -> Final:
-    return (num_prompt, token_ids, status, notes) if notes else (num_prompt, token_ids, status)
+    return num_prompt, token_ids[: kept.num_tokens], kept.status, notes, num_outdated
 
 
 def _ends(scheduler: Scheduler) -> RequestEnds:
@@ -106,7 +101,9 @@ def free_request(original: Function) -> Function:
         if is_captured(params):
             status = str(request.get_finished_reason())
             notes = {} if adapter is None else adapter.notes.description(request.request_id)
-            final = _final(int(request.num_prompt_tokens), list(request.all_token_ids), status, notes)
+            steps = steps_in_flight.steps_of(self)
+            num_outdated = 0 if steps is None else steps.release(request.request_id)
+            final = int(request.num_prompt_tokens), list(request.all_token_ids), status, notes, num_outdated
             _ends(self).end(request.request_id, final, is_decided=status == "abort" or not params.stop)
         result = original(self, request, *args, **kwargs)
         if adapter is not None:

@@ -13,7 +13,6 @@ from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
     CoreOutputs,
     Function,
-    Request,
     RunnerOutput,
     Scheduler,
     SchedulerOutput,
@@ -59,13 +58,8 @@ class StepNotes:
         self._wanting: dict[str, bool] = {}
         """Whether notes are wanted, of requests that notes have come about."""
         self._describing = part if isinstance(part, DescribingCore) else None
-        self._stale: dict[str, int] = {}
-        """Tokens in flight of restarted requests, which the scheduler drops."""
-        self._awaits_stale = True
-        """Whether a request may await output that the scheduler drops: one was preempted since none did. Sessions of
-        streaming input may as well, but are not read."""
         self._is_in_step = False
-        self._running: tuple[list[str], list[Request]] = ([], [])
+        self._running: list[str] = []
         """Requests of the last step that was looked at, if all of them ran and none was freed since."""
 
     def update(
@@ -73,9 +67,8 @@ class StepNotes:
     ) -> Mapping[int, CoreOutputs]:
         """Let the scheduler make the outputs of a step, and complete them with its notes and earlier ones."""
         readings: Mapping[str, Document] | None = getattr(output, READINGS_ATTRIBUTE, None)
-        if readings is not None or self._stale:
-            discarded = self._discarded(scheduler_output.num_scheduled_tokens)
-            self._take(readings or {}, discarded)
+        if readings is not None:
+            self._take(readings, self._ended(scheduler_output.num_scheduled_tokens))
         self._is_in_step = True
         try:
             made: dict[int, CoreOutputs] = original(self._scheduler, scheduler_output, output)
@@ -91,7 +84,7 @@ class StepNotes:
 
     def release(self, req_id: str) -> None:
         """Forget a request that was freed; in the middle of a step its last output is yet to be made."""
-        self._running = ([], [])
+        self._running = []
         self._wanting.pop(req_id, None)
         if not self._is_in_step:
             self._kept.pop(req_id, None)
@@ -105,15 +98,6 @@ class StepNotes:
         """Return what there is to tell of a request that captured, by part."""
         found = None if self._describing is None else self._describing.description(req_id)
         return {} if found is None else {self._name: found}
-
-    def preempted(self) -> None:
-        """Follow the preemption of a request, of which steps in flight may bring what is dropped."""
-        self._awaits_stale = True
-
-    def restarted(self) -> None:
-        """Follow a restart of whatever runs: steps that were launched before count for no request."""
-        in_flight = {req_id: request.num_in_flight_tokens for req_id, request in self._scheduler.requests.items()}
-        self._stale = {req_id: num_tokens for req_id, num_tokens in in_flight.items() if num_tokens}
 
     def _decide(self, part: DecidingCore, made: dict[int, CoreOutputs]) -> None:
         """Let the part decide behind a step whose outputs are `made`, and end the requests that it ends."""
@@ -141,37 +125,23 @@ class StepNotes:
                 if req_id not in discarded:
                     self._keep(req_id, note)
 
-    def _discarded(self, num_scheduled: Mapping[str, int]) -> set[str]:
-        """Return the requests of a step that the scheduler will take nothing of it for."""
-        if not self._stale:
-            running = self._running_of(list(num_scheduled))
-            if running is not None and self._awaits_stale:
-                self._awaits_stale = not restart.none_awaits_stale_output(list(self._scheduler.requests.values()))
-            if running is not None and (not self._awaits_stale or restart.none_awaits_stale_output(running)):
-                return set()
-        found: set[str] = set()
-        for req_id, num_tokens in num_scheduled.items():
-            request = self._scheduler.requests.get(req_id)
-            is_stale = self._is_stale(req_id, num_tokens)
-            if is_stale or request is None or request.is_finished() or restart.awaits_stale_output(request):
-                found.add(req_id)
-        return found
+    def _ended(self, num_scheduled: Mapping[str, int]) -> set[str]:
+        """Return the requests of a step that ended after it was launched: nothing of it counts for them."""
+        if self._are_running(list(num_scheduled)):
+            return set()
+        known = self._scheduler.requests
+        return {req_id for req_id in num_scheduled if (one := known.get(req_id)) is None or one.is_finished()}
 
-    def _running_of(self, req_ids: list[str]) -> list[Request] | None:
-        """Return the requests of a step; None if one has ended. Steps mostly have those of the step before."""
-        if req_ids != self._running[0]:
-            known = self._scheduler.requests
-            requests = [one for req_id in req_ids if (one := known.get(req_id)) is not None]
-            if len(requests) < len(req_ids) or not restart.are_unfinished(requests):
-                return None
-            self._running = req_ids, requests
-        return self._running[1]
-
-    def _is_stale(self, req_id: str, num_tokens: int) -> bool:
-        num_left = self._stale.pop(req_id, 0)
-        if num_left > num_tokens:
-            self._stale[req_id] = num_left - num_tokens
-        return num_left > 0
+    def _are_running(self, req_ids: list[str]) -> bool:
+        """Whether none of the requests of a step has ended. Steps mostly have those of the step before."""
+        if req_ids == self._running:
+            return True
+        known = self._scheduler.requests
+        requests = [one for req_id in req_ids if (one := known.get(req_id)) is not None]
+        if len(requests) < len(req_ids) or not restart.are_unfinished(requests):
+            return False
+        self._running = req_ids
+        return True
 
     def _attach(self, made: Iterable[CoreOutputs]) -> None:
         for outputs in made:

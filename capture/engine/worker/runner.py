@@ -337,10 +337,11 @@ def _num_prompt_tokens(data: NewRequestData) -> int:
 def _final(noted: Final | None) -> FinalState | None:
     if noted is None:
         return None
-    num_prompt, token_ids, status = noted[:3]
+    num_prompt, token_ids, status, notes, num_outdated = noted
     return FinalState(
         num_prompt_tokens=num_prompt,
         token_ids=np.asarray(token_ids, dtype=np.int64),
         status=status,
-        notes=noted[3] if len(noted) == 4 else {},
+        notes=notes,
+        num_outdated=num_outdated,
     )

@@ -103,7 +103,7 @@ class RuleCalls:
         rules, name = self._state.rules, rule.name
         if rules.is_reserved(name):
             raise RequestError("name", f"{name!r} is a controller's; give the rule another name")
-        self._services.check_rekey("name")
+        self._services.prepare_change("name")
         made, earlier = made_rule(self._state, rule), rules.find(name)
         key = rule_key(name)
         self._reservations.keep_module(key, made.demand, "then")
@@ -131,12 +131,13 @@ class RuleCalls:
         if found is None:
             known = ", ".join(rule.name for rule in rules.all()) or "none"
             raise RequestError("name", f"unknown rule {name!r}; registered: {known}")
+        self._services.prepare_change("name")
         self._change(rules.without(name))
         self._reservations.release_module(rule_key(name))
         return self._audited(found)
 
     def _change(self, rules: Mapping[str, KeptRule]) -> None:
-        """Have the workers and the state change to `rules`, between two steps."""
+        """Have the workers and the state change to `rules`, between two steps; no step is in flight."""
         self._readings.settle()
         earlier = self._state.rules.all()
         self._tell("set_rules", self._to_workers(rules.values()), self._to_workers(earlier))

@@ -148,7 +148,7 @@ class StepCounts:
                 yield ActingGates(at, since, num_prompt, rule.source, apart, rule)
 
     def _count_rules(self, step: StepTable) -> None:
-        """Count the rows of a step; steps that were launched before a change are passed over."""
+        """Count the rows of a step; those computed again from before a change are passed over."""
         ids, firsts, counts, signals = step[:4]
         ends = np.cumsum(counts).tolist()
         groups: dict[int, tuple[tuple[KeptRule, ...], list[int]]] = {}

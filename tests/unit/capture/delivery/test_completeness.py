@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -135,6 +137,23 @@ def test_rows_that_should_not_be_there_make_the_result_an_error() -> None:
     assert status == "error"
     assert error is not None
     assert "twice or unasked for" in error
+
+
+def test_rows_of_a_prompt_that_was_computed_again_under_something_else_make_the_result_an_error() -> None:
+    status, error = status_and_error(RowTotals(wanted=4, complete=4, dropped=0, surplus=0, outdated=3))
+
+    assert status == "error"
+    assert error == (
+        "files: 3 rows of the prompt were captured before the global vectors or the weights changed, and the answer is "
+        "of the prompt as it was computed again; send the request again"
+    )
+
+
+def test_rows_that_were_delivered_of_an_outdated_part_of_the_prompt_are_counted() -> None:
+    audit = DeliveryAudit(info(num_prompt=4))
+    audit.deliver(positions(1, 2, 3), len(SITES))
+
+    assert [audit.close(replace(final_state(4), num_outdated=count)).outdated for count in (0, 1, 3)] == [0, 0, 2]
 
 
 def test_a_result_counts_positions_and_the_bytes_of_all_sites() -> None:

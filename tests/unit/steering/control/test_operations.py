@@ -44,8 +44,7 @@ class EngineCore:
     def __init__(self, capacity: int = 32) -> None:
         services = SimpleNamespace(
             call_workers=lambda method, args: [],
-            check_restart=lambda field: None,
-            check_rekey=lambda field: None,
+            prepare_change=lambda field: None,
             rekey_running=lambda: {},
             restart_running=lambda: None,
             fail=lambda reason: None,

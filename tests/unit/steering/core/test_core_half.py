@@ -53,12 +53,9 @@ class Workers:
             raise RuntimeError("worker 1")
         return [None]
 
-    def check_restart(self, field: str) -> None:
+    def prepare_change(self, field: str) -> None:
         if not self.is_restartable:
             raise RequestError(field, "not now")
-
-    def check_rekey(self, field: str) -> None:
-        pass
 
     def rekey_running(self) -> dict[str, int]:
         return {}

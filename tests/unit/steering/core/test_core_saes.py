@@ -44,11 +44,8 @@ class Nobody:
     def call_workers(self, method: str, args: Any) -> list[Any]:
         return self._answers
 
-    def check_restart(self, field: str) -> None:
+    def prepare_change(self, field: str) -> None:
         return
-
-    def check_rekey(self, field: str) -> None:
-        pass
 
     def rekey_running(self) -> dict[str, int]:
         return {}

@@ -11,6 +11,8 @@ from vllm.v1.engine import EngineCoreOutput
 from headgate.capture.engine.core.step_notes import StepNotes, check_carrier
 from headgate.capture.schema.errors import UnsupportedError
 
+WANTS = {"v": 1, "notes": True}
+
 
 class Part:
     """Notes for each request of a step the number that the worker read; it writes down who was discarded."""
@@ -33,14 +35,11 @@ class Scheduler:
         self.part = Part()
         self.notes = StepNotes(self, "reading", self.part)  # type: ignore[arg-type]
 
-    def add(self, req_id: str, **attributes: Any) -> None:
-        wire = attributes.pop("wire", {"v": 1, "notes": True})
+    def add(self, req_id: str, wire: Any = WANTS) -> None:
         self.requests[req_id] = SimpleNamespace(
             sampling_params=SimpleNamespace(extra_args={"headgate": wire} if wire else None),
             is_finished=lambda: False,
             status="running",
-            num_in_flight_tokens=0,
-            **{"num_stale_output_tokens": 0, "drop_stale_output": False, **attributes},
         )
 
     def free(self, req_id: str) -> None:
@@ -136,17 +135,9 @@ def test_other_things_in_the_field_stay(scheduler: Scheduler) -> None:
     assert output.kv_transfer_params == {"theirs": 1, **noted(7)}
 
 
-STALE = {
-    "restarted, vLLM 0.32": {"num_stale_output_tokens": 1, "drop_stale_output": True},
-    "ended": {"is_over": True},
-}
-
-
-@pytest.mark.parametrize("attributes", STALE.values(), ids=STALE.keys())
-def test_steps_that_do_not_count_for_a_request_are_told_to_the_part(scheduler: Scheduler, attributes: Any) -> None:
-    is_over = attributes.pop("is_over", False) if "is_over" in attributes else False
-    scheduler.add("a", **attributes)
-    scheduler.requests["a"].is_finished = lambda: is_over
+def test_requests_that_ended_after_a_step_was_launched_are_told_to_the_part(scheduler: Scheduler) -> None:
+    scheduler.add("a")
+    scheduler.requests["a"].is_finished = lambda: True
     scheduler.add("b")
 
     told = scheduler.step("a", "b", "gone", readings={"a": 1, "b": 2})
@@ -156,73 +147,28 @@ def test_steps_that_do_not_count_for_a_request_are_told_to_the_part(scheduler: S
     assert told["b"] == noted(2)
 
 
-def test_a_request_that_came_again_or_was_restarted_is_found_by_the_next_step(scheduler: Scheduler) -> None:
+def test_a_request_that_came_again_is_found_by_the_next_step(scheduler: Scheduler) -> None:
     scheduler.add("a")
     scheduler.add("b")
     scheduler.step("a", "b", readings={"a": 1, "b": 1})
     scheduler.free("a")
     scheduler.step("a", "b", readings={"a": 2, "b": 2})
-    scheduler.add("a", num_stale_output_tokens=1, drop_stale_output=True)
-    scheduler.notes.preempted()
-    scheduler.step("a", "b", readings={"a": 3, "b": 3})
-    scheduler.requests["a"].num_stale_output_tokens = 0
+    scheduler.add("a")
 
     told = scheduler.step("a", "b", readings={"a": 4, "b": 4})
 
-    assert scheduler.part.discarded == [set(), {"a"}, {"a"}, set()]
+    assert scheduler.part.discarded == [set(), {"a"}, set()]
     assert told == {"a": noted(4), "b": noted(4)}
 
 
-def test_requests_are_looked_at_again_after_a_preemption(scheduler: Scheduler) -> None:
+def test_requests_of_different_states_are_looked_at_one_by_one(scheduler: Scheduler) -> None:
+    """One that was preempted gets what its steps in flight bring."""
     for req_id in ("a", "b"):
         scheduler.add(req_id)
-    for step in range(2):
-        scheduler.step("a", "b", readings={"a": step, "b": step})
-
-    vars(scheduler.requests["b"]).update(num_stale_output_tokens=1, drop_stale_output=True)
-    scheduler.notes.preempted()
-    for step in range(2):
-        assert scheduler.step("a", "b", readings={"a": step, "b": step}) == {"a": noted(step), "b": None}
-    scheduler.requests["b"].num_stale_output_tokens = 0
+    scheduler.requests["b"].status = "preempted"
 
     assert scheduler.step("a", "b", readings={"a": 5, "b": 5}) == {"a": noted(5), "b": noted(5)}
-
-
-def test_preempted_requests_whose_output_is_delivered_count(scheduler: Scheduler) -> None:
-    scheduler.add("a", num_stale_output_tokens=1, drop_stale_output=False)
-
-    assert scheduler.step("a", readings={"a": 1}) == {"a": noted(1)}
-
-
-def test_before_vllm_032_outputs_to_discard_are_counted(scheduler: Scheduler) -> None:
-    scheduler.add("a")
-    request = scheduler.requests["a"]
-    del request.num_stale_output_tokens
-    request.async_tokens_to_discard = 1
-
-    assert scheduler.step("a", readings={"a": 1}) == {"a": None}
-    request.async_tokens_to_discard = 0
-    assert scheduler.step("a", readings={"a": 2}) == {"a": noted(2)}
-
-
-def test_steps_in_flight_at_a_restart_do_not_count(scheduler: Scheduler) -> None:
-    """Also those of a prompt's chunks, which vLLM before 0.32 does not know for stale."""
-    scheduler.add("a")
-    scheduler.requests["a"].num_in_flight_tokens = 5
-    scheduler.notes.restarted()
-
-    told = [scheduler.step("a", readings={"a": step}, num_tokens=num) for step, num in enumerate((4, 1, 4))]
-
-    assert told == [{"a": None}, {"a": None}, {"a": noted(2)}]
-
-
-def test_stale_steps_are_counted_off_where_nothing_was_read(scheduler: Scheduler) -> None:
-    scheduler.add("a")
-    scheduler.requests["a"].num_in_flight_tokens = 1
-    scheduler.notes.restarted()
-    scheduler.step("a")
-
-    assert scheduler.step("a", readings={"a": 1}) == {"a": noted(1)}
+    assert scheduler.part.discarded == [set()]
 
 
 def test_readings_that_nothing_takes_are_a_bug(scheduler: Scheduler) -> None:

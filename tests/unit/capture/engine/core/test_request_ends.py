@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.contracts.end_messages import KeptTokens, mark_kept, split_marks
+from headgate.capture.engine.contracts.end_messages import Final, KeptTokens, mark_kept, split_marks
 from headgate.capture.engine.core.request_endings import RequestEnds
 
 TOKENS = [10, 11, 12, 13, 14, 15]
 
 
-def final(status: str, tokens: list[int] = TOKENS) -> tuple[int, list[int], str]:
-    return 2, list(tokens), status
+def final(status: str, tokens: list[int] = TOKENS) -> Final:
+    return 2, list(tokens), status, {"steering": "a trace"}, 1
 
 
 def test_what_the_engine_decides_is_told_at_once() -> None:
@@ -32,7 +32,7 @@ def test_what_the_front_end_decides_is_announced_and_told_later() -> None:
     assert ends.pop_finals() == {"a": None}
     ends.front_end_kept("a", KeptTokens(4, "stop"), is_running=False)
 
-    assert ends.pop_finals() == {"a": (2, TOKENS[:4], "stop")}
+    assert ends.pop_finals() == {"a": final("stop", TOKENS[:4])}
 
 
 def test_both_may_come_before_the_next_step() -> None:
@@ -51,7 +51,7 @@ def test_a_stop_string_looks_like_an_abort_to_the_engine(num_kept: int) -> None:
     ends.front_end_kept("a", KeptTokens(num_kept, "stop"), is_running=True)
     ends.end("a", final("abort"), is_decided=True)
 
-    assert ends.pop_finals() == {"a": (2, TOKENS[:num_kept], "stop")}
+    assert ends.pop_finals() == {"a": final("stop", TOKENS[:num_kept])}
 
 
 def test_the_engine_ends_a_request_on_the_way_of_the_news() -> None:
@@ -60,7 +60,7 @@ def test_the_engine_ends_a_request_on_the_way_of_the_news() -> None:
     ends.front_end_kept("a", KeptTokens(5, "stop"), is_running=True)
     ends.end("a", final("length"), is_decided=False)
 
-    assert ends.pop_finals() == {"a": (2, TOKENS[:5], "stop")}
+    assert ends.pop_finals() == {"a": final("stop", TOKENS[:5])}
 
 
 def test_the_engine_knows_why_if_both_end_at_the_same_token() -> None:
@@ -91,7 +91,7 @@ def test_news_that_come_twice_or_of_unknown_requests_are_ignored() -> None:
     ends.front_end_kept("b", KeptTokens(1, "stop"), is_running=False)
     ends.front_end_left("c")
 
-    assert ends.pop_finals() == {"a": (2, TOKENS[:4], "stop")}
+    assert ends.pop_finals() == {"a": final("stop", TOKENS[:4])}
     assert vars(ends) == vars(RequestEnds())
 
 
@@ -107,13 +107,3 @@ def test_marks_travel_among_ids(ids: list[str], kept: dict[str, KeptTokens]) -> 
 
     assert split_marks(entries) == (ids, kept, [])
     assert split_marks(entries[::-1]) == (ids[::-1], kept, [])
-
-
-def test_notes_stay_with_a_final_state_that_is_cut() -> None:
-    ends, noted = RequestEnds(), (*final("length"), {"part": {"seen": 1}})
-
-    ends.end("a", noted, is_decided=False)
-    ends.front_end_kept("a", KeptTokens(4, "stop"), is_running=False)
-    ends.end("b", noted, is_decided=True)
-
-    assert ends.pop_finals() == {"a": (2, TOKENS[:4], "stop", {"part": {"seen": 1}}), "b": noted}

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.engine.core.part_services import PartServices
+from headgate.capture.engine.core.steps_in_flight import StepsInFlight
 
 
 class Held:
@@ -36,8 +37,8 @@ requests = st.builds(
 
 
 def services(held: dict[str, Held], waiting: dict[str, Any]) -> PartServices:
-    core: Any = SimpleNamespace(scheduler=SimpleNamespace(requests=held))
-    return PartServices(core, "part", waiting)
+    core: Any = SimpleNamespace(scheduler=SimpleNamespace(requests=held), batch_queue=None, step_fn=None)
+    return PartServices(core, "part", StepsInFlight(core), waiting)
 
 
 @given(

@@ -50,8 +50,7 @@ class Client:
     def __init__(self) -> None:
         services = SimpleNamespace(
             call_workers=lambda method, args: [],
-            check_restart=lambda field: None,
-            check_rekey=lambda field: None,
+            prepare_change=lambda field: None,
             rekey_running=lambda: {},
             restart_running=lambda: None,
             fail=lambda reason: None,

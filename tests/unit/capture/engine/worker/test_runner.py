@@ -200,7 +200,7 @@ def test_after_the_last_of_our_requests_one_empty_step_is_told(runner, recorder)
     run(runner, step(["a", "x"], [4, 2], [0, 0], new=[request("a", 4), request("x", 2, wire=None)]))
     recorder.calls.clear()
 
-    run(runner, step(["x"], [1], [2], finished=["a"], finals={"a": (4, [1, 2, 3, 4, 5], "length")}))
+    run(runner, step(["x"], [1], [2], finished=["a"], finals={"a": (4, [1, 2, 3, 4, 5], "length", {}, 0)}))
     run(runner, step(["x"], [1], [3]))
 
     assert recorder.calls == [("finished", "a", (4, "length")), ("begins", None)]
@@ -213,7 +213,7 @@ def test_a_request_whose_end_only_the_front_end_knows_is_finished_when_it_has_sa
     run(runner, step(finished=["a"], finals={"a": None}))
     assert recorder.calls == []
 
-    run(runner, step(finals={"a": (4, [1, 2, 3, 4, 5, 6], "stop")}))
+    run(runner, step(finals={"a": (4, [1, 2, 3, 4, 5, 6], "stop", {}, 0)}))
     assert recorder.calls == [("finished", "a", (5, "stop"))]
 
 
@@ -343,7 +343,7 @@ def test_a_request_stops_at_once_also_where_its_end_is_not_known_yet(runner, fol
     run(runner, step(finished=["a"], finals={"a": None}))
     assert follower.calls == [("stopped", "a")]
 
-    run(runner, step(finals={"a": (4, [1, 2, 3, 4, 5, 6], "stop")}))
+    run(runner, step(finals={"a": (4, [1, 2, 3, 4, 5, 6], "stop", {}, 0)}))
     assert follower.calls == [("stopped", "a"), ("finished", "a", (5, "stop"))]
 
 
