@@ -1,4 +1,7 @@
-"""``return_hidden_states`` and captures within the answer, on a real engine, against Hugging Face."""
+"""``return_hidden_states`` and captures within the answer, on a real engine, against Hugging Face.
+
+This engine schedules synchronously; `test_changes_in_flight` has the same on one that does not.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ MAX_BYTES = 8 * 576 * 4 * 2
 @pytest.fixture
 def llm(shared_llm: Callable[..., Any]) -> Any:
     consumers = ["hidden_states", "memory", f"inline:max_bytes={MAX_BYTES}"]
-    return shared_llm(dtype="float32", additional_config=additional_config(consumers=consumers, sites=SITES))
+    config = additional_config(consumers=consumers, sites=SITES)
+    return shared_llm(dtype="float32", async_scheduling=False, additional_config=config)
 
 
 @pytest.fixture(scope="module")
