@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 MAX_LOCATED = 128
 """Messages of one chat that are looked for: for each the chat up to it is rendered, on the server's event loop."""
 
+CHAT_TEMPLATE = "chat_template"
 NO_BEAMS = "beam search cannot be captured or steered: its requests come and go with the beams"
 
 
@@ -343,9 +344,28 @@ async def _find_chat_messages(handler: ChatHandler, request: ChatBody) -> Locate
             return None
         roles = roles_of(request.messages)
         wanted = _wanted_messages(ask, roles)
+        if wanted and _has_own_template(request):
+            await _check_template(handler, request)
         beginnings: dict[int, Tokens | None] = {}
         found = {number: await _locate(handler, request, number, where, beginnings) for number, where in wanted.items()}
         return LocatedChat(roles, found)
+
+
+def _has_own_template(request: ChatBody) -> bool:
+    own = getattr(request, CHAT_TEMPLATE, None)
+    return own is not None or CHAT_TEMPLATE in (getattr(request, "chat_template_kwargs", None) or {})
+
+
+async def _check_template(handler: ChatHandler, request: ChatBody) -> None:
+    """Refuse a chat that vLLM does not render with the template of its request, for vLLM's own reason.
+
+    Raises:
+        RequestError: Such as that the server does not trust templates of requests.
+    """
+    with looking_up():
+        answer: Any = await handler.render_chat_request(request.model_copy(update={}))
+    if not isinstance(answer, tuple):
+        raise RequestError(CHAT_TEMPLATE, str(getattr(answer, "error", answer).message))
 
 
 def _wanted_messages(ask: CaptureRequest, roles: Sequence[str | None]) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""Which streams begin only when the engine has not refused their request."""
+"""Which streams begin only when the engine has not refused their request; whose templates are refused."""
 
 from __future__ import annotations
 
@@ -47,3 +47,27 @@ def test_a_stream_that_may_be_refused_is_watched() -> None:
 def test_other_streams_are_handed_on(given: dict[str, Any], is_background: bool) -> None:
     """That of a response in the background would never come to a first event."""
     assert isinstance(answer_of(given, is_background=is_background), AsyncGenerator)
+
+
+@pytest.mark.parametrize("own", [{"chat_template": "{{ x }}"}, {"chat_template_kwargs": {"chat_template": "{{ x }}"}}])
+def test_a_template_of_a_request_that_the_server_does_not_trust_is_refused_for_that(own: dict[str, Any]) -> None:
+    async def refuse(request: object) -> object:
+        return SimpleNamespace(error=SimpleNamespace(message="--trust-request-chat-template is not set"))
+
+    handler: Any = SimpleNamespace(render_chat_request=refuse)
+    body: Any = SimpleNamespace(**own, model_copy=dict)
+
+    assert openai_routes._has_own_template(body)
+    with pytest.raises(RequestError, match=r"^chat_template: --trust-request-chat-template is not set"):
+        asyncio.run(openai_routes._check_template(handler, body))
+
+
+def test_a_template_of_a_request_that_the_server_renders_is_let_pass() -> None:
+    async def render(request: object) -> object:
+        return [], [{"prompt_token_ids": [1]}]
+
+    handler: Any = SimpleNamespace(render_chat_request=render)
+    body: Any = SimpleNamespace(chat_template=None, chat_template_kwargs={"enable_thinking": True}, model_copy=dict)
+
+    asyncio.run(openai_routes._check_template(handler, body))
+    assert not openai_routes._has_own_template(body)
