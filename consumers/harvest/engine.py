@@ -106,6 +106,8 @@ class VllmEngine:
     def run(
         self, tasks: Sequence[Task], wanted: Wanted, consumer: str, specs: Sequence[Mapping[str, Any]]
     ) -> list[CaptureResult]:
+        if wanted.temperature:
+            _refuse_seeds_in_chunks(self._llm.llm_engine.vllm_config)
         from headgate.capture import SamplingParams  # imports vLLM, which is there if an `LLM` is
 
         params = [
@@ -121,6 +123,19 @@ class VllmEngine:
         prompts = [{"prompt_token_ids": list(task.token_ids)} for task in tasks]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [output.capture_results[consumer] for output in outputs]
+
+
+def _refuse_seeds_in_chunks(config: Any) -> None:
+    """Refuse what vLLM's workers on CPUs die of: a seed, which makes a run repeatable, and a prompt in chunks.
+
+    Raises:
+        ConfigError: If prompts may be computed in chunks on a CPU.
+    """
+    if config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill:
+        raise ConfigError(
+            "temperature: each prompt has a seed, and vLLM on a CPU ends at a prompt with a seed that is computed in "
+            "chunks; give --no-enable-chunked-prefill (enable_chunked_prefill=False), or leave temperature at 0"
+        )
 
 
 def engine_of(llm: object) -> HarvestEngine:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headgate.capture.schema.errors import ConfigError
 from headgate.consumers.harvest import open_prompts
+from headgate.consumers.harvest.engine import _refuse_seeds_in_chunks
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
@@ -175,3 +177,17 @@ def test_a_message_may_call_tools_and_say_nothing(tmp_path: Path, told: dict[str
     chat = [CHAT[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}], **told}]
 
     assert list(open_prompts(json_lines(tmp_path / "prompts.jsonl", chat))) == [chat]
+
+
+@pytest.mark.parametrize(
+    ("device", "chunked", "is_refused"), [("cpu", True, True), ("cpu", False, False), ("cuda", True, False)]
+)
+def test_seeds_with_prompts_in_chunks_are_refused_on_cpus(device: str, chunked: bool, is_refused: bool) -> None:
+    """vLLM's worker ends with "CPU Generator does not use offset", and with it a long job."""
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
+    )
+
+    with pytest.raises(ConfigError, match="no-enable-chunked-prefill") if is_refused else nullcontext():
+        _refuse_seeds_in_chunks(config)
