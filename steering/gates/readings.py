@@ -11,6 +11,7 @@ from headgate.capture.probes.probe import Activation, Probe, ProbeKind
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.sparse_coder import SparseCoder
+from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, ModuleThen, NamedProbe, Reading
 from headgate.steering.programs.codes import Code, with_change
 from headgate.steering.programs.feature_edits import FeatureEdit
@@ -118,7 +119,10 @@ def read_score(reading: Reading, content: Content, vectors: StoredVectors) -> Sc
         return Score((_score(reading.site, weight, reading.bias, reading.is_cosine),), None)
     coder, site = content.coder(reading)
     check_site(site, content.op_sites, reading.where)
-    entry = reading_entry(coder, site, reading.feature, vectors.dtype)
+    try:
+        entry = reading_entry(coder, site, reading.feature, vectors.dtype)
+    except (FeatureFileError, OSError) as error:
+        raise RequestError(reading.where, f"the SAE cannot be read: {error}") from error
     return Score((entry._replace(code=Code.SCORE | ScoreKind.ACTIVATION | entry.code),), None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,17 @@ def test_what_the_front_end_could_not_know_is_refused_with_the_same_field(
         opened.core.call("check", {"spec": to_wire(spec), "field": "steering_features"})
     assert caught.value.field == field
     opened.accept("r", steering_features=[EDIT])
+
+
+def test_a_file_that_is_cut_off_is_the_error_of_the_request_that_reads_it(opened: Opened) -> None:
+    opened.register(opened.folder / "a")
+    path = next(path for path in sorted((opened.folder / "a").rglob("*")) if path.suffix in (".safetensors", ".npz"))
+    os.truncate(path, 256)
+
+    with pytest.raises(RequestError, match="the file has changed since it was opened; register it again") as caught:
+        opened.accept("r", steering_features=[{**EDIT, "sae": "b", "feature": 3}])
+
+    assert caught.value.field == "steering_features[0].sae"
 
 
 def test_modules_may_hold_features(opened: Opened) -> None:
