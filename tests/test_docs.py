@@ -103,7 +103,7 @@ def test_paths_in_the_documents_are_those_of_files() -> None:
 
 
 def test_the_documents_are_short_enough_to_be_read() -> None:
-    for name, limit in (("README.md", 200), ("docs/performance.md", 130)):
+    for name, limit in (("README.md", 240), ("docs/performance.md", 130)):
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) < limit, name
 
 
