@@ -49,6 +49,8 @@ MAX_READ = 32
 """Probes that all controllers together read."""
 MAX_DRIVEN = 32
 """Distinct contents that controllers turn on at a time."""
+RESERVED_PART = 32
+"""Of so many slots of the pool there is one more, for operators' changes."""
 MAX_WAITING = 1024
 MAX_WAIT_S = 120.0
 
@@ -276,6 +278,10 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.max_steering_configs is None:
             return self.max_steering_slots
         return 2 * len(self._sites(num_layers)) * (self.max_steering_configs + 1) + 1
+
+    def num_reserved_slots(self, num_layers: int) -> int:
+        """Return the slots of the pool beyond `num_slots`, which operators' changes take when all others are taken."""
+        return self.num_slots(num_layers) // RESERVED_PART
 
     def wait_limits(self, *, is_offline: bool) -> WaitLimits:
         """Return the limits of requests that wait for slots; `is_offline`: of those that an `LLM` makes."""

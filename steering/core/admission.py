@@ -119,17 +119,22 @@ class Reservations(Generic[R]):
     """Slots of one engine core's pool, and the requests that wait for them. One thread: the engine core's.
 
     Args:
-        capacity: `headgate.steering.worker.rows.vector_pool.SlotPool.capacity` of the workers.
+        capacity: Slots that requests, and what acts on all of them, may take.
+        num_reserved_more: Slots beyond that, which requests never take: half of them for the operator's changes of
+            global vectors and modules while all others are taken, and all for rules. With `capacity`, this is
+            `headgate.steering.worker.rows.vector_pool.SlotPool.capacity` of the workers.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, num_reserved_more: int = 0) -> None:
         self.capacity = capacity
+        self._num_more = num_reserved_more
         self._groups = SlotGroups(Demand())
         self._modules: dict[str, Demand] = {}
         self._admitted: dict[str, Demand] = {}
         self._heap: list[_Waiting] = []
         self._waiting: dict[str, R] = {}
         self._num_arrived = 0
+        self._may_strand = False
 
     @property
     def num_reserved(self) -> int:
@@ -224,13 +229,15 @@ class Reservations(Generic[R]):
             heapq.heapify(self._heap)
         return [self._waiting.pop(one.req_id) for one in leaving]
 
-    def keep_module(self, name: str, demand: Demand, field: str) -> None:
-        """Reserve the slots of a named module until `release_module`; in place of an earlier one of that name.
+    def keep_module(self, name: str, demand: Demand, field: str, *, is_rule: bool = False) -> None:
+        """Reserve the slots of a named module, or a rule, until `release_module`; in place of an earlier one.
+
+        Requests that wait and could never run then are those of `take_stranded`.
 
         Raises:
-            RequestError: If they are not free, or if a waiting request could never run then. Nothing has changed.
+            RequestError: If they are not free. Nothing has changed.
         """
-        self._change_fixed(self._groups.shared, {**self._modules, name: demand}, field)
+        self._change_fixed(self._groups.shared, {**self._modules, name: demand}, field, is_rule=is_rule)
 
     def release_module(self, name: str) -> None:
         """Undo `keep_module`. `admit` is to be called next."""
@@ -244,27 +251,36 @@ class Reservations(Generic[R]):
         """
         self._change_fixed(demand, self._modules, field)
 
-    def _change_fixed(self, shared: Demand, modules: dict[str, Demand], field: str) -> None:
-        """Change the global vectors and modules, if every request still fits."""
+    def take_stranded(self) -> list[str]:
+        """Return those that wait and cannot run beside the present global vectors, modules and rules alone.
+
+        They are looked for once after each change of these.
+        """
+        if not self._may_strand:
+            return []
+        self._may_strand = False
+        fixed = self._groups.needed(self._modules.values())
+        return [
+            waiting.req_id
+            for waiting in sorted(self._heap)
+            if _size({**fixed, **self._groups.needed([waiting.demand])}) > self.capacity
+        ]
+
+    def _change_fixed(self, shared: Demand, modules: dict[str, Demand], field: str, *, is_rule: bool = False) -> None:
+        """Change the global vectors and modules, if every request that has its slots still fits."""
         groups = SlotGroups(shared)
         for demand in [*modules.values(), *self._admitted.values()]:
             groups.add(demand)
-        if groups.num_used > self.capacity:
+        capacity = self.capacity + (self._num_more if is_rule else self._num_more // 2)
+        if groups.num_used > capacity:
             raise RequestError(
                 field,
                 f"would need {groups.num_used} vector slots together with running requests, but there are "
-                f"{self.capacity} ({self._groups.num_used} are taken now, {len(self._admitted)} requests run); "
+                f"{capacity} ({self._groups.num_used} are taken now, {len(self._admitted)} requests run); "
                 "try again when fewer requests run, steer fewer sites, or raise max_steering_slots",
             )
-        fixed = groups.needed(modules.values())
-        for waiting in self._heap:
-            if (alone := _size({**fixed, **groups.needed([waiting.demand])})) > self.capacity:
-                raise RequestError(
-                    field,
-                    f"request {waiting.req_id}, which waits, could never run: together they need {alone} vector slots, "
-                    f"but there are {self.capacity}",
-                )
         self._groups, self._modules = groups, dict(modules)
+        self._may_strand = bool(self._heap)
 
 
 def _key(load: Load | None) -> bytes:

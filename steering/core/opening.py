@@ -41,7 +41,14 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
         steerable = replace(steerable, max_gates=0)
     dtype, has_conversations = cast("StoredType", model.dtype), facts.num_engines == 1
     core = SteeringCore(
-        dtype, capacity, services, config, audit, steerable=steerable, has_conversations=has_conversations
+        dtype,
+        capacity,
+        services,
+        config,
+        audit,
+        steerable=steerable,
+        has_conversations=has_conversations,
+        num_reserved_slots=config.num_reserved_slots(model.num_layers),
     )
     _load_saes(core, config, steerable, model.name)
     for name, path in config.modules.items():

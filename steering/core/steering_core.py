@@ -65,6 +65,7 @@ class SteeringCore:
         clock: Seconds, never going back.
         steerable: The model, for SAEs that are registered; None if none can be.
         has_conversations: Whether all requests of a conversation come here.
+        num_reserved_slots: Slots beyond `capacity`, for operators' changes; see `Reservations`.
 
     Attributes:
         state: Global vectors, modules, SAEs, probes and rules.
@@ -83,11 +84,12 @@ class SteeringCore:
         steerable: Steerable | None = None,
         *,
         has_conversations: bool = True,
+        num_reserved_slots: int = 0,
     ) -> None:
         limits = Limits(2 * config.max_ops_per_site, config.num_features, config.num_probe_units)
         latches = ConversationLatches() if has_conversations else None
         self.state = SteeringState(dtype, limits, steerable, latches)
-        self.reservations: Reservations[str] = Reservations(capacity)
+        self.reservations: Reservations[str] = Reservations(capacity, num_reserved_slots)
         self._readings = StepReadings(self.state.rules, latches)
         self.operator = OperatorCalls(
             self.state, self.reservations, services, audit or Audit(), steerable, self._readings
@@ -215,9 +217,7 @@ class SteeringCore:
     def offer(self, req_id: str, *, priority: int, is_session: bool, is_offline: bool) -> bool:
         """Reserve the request's slots, or let it wait for them."""
         resolved = self._resolved.get(req_id)
-        acts = resolved is not None or any(self.state.global_keys[1:]) or bool(self.state.rules.acting(req_id))
-        acts |= self._controllers is not None and bool(self._controllers.acting(req_id))
-        if is_session and acts:
+        if is_session and self.acts_on(req_id):
             raise RequestError(
                 "prompt",
                 "streaming-input sessions cannot be steered, nor run while global vectors, rules or controllers act: "
@@ -243,15 +243,25 @@ class SteeringCore:
             )
         return has_slots
 
+    def acts_on(self, req_id: str) -> bool:
+        """Whether anything steers a request, or would read it to decide whether to."""
+        acts = req_id in self._resolved or any(self.state.global_keys[1:]) or bool(self.state.rules.acting(req_id))
+        return acts or (self._controllers is not None and bool(self._controllers.acting(req_id)))
+
     def overdue(self) -> dict[str, str]:
-        """Return the requests that have waited for their slots too long, each with the reason to tell."""
+        """Return the requests that have waited for their slots too long, or in vain, each with the reason to tell."""
         last = self._clock() - self._limits.max_wait_s
         reservations = self.reservations
         why = (
             f"no vector slots were free for {self._limits.max_wait_s:g} s (steering.max_wait_s); "
             f"{reservations.num_reserved} of {reservations.capacity} are taken. Try again later"
         )
-        return dict.fromkeys(takewhile(lambda req_id: self._waiting_since[req_id] <= last, self._waiting_since), why)
+        late = takewhile(lambda req_id: self._waiting_since[req_id] <= last, self._waiting_since)
+        in_vain = (
+            "global vectors, modules or rules have been set or registered meanwhile, and leave fewer of the "
+            f"{reservations.capacity} vector slots than this request needs; steer fewer sites"
+        )
+        return {**dict.fromkeys(late, why), **dict.fromkeys(reservations.take_stranded(), in_vain)}
 
     def release(self, req_id: str) -> None:
         """Free the slots of a request, and forget it."""

@@ -51,7 +51,7 @@ class SteeringPart:
         )
         self._sites = tuple(site for site in steerable.sites if facts.owns(site))
         self._op_sites = tuple(site for site in steerable.op_sites if facts.owns(site))
-        self._num_slots = self._config.num_slots(model.num_layers)
+        self._num_slots = self._config.num_slots(model.num_layers) + self._config.num_reserved_slots(model.num_layers)
         encoded = self._config.encoded_saes(model.hidden_size)
         coders = {index: encoded[site] for index, site in enumerate(self._op_sites) if site in encoded}
         _check_memory(self._num_slots, facts, coders.values())

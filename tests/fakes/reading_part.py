@@ -72,6 +72,9 @@ class ReadingCore:
     def offer(self, req_id: str, *, priority: int, is_session: bool, is_offline: bool) -> bool:
         return True
 
+    def acts_on(self, req_id: str) -> bool:
+        return False
+
     def overdue(self) -> dict[str, str]:
         return {}
 

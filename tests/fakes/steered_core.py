@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from headgate.capture.engine.contracts.end_messages import OVERLOADED
+from headgate.capture.engine.core.engine_core import CORE_ADAPTER
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.spec import ModuleRef, SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -133,6 +135,12 @@ class Core:
                 if item.finish_reason is not None:
                     self.ended[item.request_id] = str(item.finish_reason)
                     self.stop_reasons[item.request_id] = item.stop_reason
+
+    @property
+    def sent_away(self) -> set[str]:
+        """Requests that were, told or not: without a front end of its own the engine core tells with its next step."""
+        told = {name for name, why in self.stop_reasons.items() if str(why).startswith(OVERLOADED)}
+        return told | {request.request_id for request, _ in vars(self.core)[CORE_ADAPTER]._untold}
 
     @property
     def is_busy(self) -> bool:

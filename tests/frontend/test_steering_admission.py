@@ -137,14 +137,14 @@ def test_room_that_a_module_or_the_global_vectors_leave_is_used(core: Core) -> N
     core.run()
 
 
-def test_a_module_that_would_starve_who_waits_is_refused(core: Core) -> None:
+def test_who_waits_in_vain_since_a_module_came_is_sent_away(core: Core) -> None:
     core.add("a", [1] * 40, core.both(*range(3)), script=SCRIPT, max_tokens=10)
     core.add("b", [1] * 40, core.both(*range(7), value=2.0), script=SCRIPT, max_tokens=10)
     assert held(core) == ["b"]
-    refusal = core.refused("register", name="two", spec=to_wire(core.both(8, 9)))
-    assert "b, which waits, could never run" in refusal["message"]
+    core.register("two", core.both(8, 9))
     core.run()
-    assert list(core.ended) == ["a", "b"]
+    assert (core.ended, held(core)) == ({"b": "error", "a": "length"}, [])
+    assert core.stop_reasons["b"].startswith("headgate: overloaded: global vectors, modules or rules have been set")
 
 
 def test_a_request_refused_at_the_door_since_a_module_came_first(core: Core) -> None:
@@ -181,7 +181,8 @@ class Churn:
         now = held(self.core)
         self.most_held = max(self.most_held, len(now))
         # Those that left the queue without being aborted had been there before all that are left.
-        let_in = [name for name in before if name not in now and name not in self.aborted]
+        gone = {*self.aborted, *self.core.sent_away}
+        let_in = [name for name in before if name not in now and name not in gone]
         stayed = [name for name in before if name in now]
         assert not let_in or not stayed or before.index(let_in[-1]) < before.index(stayed[0])
         assert now[: len(stayed)] == stayed
@@ -257,7 +258,7 @@ def test_churn(core: Core, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(preemptions.values(), default=0) >= 2
     for name, length in churn.lengths.items():
         assert core.tokens.get(name, []) == SCRIPT[: len(core.tokens.get(name, []))]
-        if name not in churn.aborted:
+        if name not in churn.aborted and name not in core.sent_away:
             assert (core.ended[name], len(core.tokens[name])) == ("length", length)
 
 

@@ -118,7 +118,6 @@ class CoreServices(Protocol):
             field: The field that the client is told.
 
         Raises:
-            RequestError: If a streaming-input session is open, which cannot be computed anew. Nothing was taken.
             Exception: What a step raised; the engine ends.
         """
         ...
@@ -236,8 +235,12 @@ class CorePart(Protocol):
         """
         ...
 
+    def acts_on(self, req_id: str) -> bool:
+        """Whether the part does anything to a request; a streaming-input session is ended as soon as it does."""
+        ...
+
     def overdue(self) -> dict[str, str]:
-        """Return the requests that have waited too long, each with the reason to tell; `withdraw` follows."""
+        """Return requests that have waited too long, or wait in vain, each with the reason; `withdraw` follows."""
         ...
 
     def release(self, req_id: str) -> None:

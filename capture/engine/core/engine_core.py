@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from functools import wraps
+from typing import cast
 
 from headgate.capture.engine.contracts.core_part import CoreAnswer, CoreFacts, CorePart
 from headgate.capture.engine.contracts.parts import Part, core_part_names
@@ -71,6 +72,8 @@ class EngineCoreAdapter:
         self._waiting: dict[str, Request] = {}
         """Requests that wait for the part, by id."""
         self.shared_wires = SharedWires()
+        self._untold: list[SentAway] = []
+        """Requests that ended between two steps, which the next one tells their clients."""
         self._entering: str | None = None
         self._goes_by_priority = core.vllm_config.scheduler_config.policy == "priority"
         self.has_own_process = _has_own_process(core)
@@ -179,13 +182,14 @@ class EngineCoreAdapter:
 
     def end_overdue(self) -> list[SentAway]:
         """End the requests that have waited too long, between two steps; return them with the reasons."""
+        untold, self._untold = self._untold, []
         if not self._waiting or not (overdue := self._part.overdue()):
-            return []
+            return untold
         from vllm.v1.request import RequestStatus
 
         gone = self.withdraw(overdue.keys(), RequestStatus.FINISHED_ABORTED)
         self.admit_waiting()
-        return [(request, overdue[request.request_id]) for request in gone]
+        return [*untold, *((request, overdue[request.request_id]) for request in gone)]
 
     def forget_refused(self, req_id: str) -> None:
         """Release a request that stock refused before the scheduler saw it, unless it is there or waits."""
@@ -211,7 +215,17 @@ class EngineCoreAdapter:
                 }
             }
         finally:
+            self._end_stranded()
             self.admit_waiting()
+
+    def _end_stranded(self) -> None:
+        """Send away what waits in vain since a call changed something; beside the front end the next step does."""
+        gone = self.end_overdue()
+        if self.has_own_process:
+            for request, why in gone:
+                send_away(cast("EngineCoreProc", self._core), request, why)
+        else:
+            self._untold += gone
 
     def _check_part(self, part: str) -> None:
         if part != self._name:

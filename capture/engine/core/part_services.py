@@ -106,11 +106,11 @@ class PartServices:
 
     def prepare_change(self, field: str) -> None:
         """Implement `CoreServices`."""
-        restart.check_sessions(self._core, field)
         self._steps.take()
 
     def restart_running(self) -> None:
         """Implement `CoreServices`."""
+        self._end_sessions()
         for req_id, request in _live(self._scheduler.requests):
             if not self._has_same_prompt(request, req_id):
                 self._steps.outdate(request)
@@ -120,6 +120,7 @@ class PartServices:
 
     def rekey_running(self) -> dict[str, int]:
         """Implement `CoreServices`."""
+        self._end_sessions()
         firsts = {}
         for req_id, request in _live(self._scheduler.requests, self._waiting):
             computed = request.num_computed_tokens
@@ -192,6 +193,10 @@ class PartServices:
         before, now, num_prompt = block_keys.unsalted(request), self._present(req_id), request.num_prompt_tokens
         keys = [None if each is None else each.of_block(0, num_prompt, num_prompt) for each in (before, now)]
         return (keys[0] or ()) == (keys[1] or ())
+
+    def _end_sessions(self) -> None:
+        if self._part is not None:
+            restart.end_sessions(self._core, self._part.acts_on)
 
     def _present(self, req_id: str) -> BlockKeys | None:
         return None if self._part is None else self._part.block_keys(req_id)

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import cast
 
-from headgate.capture.engine.contracts.vllm_engine import EngineCore, Request, Scheduler
+from headgate.capture.engine.contracts.vllm_engine import EngineCore, EngineCoreProc, Request, Scheduler
+from headgate.capture.engine.core.overload import send_away
 from headgate.capture.engine.setup.versions import WORKS_WITH
-from headgate.capture.schema.errors import RequestError, UnsupportedError
+from headgate.capture.schema.errors import UnsupportedError
+
+SESSION_ENDED = (
+    "this streaming-input session was ended: global vectors or rules that were set meanwhile act on it, and what it "
+    "has computed cannot be computed anew; send the whole prompt at once"
+)
 
 
 def check_support(scheduler: Scheduler) -> None:
@@ -35,19 +42,21 @@ def check_support(scheduler: Scheduler) -> None:
             raise UnsupportedError(f"{name} has no attribute {attribute!r}. {WORKS_WITH}")
 
 
-def check_sessions(core: EngineCore, field: str) -> None:
-    """Refuse a change of what acts on requests while a session is open.
+def end_sessions(core: EngineCore, acts: Callable[[str], bool]) -> None:
+    """End the streaming-input sessions that something acts on now: their rows cannot be computed anew under it.
 
-    Raises:
-        RequestError: Naming `field` and the session.
+    Args:
+        core: vLLM's ``EngineCore``.
+        acts: Tells whether anything acts on a request.
     """
-    for request in core.scheduler.requests.values():
-        if request.resumable:
-            raise RequestError(
-                field,
-                f"the streaming-input session {request.request_id} is open, and cannot be computed anew under other "
-                "global vectors, nor go on under other rules; try again when it has ended",
-            )
+    from vllm.v1.request import RequestStatus
+
+    open_now = [one for one in core.scheduler.requests.values() if one.resumable and not one.is_finished()]
+    for request in open_now:
+        if acts(request.request_id):
+            core.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+            if hasattr(core, "output_queue"):
+                send_away(cast("EngineCoreProc", core), request, SESSION_ENDED)
 
 
 def restart_running(scheduler: Scheduler) -> None:

@@ -75,9 +75,11 @@ def _checked(original: Function) -> Function:
             if call is None:
                 _require_capture_role(sampling_params)
             headgate_request = reader.read_answered(sampling_params, request_id, is_offline=False)
+            is_session = isinstance(prompt, AsyncIterator)
             if headgate_request is None:
-                return original(self, prompt, sampling_params, request_id, *args, **kwargs)
-            if isinstance(prompt, AsyncIterator) and not headgate_request.is_empty:
+                outputs = original(self, prompt, sampling_params, request_id, *args, **kwargs)
+                return _session(outputs) if is_session else outputs
+            if is_session and not headgate_request.is_empty:
                 refuse_streamed_input(headgate_request)
             headgate_request = _resolved(reader, headgate_request, prompt, sampling_params, call)
             meter = _meter(reader, headgate_request, prompt, sampling_params)
@@ -199,6 +201,16 @@ async def _with_refusals(
             raise
         finally:
             await outputs.aclose()
+
+
+async def _session(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    """Raise what the engine core ended a streaming-input session for; vLLM would go on with its next piece of input."""
+    try:
+        async for output in outputs:
+            _check_overload(output)
+            yield output
+    finally:
+        await outputs.aclose()
 
 
 def _check_overload(output: RequestOutput) -> None:

@@ -106,14 +106,14 @@ class RuleCalls:
         self._services.prepare_change("name")
         made, earlier = made_rule(self._state, rule), rules.find(name)
         key = rule_key(name)
-        self._reservations.keep_module(key, made.demand, "then")
+        self._reservations.keep_module(key, made.demand, "then", is_rule=True)
         try:
             self._change(rules.with_rule(made))
         except BaseException:
             if earlier is None:
                 self._reservations.release_module(key)
             else:
-                self._reservations.keep_module(key, earlier.demand, "then")
+                self._reservations.keep_module(key, earlier.demand, "then", is_rule=True)
             raise
         return made
 

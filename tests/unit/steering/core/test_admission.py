@@ -109,6 +109,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             return
         self.shared = shared
         self.table.set_global(*shared)
+        self.send_away()
         self.pump()
 
     @rule(name=st.integers(0, 1), own=phases())
@@ -124,7 +125,14 @@ class AdmissionMachine(RuleBasedStateMachine):
                 return
             self.table.keep_module(f"m{name}", *own)
             self.kept.add(f"m{name}")
+        self.send_away()
         self.pump()
+
+    def send_away(self) -> None:
+        """Those that wait in vain."""
+        gone = self.reservations.take_stranded()
+        assert self.reservations.withdraw(gone) == gone
+        self.waiting = [held for held in self.waiting if held[2] not in gone]
 
     @rule()
     def step(self) -> None:
@@ -251,12 +259,36 @@ def test_a_change_that_would_strand_somebody_is_refused() -> None:
 
     with pytest.raises(RequestError, match="together with running requests"):
         reservations.set_global(one(b"g", 8), "global")
-    with pytest.raises(RequestError, match="request b, which waits, could never run"):
-        reservations.keep_module("module", one(b"m", 3), "module")
+    assert reservations.take_stranded() == []
+    reservations.keep_module("small", one(b"s", 2), "module")
+    assert reservations.take_stranded() == []
+    reservations.keep_module("module", one(b"m", 3), "module")
+    assert reservations.take_stranded() == ["b"]
+    assert reservations.take_stranded() == []
+
+    assert reservations.withdraw(["b"]) == ["b"]
+    assert reservations.num_reserved == 3 + 2 + 3
+
+
+def test_operators_have_slots_that_requests_never_take_and_rules_have_some_of_their_own() -> None:
+    reservations: Reservations[str] = Reservations(10, 4)
+    assert reservations.offer("a", one(b"a", 10), "a")
+    assert not reservations.offer("b", one(b"b", 1), "b")
+
+    reservations.set_global(one(b"g", 2), "global")
+    for change in (
+        lambda: reservations.set_global(one(b"g", 3), "global"),
+        lambda: reservations.keep_module("module", one(b"m", 1), "module"),
+    ):
+        with pytest.raises(RequestError, match=r"would need 13 vector slots together .* there are 12"):
+            change()
+    reservations.keep_module("rule", one(b"r", 2), "then", is_rule=True)
+    with pytest.raises(RequestError, match=r"would need 15 vector slots together .* there are 14"):
+        reservations.keep_module("more", one(b"n", 1), "then", is_rule=True)
 
     reservations.release("a")
     assert reservations.admit() == ["b"]
-    assert reservations.num_reserved == 8
+    assert not reservations.offer("c", one(b"c", 6), "c")
 
 
 def test_all_who_wait_can_be_aborted_at_once() -> None:

@@ -73,3 +73,31 @@ def test_an_llm_raises_when_all_others_have_finished() -> None:
 
     pending.asks.clear()
     assert llm.run_engine(lambda self: ["all"])(SimpleNamespace(llm_engine=engine)) == ["all"]
+
+
+def test_a_streaming_input_session_that_was_ended_takes_no_more_input() -> None:
+    """vLLM takes the end for that of one piece of input, and would begin anew with the next one alone."""
+    is_closed = []
+
+    async def generate(self: Any, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        try:
+            yield output(("length", None), finished=False)
+            yield SENT_AWAY
+            raise AssertionError("nobody asks for more")
+        finally:
+            is_closed.append(True)
+
+    async def pieces() -> AsyncGenerator[Any, None]:
+        yield "Hi"
+
+    async def call() -> None:
+        engine: Any = SimpleNamespace(input_processor=SimpleNamespace(), engine_core=None)
+        params = SimpleNamespace(extra_args=None)
+        stream: Any = async_llm.generate(generate)(engine, pieces(), params, "r")
+        assert not (await anext(stream)).finished
+        with pytest.raises(OverloadedError, match=WHY):
+            await anext(stream)
+
+    asyncio.run(call())
+
+    assert is_closed == [True]
