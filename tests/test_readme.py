@@ -102,9 +102,8 @@ def test_serve_and_curl(model_dir: Path, folder: Path, environment: dict[str, st
     assert done.returncode == 0, done.stdout + done.stderr
     (answer, result), (promised, its_result) = (text.splitlines() for text in (done.stdout, block("### Serve", "text")))
     assert answer[:SURE] == promised[:SURE]
-    assert result.split()[:2] == its_result.split()[:2]
-    assert result.split()[2] == str(folder / "run1" / "default" / "day.safetensors")
-    assert its_result.endswith("/run1/default/day.safetensors")
+    assert result == f"ok {folder / 'run1' / 'default' / 'day.safetensors'}"
+    assert re.fullmatch(r"ok /\S+/run1/default/day.safetensors", its_result)
 
 
 @contextmanager
