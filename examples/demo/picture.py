@@ -70,10 +70,11 @@ def draw_gate(gated: Gated, model: Path, target: Path) -> None:
         range_shown = range(begins - SHOWN_OF_PROMPT, begins + SHOWN_OF_ANSWER)
         shown = [at for at, position in enumerate(trace["positions"]) if position in range_shown]
         tokens = [gated.tokens[mood][trace["positions"][at]] for at in shown]
-        axes.plot([gated.scores(mood)[at] for at in shown], marker="o", markersize=4, color="lightgrey")
+        axes.plot([gated.scores(mood)[at] for at in shown], marker="o", markersize=4, color="grey")
         decisive, score = shown.index(trace["positions"].index(begins - 1)), gated.decisive_score(mood)
         axes.plot(decisive, score, marker="o", markersize=10, color="tab:red")
-        axes.annotate(f"{score:+.1f} ", (decisive, score), color="tab:red", ha="right", va="top", fontsize=12)
+        place = {"textcoords": "offset points", "xytext": (-8, 8), "ha": "right", "fontsize": 12}
+        axes.annotate(f"{score:+.1f}", (decisive, score), color="tab:red", **place)
         axes.axhline(THRESHOLD, color="black", linewidth=1)
         axes.axvline(decisive + 0.5, color="grey", linestyle=":")
         for x, at in enumerate(shown):
@@ -83,7 +84,11 @@ def draw_gate(gated: Gated, model: Path, target: Path) -> None:
         axes.set_xticks(range(len(shown)), labels, rotation=90, fontsize=10, family="monospace")
         axes.set_xlim(-0.5, len(shown) - 0.5)
         axes.set_ylabel("score of anger", fontsize=11)
-        state = "above the threshold: the gate fires (green)" if any(gated.applied(mood)) else "below it: no steering"
+        state = (
+            "above the threshold: the gate fires (green)"
+            if any(gated.applied(mood))
+            else "below the threshold: no steering"
+        )
         axes.set_title(f"{mood}: the score at the prompt's last token (red) lies {state}", fontsize=12, loc="left")
     figure.savefig(target, dpi=90)
     plt.close(figure)
