@@ -159,6 +159,7 @@ ANY_MODEL = {
         pytest_step("staging", 100, *RING),
         pytest_step("soak", 330, "tests/gpu/test_soak_gpu.py", lines=24),
     ],
+    "changes": [pytest_step("changes", 450, "tests/gpu/test_changes_gpu.py", lines=24)],
     "race": [sanitized("memcheck", 120), sanitized("racecheck", 300)],
     "verify": [verify()],
     "lora-fp8": [pytest_step("lora-fp8", 300, "tests/gpu/test_lora_fp8_gpu.py", lines=24)],
@@ -322,8 +323,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_call", description="One call on a GPU host, under ten minutes.")
     parser.add_argument(
         "call",
-        help="check, race, idle, soak, lora-fp8, verify, memory, kernels, http, http-main, http-crowd, http-parts, "
-        "http-inline, ops, gates, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
+        help="check, race, idle, soak, changes, lora-fp8, verify, memory, kernels, http, http-main, http-crowd, "
+        "http-parts, http-inline, ops, gates, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
     )
     parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is kept")
