@@ -108,10 +108,10 @@ def collect(outputs: Any) -> list[dict[str, Any]]:
         if results:
             result = results["memory"]
             entry["status"], entry["error"] = result.status, result.error
-            captured = result.payload
-            entry["rows"] = {site.name: captured.rows[site] for site in captured.sites}
-            entry["positions"] = torch.from_numpy(captured.positions)
-            entry["token_ids"] = torch.from_numpy(captured.token_ids)
+            if (captured := result.payload) is not None:
+                entry["rows"] = {site.name: captured.rows[site] for site in captured.sites}
+                entry["positions"] = torch.from_numpy(captured.positions)
+                entry["token_ids"] = torch.from_numpy(captured.token_ids)
         collected.append(entry)
     return collected
 
