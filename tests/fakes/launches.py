@@ -35,7 +35,8 @@ class Launches:
         self.num_preempted = 0
         self._state = state
         self._rows: dict[str, Runs] = {}
-        self._launched: dict[int, dict[str, Runs]] = {}
+        self._launched: dict[int, tuple[Any, dict[str, Runs]]] = {}
+        """By the id of the scheduler's output, which is kept so that no other one gets it."""
         self._scheduler = core.scheduler
         for name, wrapped in (("schedule", self._schedule), ("update_from_output", self._update)):
             setattr(core.scheduler, name, self._around(getattr(core.scheduler, name), wrapped))
@@ -64,11 +65,12 @@ class Launches:
                 before, first = (), 0
             kept = tuple(run for run in before if run[0] < first)
             self._rows[req_id] = kept if kept and kept[-1][1] == state else (*kept, (first, state))
-        self._launched[id(made)] = {req_id: self._rows[req_id] for req_id in made.num_scheduled_tokens}
+        self._launched[id(made)] = made, {req_id: self._rows[req_id] for req_id in made.num_scheduled_tokens}
         return made
 
     def _update(self, original: Any, scheduled: Any, output: Any) -> Any:
-        launched = self._launched.pop(id(scheduled))
+        # What was launched before this followed the engine is of requests that nobody asks for.
+        _, launched = self._launched.pop(id(scheduled), (None, {}))
         running = {req_id: one for req_id in launched if (one := self._scheduler.requests.get(req_id)) is not None}
         before = {req_id: request.num_tokens for req_id, request in running.items()}
         made = original(scheduled, output)
