@@ -106,13 +106,13 @@ def soak(llm: Any) -> tuple[dict[int, dict[str, Any]], Changes]:
     found = dict(zip((int(output.request_id) for output in finished), base.collect(finished), strict=True))
     launches = changes.launches
     kept = {int(req_id.split("-")[0]): tokens for req_id, tokens in launches.kept.items()}
-    restarted = {int(req_id.split("-")[0]) for req_id in launches.restarted}
+    begun_again = {int(req_id.split("-")[0]) for req_id in launches.begun_again}
     for index, entry in found.items():
         num_prompt = len(known[index].prompt)
         versions = [kept[index][at] for at in range(num_prompt, num_prompt + known[index].max_tokens)]
         assert all(len(runs) == 1 for runs in versions), (index, "a forward mixes versions")
         entry["versions"] = [runs[0][1] for runs in versions]
-        entry["was_restarted"] = index in restarted
+        entry["was_begun_again"] = index in begun_again
     return found, changes
 
 

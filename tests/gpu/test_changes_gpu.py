@@ -34,8 +34,11 @@ def captured(run: dict[str, Any]) -> list[tuple[Job, dict[str, Any]]]:
 
 
 def is_refused(found: dict[str, Any]) -> bool:
-    """Whether rows of a prompt that was computed in part were refused, since it was begun again under others."""
-    return found["status"] == "error" and found["was_restarted"] and "send the request again" in found["error"]
+    """Whether rows of a prompt that was computed in part were refused, since it was begun again.
+
+    Vectors that were set and cleared meanwhile count as a change.
+    """
+    return found["status"] == "error" and found["was_begun_again"] and "send the request again" in found["error"]
 
 
 def versions_of(job: Job, found: dict[str, Any]) -> torch.Tensor:
