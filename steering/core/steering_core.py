@@ -183,6 +183,10 @@ class SteeringCore:
             self._controllers.read(step, discarded)
         return self._readings.take(step, discarded)
 
+    def begin_again(self, req_id: str) -> Note | None:
+        """Forget the rows of a trace; see `ReadingCore`."""
+        return self._readings.begin_again(req_id)
+
     def describe(self, req_id: str, num_prompt: int) -> None:
         """Follow a request that captures; see `DescribingCore`."""
         self._readings.describe(req_id, num_prompt)

@@ -17,7 +17,8 @@ from headgate.steering.vectors.dtypes import Float32Rows
 Note = dict[str, Any]
 """A piece of a trace; plain values. Of a step's rows: the position of the ``first``, how many ``rows``, the names of
 ``scores`` and of ``gates``, and as ``values`` the bytes of float32 ``[rows, scores + 2 gates]``: scores, strengths, and
-what was applied; not finite where there is nothing. Or the ``actions`` of controllers."""
+what was applied; not finite where there is nothing. Rows from ``first`` on that earlier pieces have count no more: they
+were computed again before a token was sampled behind them. Or the ``actions`` of controllers."""
 
 
 class TraceLog:
@@ -29,15 +30,34 @@ class TraceLog:
 
     def __init__(self) -> None:
         self.notes: list[Note] = []
+        self._end = 0
+        """Position behind the last row."""
 
     def add(self, note: Note) -> None:
         """Add a piece, which stays as it is."""
+        if "values" in note:
+            if note["first"] < self._end:
+                self.notes = _without_rows(self.notes, note["first"])
+            self._end = note["first"] + note["rows"]
         last = self.notes[-1] if self.notes else None
         if last is not None and _goes_on(last, note):
             last["rows"] += note["rows"]
             last["values"] += note["values"]
         else:
             self.notes.append({**note, "values": bytearray(note["values"])} if "values" in note else note)
+
+
+def _without_rows(notes: Iterable[Note], first: int) -> list[Note]:
+    """Return pieces of a trace without the rows from position ``first`` on."""
+    kept = []
+    for note in notes:
+        if "values" not in note or note["first"] + note["rows"] <= first:
+            kept.append(note)
+        elif note["first"] < first:
+            num_rows = first - note["first"]
+            num_bytes = len(note["values"]) // note["rows"] * num_rows
+            kept.append({**note, "rows": num_rows, "values": note["values"][:num_bytes]})
+    return kept
 
 
 def _goes_on(last: Note, note: Note) -> bool:
@@ -247,13 +267,23 @@ class TraceWriter:
         """Go on behind rows that were told elsewhere, by the signals ``[1, columns]`` of the last one."""
         self._end, self._last = end, last
 
+    def begin_again(self) -> Note:
+        """Forget all rows: the prompt begins again, under the present rules. Return the piece that says so."""
+        self._eras = [_Era.of(self._own, 0, self._eras[-1].rules)]
+        self._end, self._last = 0, None
+        return {"first": 0, "rows": 0, "scores": (), "gates": (), "values": b""}
+
     def note(self, first: int, signals: Float32Rows) -> Note | None:
         """Return the piece of a step's rows; None if all of them were told before: they were computed again.
+
+        Rows of a prompt without its first token are told again: the token is to be of the last computation.
 
         Args:
             first: Position of the first row.
             signals: float32 ``[rows, columns]``.
         """
+        if first < self._end < self._num_prompt:
+            self._end, self._last = first, None
         start = max(self._end, first)
         self._end = max(self._end, first + len(signals))
         if start >= self._end:

@@ -1,7 +1,7 @@
 """``return_steering_trace``: what was read and written at a request's rows, made of the notes of its steps.
 
-The engine core makes a note for the rows of each step, and leaves out those that were computed again; here they are
-unpacked, all at once.
+The engine core makes a note for the rows of each step, and leaves out those that were computed again after their tokens
+were sampled; here the notes are unpacked, all at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from headgate.capture.monitoring.notebook import HeatMap, Table, page
 from headgate.capture.schema.errors import RequestError
+from headgate.steering.gates.trace import TraceLog
 
 RETURN_TRACE = "return_steering_trace"
 TRACE = "steering_trace"
@@ -104,7 +105,7 @@ def join_notes(notes: Sequence[Mapping[str, Any]], end: int | None) -> Trace:
     trace: Trace = {"positions": [], "scores": {}, "gates": {}, "actions": []}
     runs: list[list[Mapping[str, Any]]] = []
     names: tuple[Sequence[str], Sequence[str]] | None = None
-    for note in notes:
+    for note in _last_computed(notes):
         trace["actions"] += note.get("actions", ())
         if "values" not in note:
             continue
@@ -118,6 +119,21 @@ def join_notes(notes: Sequence[Mapping[str, Any]], end: int | None) -> Trace:
     for column in _columns(trace):
         _append(column, num_rows, [])
     return trace
+
+
+def _last_computed(notes: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return notes without the rows that later ones have again."""
+    end = 0
+    for note in notes:
+        if "values" not in note:
+            continue
+        if note["first"] < end:
+            log = TraceLog()
+            for each in notes:
+                log.add(dict(each))
+            return log.notes
+        end = note["first"] + note["rows"]
+    return notes
 
 
 def _columns(trace: Trace) -> Iterator[list[float | None]]:

@@ -201,7 +201,8 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
         },
         **request.param,
     )
-    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    # vLLM 0.32 schedules a pipeline on CPUs synchronously, with a step in flight for each stage.
+    assert llm.llm_engine.engine_core.engine_core.batch_queue is not None
     try:
         yield serve(llm, SEED)
     finally:
@@ -291,17 +292,23 @@ def test_the_state_before_the_last_token_is_of_the_forward_that_sampled_it(run: 
 
 
 def test_traces_tell_what_acted_on_the_rows(run: Run) -> None:
-    num_applied = 0
+    num_applied, num_begun_again = 0, 0
     for job in run.jobs:
         trace = job.output.outputs[0].steering_trace
-        if not job.is_traced or was_in(job, run.launches.begun_again):
-            continue  # the trace of a prompt that was begun again has the rows that were computed first
+        if not job.is_traced:
+            continue
         kept, num_rows = kept_of(run, job), len(job.prompt) + job.max_tokens - 1
         positions, gates = ([], {}) if trace is None else (trace["positions"], trace["gates"])
         assert positions == sorted(set(positions)), job.index
+        # A prompt that was begun again may have found its first rows in the cache, and these are not told.
+        num_cached = 0
+        if was_in(job, run.launches.begun_again):
+            num_begun_again += 1
+            num_cached = min(positions[0] if positions else num_rows, BLOCK * (len(job.prompt) // BLOCK))
         for name in RULES:
             acted = [name in state_at(launch_of(job, kept, at), at).rules for at in range(num_rows)]  # type: ignore[attr-defined]
             told = dict(zip(positions, gates[name]["applied"], strict=True)) if name in gates else {}
-            assert [bool(told.get(at)) for at in range(num_rows)] == acted, (job.index, name)
+            assert [bool(told.get(at)) for at in range(num_cached, num_rows)] == acted[num_cached:], (job.index, name)
             num_applied += sum(acted)
     assert num_applied > NUM_REQUESTS
+    assert num_begun_again

@@ -99,6 +99,8 @@ class ReadingCore:
                 notes[req_id] = {"rows": list(range(first, end))}
         return notes
 
+    def begin_again(self, req_id: str) -> None: ...
+
 
 class RowsReader:
     """Implements `PartRequestReader` and `NotesReader`."""

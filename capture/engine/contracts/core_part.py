@@ -138,7 +138,8 @@ class CoreServices(Protocol):
         Where keys change while a request runs, its blocks from there on are found by no other request.
 
         Returns:
-            The first position of each request whose row was not computed yet.
+            The first position of each request whose row was not computed yet. Of a preempted one, that of the row of
+            its last token: rows before it are computed again, but their tokens were sampled already.
         """
         ...
 
@@ -280,6 +281,16 @@ class ReadingCore(Protocol):
             A note for each request that the front end is to be told something of: plain values and bytes, by id. They
             come with the request's next output, and reach its `request_part.NotesReader`; notes of requests whose
             `request_part.PartRequest` does not want them are dropped.
+        """
+        ...
+
+    def begin_again(self, req_id: str) -> object | None:
+        """Forget what was read of the rows of a request so far: its prompt begins again, under something else.
+
+        No token was sampled behind those rows. Rows of steps in flight may still come before the first of the new ones.
+
+        Returns:
+            A note as those of `take_readings`; None if nothing was read.
         """
         ...
 

@@ -92,6 +92,7 @@ class EngineCoreAdapter:
         self._services = PartServices(core, part.name, steps, self._waiting, actions)
         self._part: CorePart = part.core(facts, section(config, part.name), self._services)
         self.notes = StepNotes(core.scheduler, part.name, self._part)
+        steps.begin_again = self.notes.begin_again
         self._services.open(self._part)
         setattr(core.scheduler, SERVICES, self._services)
 

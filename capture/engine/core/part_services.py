@@ -124,12 +124,13 @@ class PartServices:
         firsts = {}
         for req_id, request in _live(self._scheduler.requests, self._waiting):
             computed = request.num_computed_tokens
-            has_begun = computed > 0 or len(request.all_token_ids) > request.num_prompt_tokens
-            firsts[req_id] = computed or len(request.all_token_ids) * has_begun
+            firsts[req_id] = first = _first_new(request)
             if block_keys.unsalted(request) == self._present(req_id):
                 continue
-            if has_begun:
+            if first:
                 self._salts.renew(req_id)
+            elif not self._has_same_prompt(request, req_id):
+                self._steps.outdate(request)
             if computed:
                 block_keys.rehash_from(request, self.keys(req_id), computed, self._scheduler.hash_block_size)
             else:
@@ -207,11 +208,16 @@ def _find(req_id: str, *held: Mapping[str, Request]) -> Request | None:
     return None if request is None or request.is_finished() else request
 
 
+def _first_new(request: Request) -> int:
+    """Return the first position of a request whose row is computed under what acts now, and counts."""
+    # Of a preempted one, the row of the last token at the earliest: tokens were sampled behind those before it.
+    known = request.num_tokens - 1 if request.num_tokens > request.num_prompt_tokens else 0
+    return max(request.num_computed_tokens, known)
+
+
 def _position(request: Request) -> int:
     """Return the first position of a request, behind its prompt, whose row no launched step computes anew."""
-    # Of a preempted one, the row of the last token at the earliest: those before it were computed already.
-    known = request.num_tokens - (request.num_tokens > request.num_prompt_tokens)
-    return max(request.num_computed_tokens, known, request.num_prompt_tokens)
+    return max(_first_new(request), request.num_prompt_tokens)
 
 
 def _live(*held: Mapping[str, Request]) -> Iterator[tuple[str, Request]]:

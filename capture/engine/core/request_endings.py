@@ -97,12 +97,11 @@ def free_request(original: Function) -> Function:
     @wraps(original)
     def _free_request(self: Scheduler, request: Request, *args: object, **kwargs: object) -> object:
         params = request.sampling_params
-        adapter = engine_core.adapter_of(self)
+        adapter, steps = engine_core.adapter_of(self), steps_in_flight.steps_of(self)
+        num_outdated = 0 if steps is None else steps.release(request.request_id)
         if is_captured(params):
             status = str(request.get_finished_reason())
             notes = {} if adapter is None else adapter.notes.description(request.request_id)
-            steps = steps_in_flight.steps_of(self)
-            num_outdated = 0 if steps is None else steps.release(request.request_id)
             final = int(request.num_prompt_tokens), list(request.all_token_ids), status, notes, num_outdated
             _ends(self).end(request.request_id, final, is_decided=status == "abort" or not params.stop)
         result = original(self, request, *args, **kwargs)

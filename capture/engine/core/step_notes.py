@@ -89,6 +89,11 @@ class StepNotes:
         if not self._is_in_step:
             self._kept.pop(req_id, None)
 
+    def begin_again(self, req_id: str) -> None:
+        """Let the part forget the rows of a prompt that begins again under something else."""
+        if self._part is not None and (note := self._part.begin_again(req_id)) is not None:
+            self._keep(req_id, note)
+
     def describe(self, req_id: str, num_prompt: int) -> None:
         """Let the part follow a request that captures. Input thread."""
         if self._describing is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 
 from headgate.capture.engine.contracts.vllm_engine import CoreOutputs, EngineCore, Function, Request, Scheduler
@@ -28,9 +28,13 @@ class StepsInFlight:
     Args:
         core: vLLM's ``EngineCore``, whose ``step_fn`` is stock's. If it runs in its client's process it is replaced:
             outputs that were taken here come with the next steps.
+
+    Attributes:
+        begin_again: Is told of each request whose prompt begins again under something else.
     """
 
     def __init__(self, core: EngineCore) -> None:
+        self.begin_again: Callable[[str], None] = lambda _: None
         self._core = core
         self._step = core.step_fn
         self._kept: deque[Mapping[int, CoreOutputs]] = deque()
@@ -65,8 +69,11 @@ class StepsInFlight:
 
     def preempted(self, request: Request) -> None:
         """Follow the preemption of a request, before its rows are forgotten."""
-        if request.num_tokens == request.num_prompt_tokens and is_captured(request.sampling_params):
-            req_id = request.request_id
+        req_id = request.request_id
+        if request.num_computed_tokens >= request.num_prompt_tokens:
+            # If the first token is not there yet, a step in flight brings it.
+            self._begun.pop(req_id, None)
+        elif request.num_tokens == request.num_prompt_tokens:
             self._begun[req_id] = max(self._begun.get(req_id, 0), request.num_computed_tokens)
 
     def outdate(self, request: Request) -> None:
@@ -74,10 +81,13 @@ class StepsInFlight:
 
         Those behind which a token was sampled stay what they were; those of a prompt without its first token do not.
         """
-        if request.num_tokens == request.num_prompt_tokens and is_captured(request.sampling_params):
-            num_begun = max(self._begun.get(request.request_id, 0), request.num_computed_tokens)
-            if num_begun:
-                self._outdated[request.request_id] = num_begun
+        req_id = request.request_id
+        num_begun = max(self._begun.get(req_id, 0), request.num_computed_tokens)
+        if request.num_tokens > request.num_prompt_tokens or not num_begun:
+            return
+        self.begin_again(req_id)
+        if is_captured(request.sampling_params):
+            self._outdated[req_id] = num_begun
 
     def release(self, req_id: str) -> int:
         """Forget a request that was freed; return how many rows of its prompt were computed again."""

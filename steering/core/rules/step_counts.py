@@ -101,6 +101,11 @@ class StepCounts:
                 del known[key]
         self._since.update(firsts)
 
+    def begin_again(self, req_id: str) -> None:
+        """Let the present rules act on a request from its first row on."""
+        if self._since.pop(req_id, None) is not None:
+            self._known = object()
+
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known; one that ran is to be settled before."""
         own = self._own.pop(req_id, None)
@@ -148,24 +153,21 @@ class StepCounts:
                 yield ActingGates(at, since, num_prompt, rule.source, apart, rule)
 
     def _count_rules(self, step: StepTable) -> None:
-        """Count the rows of a step; those computed again from before a change are passed over."""
-        ids, firsts, counts, signals = step[:4]
-        ends = np.cumsum(counts).tolist()
-        groups: dict[int, tuple[tuple[KeptRule, ...], list[int]]] = {}
-        for at, (req_id, first) in enumerate(zip(ids, firsts.tolist(), strict=True)):
-            rules = self._rules.acting(req_id)
-            if rules and first >= self._since.get(req_id, 0):
-                groups.setdefault(id(rules), (rules, []))[1].append(at)
+        """Count the rows of a step; those computed again from before a change are passed over, one by one."""
+        groups: dict[int, tuple[tuple[KeptRule, ...], list[StepRows]]] = {}
+        end = 0
+        for req_id, first, count in zip(step.ids, step.firsts.tolist(), step.counts.tolist(), strict=True):
+            end += count
+            rules, since = self._rules.acting(req_id), max(self._since.get(req_id, 0), first)
+            if rules and since < first + count:
+                told = StepRows(req_id, since, step.signals[end - (first + count - since) : end])
+                groups.setdefault(id(rules), (rules, []))[1].append(told)
         for rules, members in groups.values():
-            rows = signals
-            if len(members) < len(ids):
-                is_member = np.zeros(len(ids), np.bool_)
-                is_member[members] = True
-                rows = signals[np.repeat(is_member, counts)]
+            are_all = sum(len(told.signals) for told in members) == len(step.signals)
+            rows = step.signals if are_all else np.concatenate([told.signals for told in members])
             self._counts.add_rules([rule for rule in rules if not rule.is_counted_apart], rows)
             for rule in (rule for rule in rules if rule.is_counted_apart):
-                for at in members:
-                    told = StepRows(ids[at], int(firsts[at]), signals[ends[at] - int(counts[at]) : ends[at]])
+                for told in members:
                     self._counts.rules[rule.name] += sum(self._written(rule, told.req_id).count(told))
 
     def _written(self, rule: KeptRule, req_id: str) -> Written:

@@ -105,6 +105,12 @@ class StepReadings:
             if self.traces.is_followed(req_id):
                 self.traces.change_rules(req_id, first, self._sources(req_id))
 
+    def begin_again(self, req_id: str) -> Note | None:
+        """Let a prompt begin again under what acts now; see `ReadingCore.begin_again`."""
+        self.settle()
+        self._counting.begin_again(req_id)
+        return self.traces.begin_again(req_id)
+
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known; one that ran is to be settled before."""
         self.traces.forget(req_id)

@@ -52,6 +52,15 @@ class StepTraces:
         self._writers[req_id].change_rules(since, rules)
         self._known = object()
 
+    def begin_again(self, req_id: str) -> Note | None:
+        """Let a trace begin again, as the prompt does; return the piece that says so, None if no row was told."""
+        writer = self._writers.get(req_id)
+        if writer is None or not writer.end:
+            return None
+        note = writer.begin_again()
+        self.keep({req_id: note})
+        return note
+
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is followed."""
         self._logs.pop(req_id, None)

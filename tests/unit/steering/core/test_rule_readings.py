@@ -96,10 +96,67 @@ def test_rows_that_are_computed_again_are_told_once(rules: Rules, steps: StepRea
     rules.on("calm")
     add(rules, steps, "a")
     told = row(rules, "calm", 1.0, 1.0)
-    steps.take(readings(("a", 0, [told, told])), ())
+    steps.take(readings(("a", 0, [told] * 4)), ())
 
     assert steps.take(readings(("a", 0, [told, told])), ()) == {}
-    assert steps.take(readings(("a", 0, [told, told, told])), ())["a"]["first"] == 2
+    assert steps.take(readings(("a", 0, [told] * 5)), ())["a"]["first"] == 4
+
+
+def test_a_prompt_without_its_first_token_has_the_rows_that_were_computed_last(
+    rules: Rules, steps: StepReadings
+) -> None:
+    rules.on("calm")
+    add(rules, steps, "a")
+    chunks = [(0, 1.0, 2), (0, 2.0, 2), (2, 3.0, 1), (1, 4.0, 2), (3, 5.0, 1), (0, 6.0, 5)]
+
+    notes = [steps.take(readings(("a", first, [row(rules, "calm", score, 1.0)] * n)), ()) for first, score, n in chunks]
+
+    trace = join_notes([each["a"] for each in notes], None)
+    assert trace["positions"] == [0, 1, 2, 3, 4]
+    assert trace["scores"] == {"calm": [2.0, 4.0, 4.0, 5.0, 6.0]}
+
+
+@pytest.mark.parametrize("is_on", [True, False], ids=["another rule", "no rule"])
+def test_a_prompt_that_begins_again_under_other_rules_has_nothing_of_those_before(
+    rules: Rules, steps: StepReadings, is_on: bool
+) -> None:
+    """Row 0 comes from the prefix cache then; without a rule nothing is read any more."""
+    rules.on("old")
+    add(rules, steps, "a")
+    steps.describe("a", 4)
+    notes = [steps.take(readings(("a", 0, [row(rules, "old", 1.0, 1.0)] * 3)), ())["a"]]
+    rules.off("old")
+    if is_on:
+        rules.on("new")
+    steps.change_rules({"a": 3})
+
+    again = steps.begin_again("a")
+    assert again is not None
+    assert steps.begin_again("a") is None
+    notes.append(again)
+    if is_on:
+        notes.append(steps.take(readings(("a", 1, [row(rules, "new", 2.0, 1.0)] * 3)), ())["a"])
+
+    trace = join_notes(notes, None)
+    assert trace["positions"] == ([1, 2, 3] if is_on else [])
+    assert trace["scores"] == ({"new": [2.0] * 3} if is_on else {})
+    assert trace == join_notes(steps.traces.description("a"), None)
+    assert steps.counts.rules == ({"old": 3, "new": 3} if is_on else {"old": 3})
+
+
+def test_the_last_row_of_a_preempted_request_is_of_the_rules_that_came_meanwhile(
+    rules: Rules, steps: StepReadings
+) -> None:
+    """Rows 0 to 4 were computed before; the fifth is computed with them, for the first time."""
+    add(rules, steps, "a")
+    notes = [steps.take(readings(("a", first, [{}] * count)), ())["a"] for first, count in ((0, 4), (4, 1))]
+    rules.on("calm")
+    steps.change_rules({"a": 5})
+
+    notes.append(steps.take(readings(("a", 0, [row(rules, "calm", 1.0, 1.0)] * 6)), ())["a"])
+
+    assert join_notes(notes, None)["gates"]["calm"]["applied"] == [None] * 5 + [1.0]
+    assert steps.counts.rules == {"calm": 1}
 
 
 def test_names_of_a_request_and_of_rules_are_told_apart(rules: Rules, steps: StepReadings) -> None:

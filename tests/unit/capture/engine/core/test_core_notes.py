@@ -24,6 +24,9 @@ class Part:
         self.discarded.append(set(discarded))
         return dict(readings)
 
+    def begin_again(self, req_id: str) -> Any:
+        return f"{req_id} again"
+
 
 class Scheduler:
     """The scheduler as `StepNotes` sees it; `ends` are the requests that end in the next step."""
@@ -88,6 +91,17 @@ def test_notes_of_a_prompts_chunks_wait_for_its_first_output_in_order(scheduler:
 
     assert scheduler.step("a", readings={"a": 3}) == {"a": noted(1, 2, 3)}
     assert scheduler.step("a") == {"a": None}
+
+
+def test_a_prompt_that_begins_again_says_so_in_order(scheduler: Scheduler) -> None:
+    scheduler.add("a")
+    scheduler.silent = {"a"}
+    scheduler.step("a", readings={"a": 1})
+    scheduler.notes.begin_again("a")
+    scheduler.notes.begin_again("gone")
+    scheduler.silent = set()
+
+    assert scheduler.step("a", readings={"a": 2}) == {"a": noted(1, "a again", 2)}
 
 
 def test_the_last_output_has_them_too(scheduler: Scheduler) -> None:
