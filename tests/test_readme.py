@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import socket
+import shlex
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
 from headgate.steering import load
+from tests.fakes.server import serving
 
 pytestmark = pytest.mark.engine
 
@@ -93,8 +88,9 @@ def test_serve_and_curl(model_dir: Path, folder: Path, environment: dict[str, st
     """Stands on the ``joy.safetensors`` of `test_steer`, as README does."""
     section = README[README.index("### Serve") :]
     command, curl = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)[:2]
-    with serving(command.replace("my/model", str(model_dir)), folder, environment) as port:
-        curl = curl.replace("my/model", str(model_dir)).replace("localhost:8000", f"localhost:{port}")
+    in_bash = run_by_bash(command.replace("my/model", str(model_dir)), folder)
+    with serving(in_bash, PATH=environment["PATH"], HF_HUB_OFFLINE="1") as server:
+        curl = curl.replace("my/model", str(model_dir)).replace("http://localhost:8000", server.url)
         done = subprocess.run(
             ["bash", "-c", curl], cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
@@ -106,41 +102,10 @@ def test_serve_and_curl(model_dir: Path, folder: Path, environment: dict[str, st
     assert re.fullmatch(r"ok /\S+/run1/default/day.safetensors", its_result)
 
 
-@contextmanager
-def serving(command: str, folder: Path, environment: dict[str, str]) -> Iterator[int]:
-    """Run README's server on a free port, for others may hold 8000, until it is healthy; yield the port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    log = folder / "server.log"
-    with log.open("wb") as out:
-        server = subprocess.Popen(
-            ["bash", "-c", f"exec {command.strip()} --port {port}"],
-            cwd=folder,
-            env=environment,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    try:
-        deadline = time.monotonic() + START_S
-        while not is_healthy(port):
-            assert server.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.5)
-        yield port
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(90)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            raise
-
-
-def is_healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2.0) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+def run_by_bash(command: str, folder: Path) -> list[str]:
+    """What `tests.fakes.server.serving` runs as a newcomer would in `folder`: without the settings of our tests."""
+    forget = "unset ${!VLLM_*} ${!HEADGATE_*} ${!PYTHON*} ${!OMP_*}"
+    shell = (
+        f'{forget}; {block("## Try it", "sh").strip()}; cd {shlex.quote(str(folder))} && exec {command.strip()} "$@"'
+    )
+    return ["-c", "import os, sys; os.execvp('bash', ['bash', '-c', sys.argv[1], *sys.argv[1:]])", shell]

@@ -160,7 +160,6 @@ def serve(family: str, dtype: torch.dtype, *, eager: bool, uncaptured: frozenset
         in_process=True,
         **ENGINE,
     )
-    saes.cleanup()  # they stay mapped
     try:
         assert (llm.llm_engine.vllm_config.compilation_config.mode == CompilationMode.NONE) == eager
         requests = steered_requests(family)
@@ -169,6 +168,7 @@ def serve(family: str, dtype: torch.dtype, *, eager: bool, uncaptured: frozenset
         return Served(family, dtype, hooks, plain, steered)
     finally:
         stop_llm(llm)
+        saes.cleanup()
         del llm
         gc.collect()
 

@@ -13,11 +13,11 @@ from headgate.capture.engine.setup.patch_set import process_patches
 from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.engine.setup.versions import check_version
+from headgate.capture.schema.config import GIB
 from headgate.capture.schema.errors import UnsupportedError
 
 logger = logging.getLogger("headgate")
 
-GIB = 1 << 30
 CPU_CACHE_BYTES = 4 * GIB
 """KV cache of an engine on CPUs whose machine lacks the memory that vLLM takes by default."""
 
