@@ -134,6 +134,21 @@ def event(line: str) -> Answer | None:
     return None if document is None else read_answer(document)
 
 
+class Lines:
+    """Cuts the bytes of a stream into lines, at line feeds alone.
+
+    ``iter_lines`` of httpx also cuts at characters such as U+2028 and U+0085, which stand unescaped in JSON.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def cut(self, piece: bytes) -> list[str]:
+        """Return the lines that end in a piece; the last one of a stream ends with ``b"\\n"``."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        return [line.decode() for line in lines]
+
+
 def event_document(line: str) -> dict[str, Any] | None:
     """Return the document in one line of a stream; None for lines between documents, and for the end.
 

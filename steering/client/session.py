@@ -6,7 +6,17 @@ from collections.abc import AsyncGenerator, Generator
 from typing import Any, TypeVar
 
 from headgate.steering.client.answers import Answer
-from headgate.steering.client.calls import Access, Call, Generation, answer, event, event_document, models, request
+from headgate.steering.client.calls import (
+    Access,
+    Call,
+    Generation,
+    Lines,
+    answer,
+    event,
+    event_document,
+    models,
+    request,
+)
 
 try:
     import httpx
@@ -92,7 +102,7 @@ class Session(_Settings):
         with self._http.stream(**request(self._access, call)) as response:
             if not response.is_success:
                 answer(call, response.status_code, response.read())
-            for line in response.iter_lines():
+            for line in _lines(response):
                 if (chunk := event(line)) is not None:
                     yield chunk
 
@@ -100,7 +110,7 @@ class Session(_Settings):
         with self._http.stream(**request(self._access, call)) as response:
             if not response.is_success:
                 answer(call, response.status_code, response.read())
-            for line in response.iter_lines():
+            for line in _lines(response):
                 if (document := event_document(line)) is not None:
                     yield document
 
@@ -136,7 +146,7 @@ class AsyncSession(_Settings):
         async with self._http.stream(**request(self._access, call)) as response:
             if not response.is_success:
                 answer(call, response.status_code, await response.aread())
-            async for line in response.aiter_lines():
+            async for line in _lines_later(response):
                 if (chunk := event(line)) is not None:
                     yield chunk
 
@@ -144,5 +154,21 @@ class AsyncSession(_Settings):
         async with self._http.stream(**request(self._access, call)) as response:
             if not response.is_success:
                 answer(call, response.status_code, await response.aread())
-            found = [event_document(line) async for line in response.aiter_lines()]
+            found = [event_document(line) async for line in _lines_later(response)]
         return [document for document in found if document is not None]
+
+
+def _lines(response: httpx.Response) -> Generator[str, None, None]:
+    lines = Lines()
+    for piece in response.iter_bytes():
+        yield from lines.cut(piece)
+    yield from lines.cut(b"\n")
+
+
+async def _lines_later(response: httpx.Response) -> AsyncGenerator[str, None]:
+    lines = Lines()
+    async for piece in response.aiter_bytes():
+        for line in lines.cut(piece):
+            yield line
+    for line in lines.cut(b"\n"):
+        yield line

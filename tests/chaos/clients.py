@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from headgate.steering.client.calls import Lines
 from tests.chaos.workload import Mix, Shot, Workload
 
 LONGEST_S = 90.0
@@ -97,11 +98,13 @@ async def _stream(client: httpx.AsyncClient, outcome: Outcome) -> None:
 
 async def _documents(response: httpx.Response) -> AsyncIterator[Any]:
     """The chunks of a stream; an `httpx.HTTPError` if it has no end."""
-    async for line in response.aiter_lines():
-        if line.startswith("data: [DONE]"):
-            return
-        if line.startswith("data: "):
-            yield json.loads(line.removeprefix("data: "))
+    lines = Lines()
+    async for piece in response.aiter_bytes():
+        for line in lines.cut(piece):
+            if line.startswith("data: [DONE]"):
+                return
+            if line.startswith("data: "):
+                yield json.loads(line.removeprefix("data: "))
     raise httpx.RemoteProtocolError("the stream ended without [DONE]")
 
 

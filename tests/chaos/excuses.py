@@ -83,8 +83,10 @@ def unexcused(outcomes: Sequence[Outcome], faults: Faults, calls: Sequence[Call]
         for name, result in (outcome.results or {}).items():
             if result["status"] != "ok" and not _is_excused(outcome, name, result, faults, hangs, raises):
                 found.append(Failure(f"{name}: {result['status']} for no reason", outcome, _is_late(result)))
-            if result["status"] == "ok" and outcome.shot.moods.get(name) in ("raise", "hang"):
-                found.append(Failure(f"{name}: ok, although it failed", outcome, is_late=False))
+            mood = outcome.shot.moods.get(name)
+            if result["status"] == "ok" and mood in ("raise", "hang"):
+                # Whoever should notice that a call hangs may be starved until it has returned.
+                found.append(Failure(f"{name}: ok, although it failed", outcome, is_late=mood == "hang"))
     return found
 
 

@@ -165,6 +165,17 @@ def test_a_stream_gives_its_text_and_last_what_was_captured(call: Caller) -> Non
     assert canned.body["stream"] is True
 
 
+def test_a_stream_is_cut_at_line_feeds_alone(call: Caller) -> None:
+    text = "one\u2028two\u0085three\u2029\x1c"
+    choice = {"index": 0, "text": text, "finish_reason": None}
+    chunk = json.dumps({"id": "c", "model": "m", "choices": [choice]}, ensure_ascii=False)
+    canned = Canned(completions=f"data: {chunk}\r\n\r\ndata: [DONE]")
+
+    chunks = call(canned, "stream_completion", "Hello")
+
+    assert "".join(chunk.text for chunk in chunks) == text
+
+
 @pytest.mark.parametrize("method", ["complete", "stream_completion"])
 def test_a_refusal_says_its_status_field_and_reason(call: Caller, method: str) -> None:
     told = {"error": {"message": "steering_vectors.post_mlp.3: too wide", "param": "steering_vectors.post_mlp.3"}}
