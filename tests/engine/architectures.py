@@ -263,8 +263,8 @@ def coverage(results: Mapping[str, Mapping[str, Any]]) -> str:
     return (
         f"vLLM lists {len(best)} architectures that generate text. Of these, {counts['equal']} are equal, "
         f"{counts['as vLLM']} as vLLM, {counts['refused']} refused, {counts['not built']} not built, and "
-        f"{counts['not tried']} not in the table: Hugging Face's library has no model of theirs to compare with, or "
-        "(`nemotron_h`) it is not explained yet why vLLM's own logprobs differ from Hugging Face's."
+        f"{counts['not tried']} are not in the table: Hugging Face's library has no such model to compare with, or "
+        "(`nemotron_h`) vLLM's own logprobs differ from Hugging Face's for an unknown reason."
     )
 
 

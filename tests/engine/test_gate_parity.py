@@ -40,7 +40,7 @@ from tests.engine.steering_cases import MAX_ERROR, logprobs_of
 from tests.engine.tiny_models import HIDDEN, LAYERS, tiny_model
 
 SHORT_OUTPUT, LONG_OUTPUT = 20, 45
-PREEMPTED = ("early, ", "attenuate early", "at the end", "next_token, {'ema'", "many", "named", "neighbour")
+PREEMPTED = ("early, ", "attenuate early", "at the end", "next_token, {'ema'", "many", "named", "neighbour", "loops")
 """Of the cases that are short of blocks together."""
 CONTINUED = {
     "early, next_token, 1, False": (0, 0),
