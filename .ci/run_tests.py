@@ -261,7 +261,8 @@ class Running:
 
     def state(self) -> str:
         """What it is at: the last file that it named, or the last that it printed."""
-        lines = self.job.log.read_text(errors="replace").splitlines()
+        # A fork that has only begun has opened no log yet.
+        lines = self.job.log.read_text(errors="replace").splitlines() if self.job.log.exists() else []
         last = next((line for line in reversed(lines) if line.startswith("tests/")), "".join(lines[-1:]))
         return (
             f"{self.job.name} ({time.monotonic() - self.began:.0f} s, {self.taken / GIB:.1f} GiB): {last.strip()[:90]}"

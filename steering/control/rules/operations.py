@@ -32,7 +32,7 @@ class RuleStatus:
     name: str
     applies_to: str
     scope: str
-    strength: str | Mapping[str, float] | Mapping[str, Mapping[str, float]]
+    strength: str | Mapping[str, float | Mapping[str, float]]
     probes: tuple[str, ...]
     sites: tuple[str, ...]
     observes: bool
