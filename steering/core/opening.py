@@ -38,7 +38,7 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     capacity = config.num_slots(model.num_layers) - 1
     if facts.num_stages > 1:
         # Strengths stay on the stage that computes them, and what is read of stages but the last does not come back.
-        steerable = replace(steerable, max_gates=0)
+        steerable = replace(steerable, max_gates=0, max_rules=0)
     dtype, has_conversations = cast("StoredType", model.dtype), facts.num_engines == 1
     core = SteeringCore(
         dtype,

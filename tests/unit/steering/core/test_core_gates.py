@@ -22,6 +22,7 @@ from headgate.steering.programs.codes import CODE, CODE_MASK, Code
 from headgate.steering.programs.gate_codes import UNIT_MASK, Pool, Scope, Unit
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.programs.program import Program
+from headgate.steering.requests.rules.rule_fields import read_rule
 from headgate.steering.requests.trace import join_notes
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -139,6 +140,14 @@ def test_an_engine_of_several_stages_takes_no_gates():
 
     with pytest.raises(RequestError, match="pipeline stages"):
         accepted(core, "a", gate())
+
+
+def test_an_engine_of_several_stages_takes_no_rules():
+    core = core_with(steerable=replace(STEERABLE, max_rules=0))
+    rule = read_rule("calm", {"applies_to": "all", "when": "always", "then": "observe"}, STEERABLE)
+
+    with pytest.raises(RequestError, match=r"^name: this engine takes no rules: .* pipeline stages"):
+        core.operator.rules.register(rule)
 
 
 def keys(core: SteeringCore, req_id: str, *gates: Gate, num_prompt: int = 5) -> tuple[str, str]:
