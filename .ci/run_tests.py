@@ -144,6 +144,7 @@ def engine_jobs() -> list[Job]:
         *ROOT.glob("tests/frontend/test_*.py"),
         ROOT / "tests/test_examples.py",
         ROOT / "tests/test_guides.py",
+        ROOT / "tests/test_readme.py",
         ROOT / "tests/test_example_notebook.py",
     ]
     name_of = {(name.partition(":")[0], stem): name for name, stems in TOGETHER.items() for stem in stems}

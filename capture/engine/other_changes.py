@@ -117,9 +117,11 @@ CHANGES = (
     Change("{Worker}.headgate_worker", "attribute", _INSTALL, "the parts at work in a worker"),
     Change("{layer or norm}._headgate_{tensor}", "attribute", _FORWARD, "static tensors of the actions of a site"),
     Change("EngineCore._headgate_core", "attribute", f"{_CORE}.core_startup", "the part in an engine core"),
-    Change("Scheduler._headgate_core", "attribute", f"{_CORE}.core_startup", "the same, for calls of the scheduler"),
-    Change("Scheduler._headgate_steps", "attribute", f"{_CORE}.steps_in_flight", "steps that were launched"),
-    Change("Scheduler._headgate_ends", "attribute", f"{_CORE}.request_endings", "requests whose end the worker awaits"),
+    Change("{Scheduler}._headgate_core", "attribute", f"{_CORE}.core_startup", "the same, for calls of the scheduler"),
+    Change("{Scheduler}._headgate_steps", "attribute", f"{_CORE}.steps_in_flight", "steps that were launched"),
+    Change(
+        "{Scheduler}._headgate_ends", "attribute", f"{_CORE}.request_endings", "requests whose end the worker awaits"
+    ),
     Change("SchedulerOutput.headgate_final", "attribute", f"{_CORE}.request_endings", "how requests ended"),
     Change("ModelRunnerOutput.headgate_readings", "attribute", _READINGS, "what the parts read in a step"),
     Change("{Async}._headgate_step", "attribute", _READINGS, "the same, for an output that is not on the host yet"),

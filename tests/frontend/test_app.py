@@ -95,7 +95,7 @@ class Engine:
         opened = {} if section is None else {"steering": OpenPart("steering", part, part.open(section, MODEL))}
         self.input_processor = SimpleNamespace(**{REQUEST_READER: RequestReader(None, opened)})
         ours = {} if section is None else {"headgate": {"steering": section}}
-        self.vllm_config = Namespace(additional_config=ours)
+        self.vllm_config = Namespace(additional_config=ours, parallel_config=Namespace(_api_process_rank=0))
 
 
 engine_handles.add_async_handles(SimpleNamespace(AsyncLLM=Engine))  # type: ignore[arg-type]

@@ -50,7 +50,9 @@ def test_a_request_whose_file_exists_is_refused_before_it_runs(server: Server, r
     taken.parent.mkdir(exist_ok=True)
     taken.write_bytes(b"rows of an earlier request")
 
-    assert f"{taken} exists and is not overwritten" in refused(ask(server, "again", **body))
+    # vLLM takes paths out of what it answers.
+    assert "<path> exists and is not overwritten" in refused(ask(server, "again", **body))
+    assert taken.exists()
     taken.unlink()
     assert ask(server, "again", **body).status_code == 200
 

@@ -40,14 +40,14 @@ def made_rule(state: RuleState, rule: Rule) -> KeptRule:
     """Return a rule with its programs, to reserve its slots before it is registered.
 
     Raises:
-        RequestError: If something that it names is not there, there is no room for its columns or entries, or the engine
-            takes no rules.
+        RequestError: If something that it names is not there, there is no room for its columns or entries, or the
+            engine takes no rules.
     """
     if state.steerable is not None and not state.steerable.max_rules:
         raise RequestError(
             "name",
-            "this engine takes no rules: --max-steering-rules is 0, or its layers lie on several pipeline stages, where "
-            "what a rule did would not come back; start it with tensor parallelism",
+            "this engine takes no rules: --max-steering-rules is 0, or its layers lie on several pipeline stages, "
+            "where what a rule did would not come back; start it with tensor parallelism",
         )
     first = state.rules.place(rule)
     others = [each for each in state.rules.all() if each.name != rule.name]
