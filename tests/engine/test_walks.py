@@ -5,13 +5,16 @@ from __future__ import annotations
 from tests.walks.walk import trace
 
 MOST_FILES = {
-    "capture to a file": 57,
-    "steering vectors": 29,
-    "chat with capture": 57,
-    "gate": 54,
-    "controller": 70,
+    "capture to a file": 59,
+    "steering vectors": 31,
+    "chat with capture": 59,
+    "gate": 56,
+    "controller": 80,
 }
-"""Of each walk. A change that raises one says in its commit why the request has to pass one file more."""
+"""Of each walk; two more than were counted, since what runs now and then may fall into one, and for controllers ten.
+
+A change that raises one says in its commit why the request has to pass one file more.
+"""
 
 
 def test_a_request_walks_through_few_files() -> None:
