@@ -124,6 +124,10 @@ class Then:
     observes: bool = False
 
 
+PID_KEYS = ("setpoint", "kp", "ki", "kd", "min", "max")
+"""The fields of `Pid`, in their order, as clients write them."""
+
+
 class Pid(NamedTuple):
     """A control loop, which holds the pooled score of a gate's one comparison at a set point: `Mode.PID`.
 

@@ -13,6 +13,7 @@ from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import FINAL_NORM_SITE
 from headgate.steering.gates.checks import check_reads, check_this_token
 from headgate.steering.gates.gate import (
+    PID_KEYS,
     Always,
     Condition,
     Gate,
@@ -48,7 +49,6 @@ _KEYS = ("name", "when", "then", "strength", "scope", "conversation_id")
 _THEN_KEYS = ("module", "scale", "vectors", "ops", "features", "attenuate")
 _THENS = ("module", "vectors", "ops", "features", "attenuate")
 _MODES = {"proportional": Mode.PROPORTIONAL, "sigmoid": Mode.SIGMOID}
-_PID_KEYS = ("setpoint", "kp", "ki", "kd", "min", "max")
 _CONVERSATION = "rest_of_conversation"
 _SCOPES = {
     "this_token": Scope.THIS,
@@ -189,7 +189,7 @@ def _strength(value: object, where: str) -> tuple[Mode, float, Pid | None]:
         raise RequestError(
             where,
             'expected "binary", {"proportional": gain}, {"sigmoid": sharpness} or '
-            f'{{"pid": {{{", ".join(_PID_KEYS)}}}}}; got {shown(value)}',
+            f'{{"pid": {{{", ".join(PID_KEYS)}}}}}; got {shown(value)}',
         )
     ((key, amount),) = value.items()
     if key == "pid":
@@ -200,11 +200,11 @@ def _strength(value: object, where: str) -> tuple[Mode, float, Pid | None]:
 
 def _pid(value: object, where: str) -> Pid:
     if not isinstance(value, Mapping):
-        raise RequestError(where, f"expected an object with {', '.join(_PID_KEYS)}; got {shown(value)}")
-    check_keys(value, _PID_KEYS, where, "a control loop")
+        raise RequestError(where, f"expected an object with {', '.join(PID_KEYS)}; got {shown(value)}")
+    check_keys(value, PID_KEYS, where, "a control loop")
     if value.get("setpoint") is None:
         raise RequestError(f"{where}.setpoint", "is missing: the score that the loop holds")
-    given = {key: check_scale(value[key], f"{where}.{key}") for key in _PID_KEYS if value.get(key) is not None}
+    given = {key: check_scale(value[key], f"{where}.{key}") for key in PID_KEYS if value.get(key) is not None}
     pid = Pid(**{{"min": "least", "max": "largest"}.get(key, key): number for key, number in given.items()})
     _checked_factor(pid.least, f"{where}.min")
     _checked_factor(pid.largest, f"{where}.max")

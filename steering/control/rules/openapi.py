@@ -15,6 +15,7 @@ from headgate.steering.control.openapi import (
     list_of,
     object_of,
 )
+from headgate.steering.gates.gate import PID_KEYS
 
 _NAME: Schema = {**TEXT, "minLength": 1, "maxLength": 256}
 _APPLIES_TO: Schema = {
@@ -30,7 +31,7 @@ _STRENGTH: Schema = {
         object_of(
             {
                 "pid": object_of(
-                    {key: {"type": "number"} for key in ("setpoint", "kp", "ki", "kd", "min", "max")},
+                    {key: {"type": "number"} for key in PID_KEYS},
                     required=("setpoint",),
                 )
             },

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load
-from headgate.steering.gates.gate import Gate
+from headgate.steering.gates.gate import PID_KEYS, Gate
 from headgate.steering.gates.layout import Layout, layout_of
 from headgate.steering.gates.rule import WHO_KNOWS_RULES, Rule, rule_key
 from headgate.steering.gates.trace import GateSource
@@ -297,7 +297,7 @@ class RuleRegistry:
 def _strength(gate: Gate) -> str | dict[str, Any]:
     """Return the strength of a gate as clients write it."""
     if gate.pid is not None:
-        return {"pid": dict(zip(("setpoint", "kp", "ki", "kd", "min", "max"), gate.pid, strict=True))}
+        return {"pid": dict(zip(PID_KEYS, gate.pid, strict=True))}
     name = gate.mode.name.lower()
     return name if gate.mode is Mode.BINARY else {name: gate.amount}
 
