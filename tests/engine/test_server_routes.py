@@ -24,7 +24,7 @@ from tests.fakes.server import Server, serving
 
 COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
 FLAGS = [
-    *("--served-model-name", "smol", "--enforce-eager", "--block-size", "32", "--max-model-len", "512"),
+    *("--served-model-name", "smol", "--enforce-eager", "--block-size", "32", "--max-model-len", "4096"),
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--api-server-count", "2"),
     *("--enable-steering", "--max-steering-slots", "64", "--capture-sites", '{"post_mlp": [3]}'),
     *("--max-steering-waiting", "1", "--max-steering-wait-s", "2"),
@@ -122,11 +122,11 @@ def test_who_waits_too_long_or_comes_when_too_many_wait_is_a_503(server: Server)
     def send(index: int) -> httpx.Response:
         return complete(server, steering_vectors=many(index), stream=index % 2 == 0, max_tokens=2)
 
-    body = {"model": "smol", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {"model": "smol", "prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
     taking = httpx.stream(
         "POST", f"{server.url}/v1/completions", json={**body, "steering_vectors": many(0)}, timeout=patience(60)
     )
-    with taking as running, ThreadPoolExecutor(4) as pool:
+    with taking as running, ThreadPoolExecutor(4) as pool:  # it would take a minute: leaving ends it
         events = running.iter_lines()  # held: the connection is closed when it goes
         next(events)
         answers = list(pool.map(send, range(1, 5)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -22,16 +23,9 @@ pytestmark = pytest.mark.engine
 ONE = {"post_mlp": {"3": [1.0] * 576}}
 
 
-def engine_cores(session: int) -> list[int]:
-    """The processes of engine cores in a session."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if name.startswith("VLLM::EngineCor") and int(rest.split()[3]) == session:
-            found.append(int(stat.parent.name))
+def engine_core(server: int) -> int:
+    """The process of a server's engine core."""
+    (found,) = (one.pid for one in psutil.Process(server).children(True) if one.name().startswith("VLLM::EngineCor"))
     return found
 
 
@@ -45,7 +39,7 @@ def has_client(server: Server) -> bool:
 def test_a_server_ends_while_a_call_waits_for_its_engine_core(model_dir: Path) -> None:
     """`serving` fails if it does not."""
     with serving([*MODULE, str(model_dir), *FLAGS], VLLM_PLUGINS="headgate,fake_worker") as server:
-        (core,) = engine_cores(server.pid)
+        core = engine_core(server.pid)
         os.kill(core, signal.SIGSTOP)
         answers: list[httpx.Response | Exception] = []
 
@@ -94,9 +88,9 @@ def set_vectors(llm: Any) -> None:
 def test_an_llm_whose_engine_core_is_killed_raises(llm: Any, wait: Callable[[Any], None]) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    (core,) = engine_cores(os.getsid(0))
-    os.kill(core, signal.SIGSTOP)
-    killing = threading.Timer(0.5, os.kill, (core, signal.SIGKILL))
+    (core,) = (child for child in multiprocessing.active_children() if "EngineCore" in child.name)
+    os.kill(core.pid, signal.SIGSTOP)
+    killing = threading.Timer(0.5, core.kill)
     killing.start()
 
     with pytest.raises(EngineDeadError):
