@@ -25,6 +25,7 @@ from safetensors.numpy import save
 from headgate.capture.files.reading import refusing
 from headgate.capture.files.tensors import TensorFile, open_safetensors
 from headgate.capture.schema.errors import CaptureFileError
+from headgate.capture.schema.sites import Site
 from headgate.consumers.filesystem.storage.local_store import sync_folder, write_file
 from headgate.consumers.filesystem.storage.locks import open_lock
 from headgate.consumers.moments.entry import MomentsEntry, MomentsKey, MomentsSettings, Phase
@@ -120,9 +121,13 @@ def read_state(path: Path) -> StoredMoments:
     with _opened(path) as (file, header):
         tensors = {name: tensor.read(tensor.dtype) for name, tensor in file.tensors.items()}
         entries = {
-            MomentsKey(one.tag, one.site, one.phase): _read_entry(header.settings, one, tensors, f"{index}/")
+            MomentsKey(one.tag, Site.parse(one.site).name, one.phase): _read_entry(
+                header.settings, one, tensors, f"{index}/"
+            )
             for index, one in enumerate(header.entries)
         }
+        if len(entries) < len(header.entries):
+            raise ValueError("several entries are of one tag, site and phase")
     return StoredMoments(settings=header.settings, written_at=header.written_at, entries=entries)
 
 
@@ -147,16 +152,25 @@ def _opened(path: Path) -> Iterator[tuple[TensorFile, _Header]]:
 def _read_entry(
     settings: MomentsSettings, header: _EntryHeader, tensors: Mapping[str, npt.NDArray[Any]], prefix: str
 ) -> MomentsEntry:
+    def read(name: str, *shape: int) -> npt.NDArray[Any]:
+        array = tensors[prefix + name]
+        if array.dtype != np.float64 or array.shape != shape:
+            raise ValueError(f"tensor {prefix}{name}: {array.dtype} {array.shape}, expected float64 {shape}")
+        return array
+
+    width = settings.hidden_size
+    mean, squares = read("mean", width), read("squares", width)  # before anything of that width is made
     entry = MomentsEntry(settings, header.site)
     entry.num_skipped, entry.num_sinks = header.num_skipped, header.num_sinks
     entry.num_not_finite = header.num_not_finite
     moments, norms = entry.moments, entry.norms
     moments.num_rows = header.num_rows
-    moments.mean, moments.squares = tensors[f"{prefix}mean"], tensors[f"{prefix}squares"]
+    moments.mean, moments.squares = mean, squares
     if moments.scatter is not None:
-        moments.scatter = tensors[f"{prefix}scatter"]
+        moments.scatter = read("scatter", width, width)
     if moments.low_rank is not None:
-        moments.low_rank.rows, moments.low_rank.error = tensors[f"{prefix}low_rank"], header.low_rank_error
+        num_rows = min(len(tensors[f"{prefix}low_rank"]), settings.rank)
+        moments.low_rank.rows, moments.low_rank.error = read("low_rank", num_rows, width), header.low_rank_error
     pairs = zip(tensors[f"{prefix}buckets"].tolist(), tensors[f"{prefix}counts"].tolist(), strict=True)
     norms.counts, norms.num_zeros, norms.total = dict(pairs), header.num_zeros, header.norm_total
     if header.norm_least is not None and header.norm_most is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -14,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
-from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.errors import CaptureFileError, ConfigError
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from headgate.consumers.moments import MomentsConsumer, SiteMoments, open_moments
 from headgate.consumers.moments.held_rows import HOLD_ROWS
@@ -317,6 +319,39 @@ def test_a_damaged_file_is_refused_and_stays(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"moments-0\.safetensors: not a (safetensors file|file of moments), or"):
             MomentsConsumer({"root": str(tmp_path)}, CONTEXT)
         assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize(
+    ("found", "damaged"),
+    [(b"1.post_mlp", b"1.postnull"), (b'"phase\\":\\"prefill', b'"phase\\":\\"prefiXX'), (b"0/mean", b"0/meaX")],
+    ids=["site", "phase", "tensor"],
+)
+def test_an_entry_that_cannot_be_is_refused(tmp_path: Path, found: bytes, damaged: bytes) -> None:
+    with feeding(tmp_path) as feed:
+        feed.whole(request("r"))
+    path = tmp_path / "moments-0.safetensors"
+    content = path.read_bytes()
+    assert found in content
+    path.write_bytes(content.replace(found, damaged))
+
+    with pytest.raises(CaptureFileError, match="not a file of moments, or damaged"):
+        open_moments(tmp_path)
+
+
+@pytest.mark.parametrize("hidden_size", [0, 3, 10**9])
+def test_tensors_of_another_width_than_the_settings_are_refused(tmp_path: Path, hidden_size: int) -> None:
+    with feeding(tmp_path) as feed:
+        feed.whole(request("r"))
+    path = tmp_path / "moments-0.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    with safetensors.safe_open(path, "np") as file:
+        texts = dict(file.metadata())
+    header = json.loads(texts["header"])
+    header["settings"]["hidden_size"] = hidden_size
+    safetensors.numpy.save_file(tensors, path, metadata={**texts, "header": json.dumps(header)})
+
+    with pytest.raises(CaptureFileError, match=rf"0/mean: float64 .*, expected float64 \({hidden_size},\)"):
+        open_moments(tmp_path)
 
 
 def test_a_root_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
