@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import takewhile
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -193,10 +194,10 @@ class SteeringCore:
         if self._controllers is not None:
             self._controllers.traced.add(req_id)
 
-    def description(self, req_id: str) -> Trace | None:
+    def description(self, req_id: str) -> Callable[[int], Trace] | None:
         """Return the trace of a request that captured; see `DescribingCore`."""
         notes = self._readings.traces.description(req_id)
-        return join_notes(notes, None) if notes else None
+        return partial(join_notes, notes) if notes else None
 
     def decide(self) -> Decided | None:
         """Let controllers decide; see `DecidingCore`."""

@@ -100,13 +100,14 @@ def join_notes(notes: Sequence[Mapping[str, Any]], end: int | None) -> Trace:
     Args:
         notes: Of one sample (`headgate.steering.gates.trace.Note`); each may have probes and gates that others lack.
         end: Tokens of the prompt and of the output that were kept, if the output is the sample's last; else None.
-            Rows of later tokens are left out, and so is that of the last one, which is never forwarded.
+            Rows of later tokens are left out, and so is that of the last one, which is never forwarded. So are changes
+            of steering by controllers that were to act from such a row on.
     """
     trace: Trace = {"positions": [], "scores": {}, "gates": {}, "actions": []}
     runs: list[list[Mapping[str, Any]]] = []
     names: tuple[Sequence[str], Sequence[str]] | None = None
     for note in _last_computed(notes):
-        trace["actions"] += note.get("actions", ())
+        trace["actions"] += [each for each in note.get("actions", ()) if end is None or _has_row(each, end)]
         if "values" not in note:
             continue
         if names != (note["scores"], note["gates"]):
@@ -119,6 +120,12 @@ def join_notes(notes: Sequence[Mapping[str, Any]], end: int | None) -> Trace:
     for column in _columns(trace):
         _append(column, num_rows, [])
     return trace
+
+
+def _has_row(noted: Mapping[str, Any], end: int) -> bool:
+    """Whether what is noted of a controller acts on a row before the last token, or is no change of steering."""
+    position, action = noted["position"], noted["action"]
+    return position is None or action is None or "stop" in action or bool(position < end - 1)
 
 
 def _last_computed(notes: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -7,7 +7,7 @@ and the engine thread does everything else, between two steps unless it is said 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
@@ -303,10 +303,12 @@ class DescribingCore(ReadingCore, Protocol):
         """Follow a request that captures, behind `accept`, whether or not it asks for notes. Input thread."""
         ...
 
-    def description(self, req_id: str) -> Document | None:
+    def description(self, req_id: str) -> Callable[[int], Document] | None:
         """Return what is to be told of a request that is followed and ends now; None if nothing was read or decided.
 
-        Plain values; a list in it whose length is that of its ``positions``, and which has numbers or None, is by row.
+        The function is given how many tokens were kept, prompt and output; the front end may still have to say that.
+        It returns plain values; a list in them whose length is that of their ``positions``, and which has numbers or
+        None, is by row.
         """
         ...
 

@@ -12,8 +12,9 @@ The messages of all three are those of `contracts.end_messages`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
+from typing import NamedTuple
 
 from headgate.capture.engine.contracts.end_messages import (
     FINAL_ATTRIBUTE,
@@ -22,6 +23,7 @@ from headgate.capture.engine.contracts.end_messages import (
     is_mark,
     split_marks,
 )
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
     AsyncEngineClient,
     EngineCore,
@@ -32,8 +34,34 @@ from headgate.capture.engine.contracts.vllm_engine import (
 )
 from headgate.capture.engine.contracts.wire_format import is_captured
 from headgate.capture.engine.core import engine_core, steps_in_flight
+from headgate.capture.engine.core.step_notes import nothing_noted
 
 _ENDS = "_headgate_ends"
+
+
+class Ended(NamedTuple):
+    """A request as the scheduler freed it.
+
+    Attributes:
+        num_prompt: Tokens of its prompt.
+        token_ids: All of its tokens.
+        status: The finish reason.
+        describe: Returns the notes on the rows of its first tokens, given how many of these were kept.
+        num_outdated: As of `FinalState`.
+    """
+
+    num_prompt: int
+    token_ids: list[int]
+    status: str
+    describe: Callable[[int], Document]
+    num_outdated: int
+
+    def final(self, kept: KeptTokens | None) -> Final:
+        """Cut it to what the front end kept, unless the engine ended the request at the very same token."""
+        token_ids, status = self.token_ids, self.status
+        if kept is not None and (kept.num_tokens < len(token_ids) or status == "abort"):
+            token_ids, status = token_ids[: kept.num_tokens], kept.status
+        return self.num_prompt, token_ids, status, self.describe(len(token_ids)), self.num_outdated
 
 
 class RequestEnds:
@@ -46,41 +74,33 @@ class RequestEnds:
     def __init__(self) -> None:
         self.finals: dict[str, Final | None] = {}
         self._kept: dict[str, KeptTokens] = {}
-        self._held: dict[str, Final] = {}
+        self._held: dict[str, Ended] = {}
 
-    def end(self, req_id: str, final: Final, *, is_decided: bool) -> None:
+    def end(self, req_id: str, ended: Ended, *, is_decided: bool) -> None:
         """Note the end of a request that was freed; if not `is_decided`, the front end's count is waited for."""
         kept = self._kept.pop(req_id, None)
         if kept is not None or is_decided:
-            self.finals[req_id] = _trim(final, kept)
+            self.finals[req_id] = ended.final(kept)
         else:
-            self._held[req_id] = final
+            self._held[req_id] = ended
             self.finals[req_id] = None
 
     def front_end_kept(self, req_id: str, kept: KeptTokens, *, is_running: bool) -> None:
         """Note how much the front end kept of `req_id`. A second time is ignored: vLLM delivers aborts twice."""
         if req_id in self._held:
-            self.finals[req_id] = _trim(self._held.pop(req_id), kept)
+            self.finals[req_id] = self._held.pop(req_id).final(kept)
         elif is_running:
             self._kept[req_id] = kept
 
     def front_end_left(self, req_id: str) -> None:
         """Note that the front end gave up on `req_id` and sends nothing more about it."""
         if req_id in self._held:
-            self.finals[req_id] = self._held.pop(req_id)
+            self.finals[req_id] = self._held.pop(req_id).final(None)
 
     def pop_finals(self) -> dict[str, Final | None]:
         """Return what is to be told now, once."""
         finals, self.finals = self.finals, {}
         return finals
-
-
-def _trim(final: Final, kept: KeptTokens | None) -> Final:
-    """Cut a final state to what the front end kept, unless the engine ended the request at the very same token."""
-    num_prompt, token_ids, status, notes, num_outdated = final
-    if kept is None or (kept.num_tokens >= len(token_ids) and status != "abort"):
-        return final
-    return num_prompt, token_ids[: kept.num_tokens], kept.status, notes, num_outdated
 
 
 def _ends(scheduler: Scheduler) -> RequestEnds:
@@ -101,9 +121,10 @@ def free_request(original: Function) -> Function:
         num_outdated = 0 if steps is None else steps.release(request.request_id)
         if is_captured(params):
             status = str(request.get_finished_reason())
-            notes = {} if adapter is None else adapter.notes.description(request.request_id)
-            final = int(request.num_prompt_tokens), list(request.all_token_ids), status, notes, num_outdated
-            _ends(self).end(request.request_id, final, is_decided=status == "abort" or not params.stop)
+            describe = nothing_noted if adapter is None else adapter.notes.description(request.request_id)
+            tokens = int(request.num_prompt_tokens), list(request.all_token_ids)
+            ended = Ended(*tokens, status, describe, num_outdated)
+            _ends(self).end(request.request_id, ended, is_decided=status == "abort" or not params.stop)
         result = original(self, request, *args, **kwargs)
         if adapter is not None:
             adapter.release(request.request_id)

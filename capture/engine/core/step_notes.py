@@ -6,7 +6,7 @@ a field of vLLM's that is free here; see `NOTES_KEY`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from headgate.capture.engine.contracts.core_part import CorePart, DecidingCore, DescribingCore, ReadingCore
 from headgate.capture.engine.contracts.plain_values import Document
@@ -34,6 +34,11 @@ def check_carrier() -> None:
 
     if "kv_transfer_params" not in EngineCoreOutput.__struct_fields__:
         raise UnsupportedError(f"EngineCoreOutput has no field 'kv_transfer_params'. {WORKS_WITH}")
+
+
+def nothing_noted(_: int) -> Document:
+    """Return the notes on a request of which there is nothing to tell."""
+    return {}
 
 
 class StepNotes:
@@ -99,10 +104,10 @@ class StepNotes:
         if self._describing is not None:
             self._describing.describe(req_id, num_prompt)
 
-    def description(self, req_id: str) -> Document:
-        """Return what there is to tell of a request that captured, by part."""
+    def description(self, req_id: str) -> Callable[[int], Document]:
+        """Return a function of how many tokens of a request that captured were kept: what there is to tell, by part."""
         found = None if self._describing is None else self._describing.description(req_id)
-        return {} if found is None else {self._name: found}
+        return nothing_noted if found is None else lambda end: {self._name: found(end)}
 
     def _decide(self, part: DecidingCore, made: dict[int, CoreOutputs]) -> None:
         """Let the part decide behind a step whose outputs are `made`, and end the requests that it ends."""

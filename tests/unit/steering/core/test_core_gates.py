@@ -220,7 +220,10 @@ def test_a_request_that_captures_is_described_though_it_asks_for_nothing():
         for first, signals in zip((3, 5, 6), rows, strict=True):
             core.take_readings(readings(name, first, signals + shift), ())
 
-    assert core.description("captured") == {
+    describe = core.description("captured")
+    assert describe is not None
+    assert describe(6)["positions"] == [3, 4]
+    assert describe(8) == {
         "positions": [3, 4, 5, 6],
         "scores": {"anger": [0.0, 0.0, 1.0, 1.0]},
         "gates": {"g": {"strength": [0.0, 0.0, 1.0, 1.0], "applied": [0.0, 0.0, 1.0, 1.0]}},

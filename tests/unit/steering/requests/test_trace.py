@@ -87,6 +87,22 @@ def test_rows_of_tokens_that_were_not_kept_are_left_out() -> None:
     assert trace["scores"] == {"p": [1], "q": [None]}
 
 
+def test_changes_of_steering_that_acted_on_no_row_are_left_out() -> None:
+    def noted(position: int | None, action: dict[str, Any] | None, outcome: str = "applied") -> dict[str, Any]:
+        return {"position": position, "controller": "c", "action": action, "outcome": outcome}
+
+    changes = [{"set_steering": {"module": "m", "scale": 1.0}, "compose": True}, {"set_global": {"scale": 1.0}}]
+    changes.append({"set_scale": "global", "scale": 0.5})
+    # Of six tokens, the last one is at position 5 and has no row.
+    kept = [*(noted(4, each) for each in changes), noted(6, {"stop": "enough"})]
+    kept += [noted(None, changes[0], "rejected"), noted(None, None, "switched off")]
+    gone = [noted(position, each) for position in (5, 6) for each in changes]
+    notes = [note(4, [[1]], ("p",)), {"actions": gone[:3]}, {"actions": [*kept, *gone[3:]]}]
+
+    assert join_notes(notes, 6)["actions"] == kept
+    assert join_notes(notes, None)["actions"] == [*gone[:3], *kept, *gone[3:]]
+
+
 def test_rows_on_which_nothing_acts_have_positions_alone() -> None:
     assert join_notes([note(4, [[], []], ()), note(6, [[]], ())], None)["positions"] == [4, 5, 6]
 
@@ -99,7 +115,8 @@ def test_a_log_of_pieces_makes_the_same_trace(pieces: list[tuple[int, int, tuple
     notes, position, log = [], 0, TraceLog()
     for at, (gap, num_rows, scores) in enumerate(pieces):
         rows = [[10 * at + each] * (len(scores) + 2) for each in range(num_rows)]
-        notes += [note(position + gap, rows, scores, ("g",)), {"actions": [at]}][: 1 + gap]
+        action = {"position": position, "action": {"set_scale": f"{at}"}}
+        notes += [note(position + gap, rows, scores, ("g",)), {"actions": [action]}][: 1 + gap]
         position += gap + num_rows
     for each in notes:
         log.add(each)

@@ -219,18 +219,19 @@ class Describing(Part):
         self.described[req_id] = num_prompt
 
     def description(self, req_id: str) -> Any:
-        return {"prompt": self.described[req_id]} if req_id in self.described else None
+        num_prompt = self.described.get(req_id)
+        return None if num_prompt is None else lambda end: {"prompt": num_prompt, "end": end}
 
 
 def test_a_part_may_describe_requests_that_capture() -> None:
     notes = StepNotes(Scheduler(), "reading", Describing())  # type: ignore[arg-type]
     notes.describe("a", 5)
 
-    assert notes.description("a") == {"reading": {"prompt": 5}}
-    assert notes.description("b") == {}
+    assert notes.description("a")(7) == {"reading": {"prompt": 5, "end": 7}}
+    assert notes.description("b")(7) == {}
 
 
 def test_other_parts_describe_nothing(scheduler: Scheduler) -> None:
     scheduler.notes.describe("a", 5)
 
-    assert scheduler.notes.description("a") == {}
+    assert scheduler.notes.description("a")(7) == {}

@@ -7,19 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.engine.contracts.end_messages import Final, KeptTokens, mark_kept, split_marks
-from headgate.capture.engine.core.request_endings import RequestEnds
+from headgate.capture.engine.core.request_endings import Ended, RequestEnds
 
 TOKENS = [10, 11, 12, 13, 14, 15]
 
 
 def final(status: str, tokens: list[int] = TOKENS) -> Final:
-    return 2, list(tokens), status, {"steering": "a trace"}, 1
+    return 2, list(tokens), status, {"steering": len(tokens)}, 1
+
+
+def ended(status: str) -> Ended:
+    return Ended(2, list(TOKENS), status, lambda end: {"steering": end}, 1)
 
 
 def test_what_the_engine_decides_is_told_at_once() -> None:
     ends = RequestEnds()
 
-    ends.end("a", final("length"), is_decided=True)
+    ends.end("a", ended("length"), is_decided=True)
 
     assert ends.pop_finals() == {"a": final("length")}
     assert ends.pop_finals() == {}
@@ -28,7 +32,7 @@ def test_what_the_engine_decides_is_told_at_once() -> None:
 def test_what_the_front_end_decides_is_announced_and_told_later() -> None:
     ends = RequestEnds()
 
-    ends.end("a", final("length"), is_decided=False)
+    ends.end("a", ended("length"), is_decided=False)
     assert ends.pop_finals() == {"a": None}
     ends.front_end_kept("a", KeptTokens(4, "stop"), is_running=False)
 
@@ -38,7 +42,7 @@ def test_what_the_front_end_decides_is_announced_and_told_later() -> None:
 def test_both_may_come_before_the_next_step() -> None:
     ends = RequestEnds()
 
-    ends.end("a", final("stop"), is_decided=False)
+    ends.end("a", ended("stop"), is_decided=False)
     ends.front_end_kept("a", KeptTokens(6, "stop"), is_running=False)
 
     assert ends.pop_finals() == {"a": final("stop")}
@@ -49,7 +53,7 @@ def test_a_stop_string_looks_like_an_abort_to_the_engine(num_kept: int) -> None:
     ends = RequestEnds()
 
     ends.front_end_kept("a", KeptTokens(num_kept, "stop"), is_running=True)
-    ends.end("a", final("abort"), is_decided=True)
+    ends.end("a", ended("abort"), is_decided=True)
 
     assert ends.pop_finals() == {"a": final("stop", TOKENS[:num_kept])}
 
@@ -58,7 +62,7 @@ def test_the_engine_ends_a_request_on_the_way_of_the_news() -> None:
     ends = RequestEnds()
 
     ends.front_end_kept("a", KeptTokens(5, "stop"), is_running=True)
-    ends.end("a", final("length"), is_decided=False)
+    ends.end("a", ended("length"), is_decided=False)
 
     assert ends.pop_finals() == {"a": final("stop", TOKENS[:5])}
 
@@ -66,7 +70,7 @@ def test_the_engine_ends_a_request_on_the_way_of_the_news() -> None:
 def test_the_engine_knows_why_if_both_end_at_the_same_token() -> None:
     ends = RequestEnds()
 
-    ends.end("a", final("length"), is_decided=False)
+    ends.end("a", ended("length"), is_decided=False)
     ends.front_end_kept("a", KeptTokens(6, "stop"), is_running=False)
 
     assert ends.pop_finals() == {"a": final("length")}
@@ -75,7 +79,7 @@ def test_the_engine_knows_why_if_both_end_at_the_same_token() -> None:
 def test_a_front_end_that_gives_up_leaves_the_engine_s_word() -> None:
     ends = RequestEnds()
 
-    ends.end("a", final("stop"), is_decided=False)
+    ends.end("a", ended("stop"), is_decided=False)
     ends.pop_finals()
     ends.front_end_left("a")
 
@@ -85,7 +89,7 @@ def test_a_front_end_that_gives_up_leaves_the_engine_s_word() -> None:
 def test_news_that_come_twice_or_of_unknown_requests_are_ignored() -> None:
     ends = RequestEnds()
 
-    ends.end("a", final("stop"), is_decided=False)
+    ends.end("a", ended("stop"), is_decided=False)
     for _ in range(2):
         ends.front_end_kept("a", KeptTokens(4, "stop"), is_running=False)
     ends.front_end_kept("b", KeptTokens(1, "stop"), is_running=False)
