@@ -231,7 +231,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         of_units = self.num_probe_units * (bool(self.max_gates) + bool(self.max_rules) + has_controllers(self))
         of_gates = ENTRIES_PER_GATE * (self.max_gates + self.max_rules)
         of_gates += self.entries_driven * bool(self.max_rules)
-        of_controllers = 2 * (self.entries_driven + MAX_READ) * has_controllers(self)
+        of_controllers = (self.entries_driven + MAX_READ) * has_controllers(self)
         of_both = 2 * (2 * self.max_ops_per_site + self.num_features + bool(self.sae_encode)) + 1
         return of_both + of_gates + of_controllers + of_units
 
@@ -243,7 +243,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def num_columns(self) -> int:
         """Numbers that gates keep for each row: those of requests first, then those of rules, then of controllers."""
-        return first_controller_column(self) + (2 * MAX_READ + MAX_DRIVEN) * has_controllers(self)
+        return first_controller_column(self) + (MAX_READ + MAX_DRIVEN) * has_controllers(self)
 
     def encoded_saes(self, hidden_size: int) -> dict[Site, SparseCoder]:
         """Open the SAEs of `sae_encode`, by site.
@@ -330,7 +330,7 @@ def _probe(config: SteeringConfig, name: str) -> Probe:
 
 
 def first_controller_column(config: SteeringConfig) -> int:
-    """Return the first of `SteeringConfig.num_columns` that is the controllers': of scores, counts, contents."""
+    """Return the first of `SteeringConfig.num_columns` that is the controllers': of scores, then of contents."""
     return COLUMNS_PER_GATE * (config.max_gates + config.max_rules)
 
 

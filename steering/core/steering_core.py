@@ -175,8 +175,6 @@ class SteeringCore:
     def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace; see `ReadingCore`."""
         self._readings.take_counts(readings.get("written", ()))
-        if self._controllers is not None and readings.get("quiet"):
-            self._controllers.read_quiet()
         if "ids" not in readings:
             return {}
         step = StepTable.of(readings)

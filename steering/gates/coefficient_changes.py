@@ -60,34 +60,6 @@ CoefficientChanges: TypeAlias = tuple[ColumnChanges, ...]
 """Those of one column are in the order in which they were decided: of one request and column the last one counts."""
 
 
-class Hears(NamedTuple):
-    """Whose coefficients the forward is to hear by itself (`Code.HEAR`), from a row of each request on.
-
-    Attributes:
-        column: Of the coefficients.
-        listener: Which of the driven contents it is.
-        epoch: Of the words to listen to; 0 if nobody is to hear any more.
-        req_ids: The requests.
-        firsts: int64 ``[n]``: the position of the row of each.
-    """
-
-    column: int
-    listener: int
-    epoch: int
-    req_ids: tuple[str, ...]
-    firsts: Int64Array
-
-    def part(self, at: Int64Array) -> Hears:
-        """Return it for some of the requests, by their places."""
-        if len(at) == len(self.req_ids):
-            return self
-        req_ids = tuple(self.req_ids[each] for each in at.tolist())
-        return self._replace(req_ids=req_ids, firsts=self.firsts[at])
-
-
-NOBODY_HEARS = Hears(0, 0, 0, (), np.empty(0, np.int64))
-
-
 def by_column(changes: Iterable[CoefficientChange]) -> CoefficientChanges:
     """Put changes that were decided one by one together, as far as they are of one column and different requests."""
     made: list[tuple[int, dict[str, tuple[int, float]]]] = []

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headgate.capture.schema.batch import Int32Array, Int64Array
+from headgate.capture.schema.batch import Int64Array
 from headgate.steering.vectors.dtypes import Float32Rows
 
 
@@ -60,8 +60,6 @@ class StepTable(NamedTuple):
         counts: int64 ``[G]``: rows of each.
         signals: float32 ``[rows, columns]``; 0 in columns that nobody reads.
         has_one_row_each: Whether each request has one row.
-        slots: int32 ``[G]``: of states. Steps of the same requests that follow may be told by the forward alone
-            (`headgate.steering.programs.codes.Code.TELL`); None if they will not.
     """
 
     ids: tuple[str, ...]
@@ -69,14 +67,13 @@ class StepTable(NamedTuple):
     counts: Int64Array
     signals: Float32Rows
     has_one_row_each: bool
-    slots: Int32Array | None = None
 
     @classmethod
     def of(cls, readings: Mapping[str, Any]) -> StepTable:
         """Unpack what `headgate.steering.worker.gates.readings.SignalReadings.collect` made."""
         signals = spread(readings["values"], readings["told"], readings["columns"])
         ids, firsts, counts = readings["ids"], readings["firsts"], readings["counts"]
-        return cls(ids, firsts, counts, signals, readings["has_one_each"], readings.get("slots"))
+        return cls(ids, firsts, counts, signals, readings["has_one_each"])
 
     def rows(self, wanted: Container[str]) -> Iterator[StepRows]:
         """Yield the rows of each of the requests that are wanted."""

@@ -24,8 +24,6 @@ _CHANGE_MASK = tl.constexpr(program_codes.CHANGE_MASK)
 _LEAF = tl.constexpr(int(Code.LEAF))
 _NODE = tl.constexpr(int(Code.NODE))
 _GATE = tl.constexpr(int(Code.GATE))
-_TELL = tl.constexpr(int(Code.TELL))
-_HEAR = tl.constexpr(int(Code.HEAR))
 
 _BELOW = tl.constexpr(int(GateFlag.BELOW))
 _FROM_PROMPT_END = tl.constexpr(int(GateFlag.FROM_PROMPT_END))
@@ -52,25 +50,16 @@ _ENDS_PROMPT = tl.constexpr(int(TokenFlag.ENDS_PROMPT))
 _IS_GENERATED = tl.constexpr(int(TokenFlag.IS_GENERATED))
 
 _LEAST_HYSTERESIS = tl.constexpr(gate_codes.LEAST_HYSTERESIS)
-_TOLD_COUNT_MASK = tl.constexpr(gate_codes.TOLD_COUNT_MASK)
-_TOLD_ROWS = tl.constexpr(gate_codes.TOLD_ROWS)
-_HEARD_WORDS = tl.constexpr(gate_codes.HEARD_WORDS)
-_HEARD_ROWS = tl.constexpr(gate_codes.HEARD_ROWS)
-_HEARD_POSITION_BITS = tl.constexpr(gate_codes.HEARD_POSITION_BITS)
-_HEARD_POSITION_MASK = tl.constexpr((1 << gate_codes.HEARD_POSITION_BITS) - 1)
 
 
 @triton.jit
 def evaluate_gates(
-    codes, params, num_entries, signals, first_signals, states, told, told_counts, heard, hearing, flags, index, length,
-    C, N, ROWS: tl.constexpr,
+    codes, params, num_entries, signals, first_signals, states, flags, index, length, C, ROWS: tl.constexpr
 ):  # fmt: skip
     """Run the entries of gates on rows whose scores are there; the first row alone may be one that resets.
 
     `first_signals` points to the first column of the first row.
-    Barriers stand between what a thread writes and what another reads of it, both ways. `told` and `told_counts` point
-    to the first of the N told numbers of the rows' slot, `heard` and `hearing` to what it hears and who does; all but
-    `told_counts` are None if `ROWS` is not 1.
+    Barriers stand between what a thread writes and what another reads of it, both ways.
     """
     resets = flags & _RESETS
     if ROWS > 1:
@@ -86,10 +75,6 @@ def evaluate_gates(
             _node(code, numbers, signals, column, index, length)
         elif op == _GATE:
             _gate(code, numbers, signals, column, states + column, resets, flags, index, length, C, ROWS)
-        elif op == _TELL:
-            _tell(numbers, signals, column, told, told_counts, index, length, N, ROWS)
-        elif op == _HEAR:
-            _hear(numbers, states + column, heard, hearing, ROWS)
 
 
 @triton.jit
@@ -314,39 +299,3 @@ def _latched(strength, fires, before, p0, is_generated, index, is_row, ROWS: tl.
         found = tl.sum(tl.where(index == first, latch, 0.0))
         latch = tl.where(index < first, float("nan"), found)
     return tl.where(before == before, before, latch)
-
-
-@triton.jit
-def _tell(numbers, signals, column, told, told_counts, index, length, N, ROWS: tl.constexpr):
-    k = tl.load(numbers + 5).to(tl.int32)
-    n = (tl.load(told_counts + k) + 1 + index).to(tl.int32) & _TOLD_COUNT_MASK
-    if ROWS == 1:
-        score = tl.load(signals + tl.load(numbers + 4).to(tl.int32))
-        bits = score.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        tl.store(told + (n & _TOLD_ROWS - 1) * N + k, n.to(tl.int64) << 32 | bits)
-    tl.debug_barrier()
-    tl.store(signals + column, n.to(tl.float32), mask=index < length)
-    tl.store(told_counts + k + index * 0, n, mask=index == length - 1)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _hear(numbers, state, heard, hearing, ROWS: tl.constexpr):
-    if ROWS == 1:
-        listener = hearing + 2 * tl.load(numbers + 4).to(tl.int32)
-        epoch, position = tl.load(listener), tl.load(listener + 1)
-        if epoch != 0:
-            words = tl.load(heard + tl.arange(0, _HEARD_WORDS), volatile=True)  # memory that a host writes meanwhile
-            tags = (words >> 32).to(tl.int32)
-            is_due = (tags >> _HEARD_POSITION_BITS == epoch) & (tags & _HEARD_POSITION_MASK <= position)
-            latest = tl.max(tl.where(is_due, tags, -1))
-            bits = tl.max(tl.where(is_due & (tags == latest), words & 0xFFFFFFFF, 0)).to(tl.int32)
-            before = tl.load(state)
-            stays = tl.where(before == before, before, 0.0)
-            value = tl.where(latest >= 0, bits.to(tl.float32, bitcast=True), stays)
-            word = position.to(tl.int64) << 32 | value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-            tl.debug_barrier()
-            tl.store(state, value)
-            tl.store(heard + _HEARD_WORDS + (position & _HEARD_ROWS - 1), word)
-            tl.store(listener + 1, position + 1)
-            tl.debug_barrier()

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS
-from headgate.steering.programs.gate_codes import HEARD_ROWS, HEARD_WORDS, TOLD_ROWS
 
-Gates = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Signals, states, tokens, what is told with its counts, and what is heard with its epochs and positions:
-`headgate.steering.worker.gates.reference.GateTensors`."""
+Gates = tuple[Tensor, Tensor, Tensor]
+"""Signals, states and tokens: `headgate.steering.worker.gates.reference.GateTensors`."""
 
-_GATE_DTYPES = [torch.float32, torch.float32, torch.int32, torch.int64, torch.int32, torch.int64, torch.int32]
+_GATE_DTYPES = [torch.float32, torch.float32, torch.int32]
 
 
 def check_lengths(num_tokens: int, **tensors: Tensor | None) -> None:
@@ -73,20 +71,12 @@ def check_tables(codes_REC: Tensor, params_REP: Tensor, *tokens: Tensor) -> None
 
 def check_gates(num_tokens: int, gates: Gates) -> None:
     """Refuse gates whose shapes do not fit together, of other dtypes, or that are not contiguous."""
-    signals_TC, states_QC, _tokens_T2, _told_QRN, told_counts_QN, _heard_QW, hearing_QH2 = gates
-    num_columns, num_slots, num_told = signals_TC.shape[-1], len(states_QC), told_counts_QN.shape[-1]
-    num_heard = hearing_QH2.shape[1] if hearing_QH2.dim() == 3 else -1
-    shapes = [
-        *((num_tokens, num_columns), (num_slots, num_columns), (num_tokens, 2)),
-        *((num_slots, TOLD_ROWS, num_told), (num_slots, num_told)),
-        *((num_slots, (HEARD_WORDS + HEARD_ROWS) * (num_heard > 0)), (num_slots, num_heard, 2)),
-    ]
+    num_columns, num_slots = gates[0].shape[-1], len(gates[1])
+    shapes = [(num_tokens, num_columns), (num_slots, num_columns), (num_tokens, 2)]
     if [tuple(tensor.shape) for tensor in gates] != shapes or [tensor.dtype for tensor in gates] != _GATE_DTYPES:
         raise ValueError(
-            f"program_deltas: expected float32 signals [{num_tokens}, C], float32 states [Q, C], int32 tokens "
-            f"[{num_tokens}, 2], int64 told numbers [Q, {TOLD_ROWS}, N] and int32 counts [Q, N], int64 heard words "
-            f"[Q, {HEARD_WORDS + HEARD_ROWS}] and int32 [Q, H, 2] who hears (without words if H is 0) of gates, got "
-            f"{[(tuple(tensor.shape), str(tensor.dtype)) for tensor in gates]}"
+            f"program_deltas: expected float32 signals [{num_tokens}, C], float32 states [Q, C] and int32 tokens "
+            f"[{num_tokens}, 2] of gates, got {[(tuple(tensor.shape), str(tensor.dtype)) for tensor in gates]}"
         )
     if not all(tensor.is_contiguous() for tensor in gates):
         raise ValueError("program_deltas: the tensors of gates must be contiguous")

@@ -1,8 +1,7 @@
 """Programs on rows of the stream, one kernel for all codes; `headgate.steering.worker.program_reference` defines it.
 
 Shape suffixes: T tokens of the step, S slots of the pool, R rows of the table, E entries of a program at the site,
-C and P the fields of an entry (`headgate.steering.programs.codes`), K changes of a row of the stream, N told numbers
-of a request, D hidden size.
+C and P the fields of an entry (`headgate.steering.programs.codes`), K changes of a row of the stream, D hidden size.
 """
 
 from __future__ import annotations
@@ -107,13 +106,10 @@ def program_deltas(
             Other changes are neither read nor written. None if no entry is of that kind.
         shift_TD: float32, contiguous, written as the result is: the part of it that is not of features. None where
             nobody asks for it.
-        gates: None if no entry is of a gate or has one. Otherwise float32 signals ``[T, C]`` and states ``[Q, C]``;
-            int32 ``[T, 2]``: slot of each token's request, in [0, Q), and `TokenFlag`; int64 ``[Q, TOLD_ROWS, N]`` and
-            int32 ``[Q, N]``, what is told and its counts; and int64 ``[Q, HEARD_WORDS + HEARD_ROWS]`` and int32
-            ``[Q, H, 2]``, what is heard, with epochs and positions; all contiguous
+        gates: None if no entry is of a gate or has one. Otherwise float32 signals ``[T, C]`` and states ``[Q, C]``,
+            and int32 ``[T, 2]``: slot of each token's request, in [0, Q), and `TokenFlag`; all contiguous
             (`headgate.steering.worker.gates.reference.GateTensors`). Gates of the site are evaluated, which writes
-            all but the slots and flags. Several rows of one request must lie one behind the other, and have
-            `IS_SCANNED`. What is told and heard may be memory of the host that the GPU maps.
+            signals and states. Several rows of one request must lie one behind the other, and have `IS_SCANNED`.
         scans: False if no row has that flag, as in a step of one row for each request: two launches are left out.
 
     Raises:
@@ -134,10 +130,9 @@ def program_deltas(
         if gates is not None and scans:
             scan_gates(rows, tables, gates, grid, options)
         _program_deltas_kernel[grid](
-            *(*rows, *tables, groups_T, changes_TK, shift_TD, *(gates or (None,) * 7), delta_TD),
+            *(*rows, *tables, groups_T, changes_TK, shift_TD, *(gates or (None,) * 3), delta_TD),
             *(*strides_of(*rows), num_tokens, num_entries, num_changes(changes_TK)),
             None if gates is None else gates[0].shape[1],
-            *((0, 0) if gates is None else (gates[4].shape[1], gates[6].shape[1])),
             hidden_size,
             **options,
         )
@@ -156,11 +151,11 @@ def _launch_options(num_entries: int, hidden_size: int) -> dict[str, int]:
     }
 
 
-@triton.jit(do_not_specialize=["T", "N", "H"])
+@triton.jit(do_not_specialize=["T"])
 def _program_deltas_kernel(
     value_ptr, addend_ptr, pool_ptr, row_ptr, count_ptr, codes_ptr, params_ptr, groups_ptr, changes_ptr, shift_ptr,
-    signals_ptr, states_ptr, tokens_ptr, told_ptr, told_counts_ptr, heard_ptr, hearing_ptr, out_ptr,
-    value_stride, addend_stride, pool_stride, T, E, K, C, N, H, D,
+    signals_ptr, states_ptr, tokens_ptr, out_ptr,
+    value_stride, addend_stride, pool_stride, T, E, K, C, D,
     TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     if _num_entries(count_ptr, T, TOKENS) == 0:
@@ -177,8 +172,8 @@ def _program_deltas_kernel(
             gates, first = None, 0
             if signals_ptr is not None:
                 gates, first = gates_of_row(
-                    h, codes, params, count, token, signals_ptr, states_ptr, tokens_ptr, told_ptr, told_counts_ptr,
-                    heard_ptr, hearing_ptr, C, N, H, pool_ptr, pool_stride, columns, D, TILE, BLOCK_E,
+                    h, codes, params, count, token, signals_ptr, states_ptr, tokens_ptr, C, pool_ptr, pool_stride,
+                    columns, D, TILE, BLOCK_E,
                 )  # fmt: skip
             h, first = _run_operations(
                 h, codes, params, first, count, groups, gates, pool_ptr, pool_stride, columns, D, BLOCK_E

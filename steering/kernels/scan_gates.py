@@ -24,7 +24,7 @@ from headgate.steering.kernels.program_arguments import Gates, strides_of
 from headgate.steering.kernels.program_entries import numbers_of_features, rows_of_entries, stream_row
 from headgate.steering.programs import codes as program_codes
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code
-from headgate.steering.programs.gate_codes import HEARD_ROWS, HEARD_WORDS, TOLD_ROWS, TokenFlag
+from headgate.steering.programs.gate_codes import TokenFlag
 
 _CODE_MASK = tl.constexpr(program_codes.CODE_MASK)
 _NUM_CODES = tl.constexpr(NUM_CODES)
@@ -36,8 +36,6 @@ _CHANGE_MASK = tl.constexpr(program_codes.CHANGE_MASK)
 _SCORE = tl.constexpr(int(Code.SCORE))
 _RESETS = tl.constexpr(int(TokenFlag.RESETS))
 _IS_SCANNED = tl.constexpr(int(TokenFlag.IS_SCANNED))
-_TOLD_ROWS = tl.constexpr(TOLD_ROWS)
-_HEARD = tl.constexpr(HEARD_WORDS + HEARD_ROWS)
 
 _ROWS = 2048
 """Rows of a request that are evaluated at once."""
@@ -54,7 +52,7 @@ def scan_gates(
     grid: tuple[int],
     options: dict[str, int],
 ) -> None:
-    """Evaluate the gates of rows that are scanned: signals, states, and the counts of rows that would have been told.
+    """Evaluate the gates of rows that are scanned: signals and states.
 
     Args:
         rows: Value, addend and pool.
@@ -64,11 +62,11 @@ def scan_gates(
         options: What that launch is compiled for.
     """
     (num_tokens, hidden_size), num_entries, num_columns = rows[0].shape, tables[2].shape[1], gates[0].shape[1]
-    signals_TC, states_QC, tokens_T2, _told_QRN, told_counts_QN, _heard_QW, _hearing_QH2 = gates
+    signals_TC, states_QC, tokens_T2 = gates
     sizes = (num_tokens, num_entries, num_columns)
     _scores_kernel[grid](*rows, *tables, signals_TC, tokens_T2, *strides_of(*rows), *sizes, hidden_size, **options)
     _scan_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
-        *(*tables, signals_TC, states_QC, tokens_T2, told_counts_QN, *sizes, told_counts_QN.shape[1]),
+        *(*tables, signals_TC, states_QC, tokens_T2, *sizes),
         TOKENS=_TOKENS,
         ROWS=_ROWS,
         BLOCK_E=options["BLOCK_E"],
@@ -78,8 +76,8 @@ def scan_gates(
 
 @triton.jit
 def gates_of_row(
-    h, codes, params, count, token, signals_ptr, states_ptr, tokens_ptr, told_ptr, told_counts_ptr, heard_ptr,
-    hearing_ptr, C, N, H, pool_ptr, pool_stride, columns, D, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
+    h, codes, params, count, token, signals_ptr, states_ptr, tokens_ptr, C, pool_ptr, pool_stride, columns, D,
+    TILE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Evaluate the gates of a row, unless it is scanned.
 
@@ -96,12 +94,7 @@ def gates_of_row(
         if flags & _IS_SCANNED == 0:
             _store_scores(h, codes, params, num_scored, signals, pool_ptr, pool_stride, columns, D, TILE)
             tl.debug_barrier()
-            told, told_counts = told_ptr + slot * _TOLD_ROWS * N, told_counts_ptr + slot * N
-            heard, hearing = heard_ptr + slot * _HEARD, hearing_ptr + slot * H * 2
-            evaluate_gates(
-                codes, params, num_gates, signals, signals, states, told, told_counts, heard, hearing, flags,
-                token * 0, 1, C, N, 1,
-            )  # fmt: skip
+            evaluate_gates(codes, params, num_gates, signals, signals, states, flags, token * 0, 1, C, 1)
         entries = tl.arange(0, BLOCK_E)
         f = attenuation(codes, params, entries, entries < num_gates, signals, states, flags)
     return (signals, states, flags, f), num_gates
@@ -186,9 +179,9 @@ def _num_scanned(count_ptr, tokens_ptr, T, TOKENS: tl.constexpr):
     return tl.sum((flags & _IS_SCANNED != 0).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T"])
 def _scan_kernel(
-    row_ptr, count_ptr, codes_ptr, params_ptr, signals_ptr, states_ptr, tokens_ptr, told_counts_ptr, T, E, C, N,
+    row_ptr, count_ptr, codes_ptr, params_ptr, signals_ptr, states_ptr, tokens_ptr, T, E, C,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Evaluate gates on the rows of requests whose first row is among `TOKENS`."""
@@ -200,8 +193,8 @@ def _scan_kernel(
         slot, at = tl.load(tokens_ptr + 2 * first), first
         while _scanned_slots(tokens_ptr, at, T) == slot:
             at += _scan_rows(
-                row_ptr, count_ptr, codes_ptr, params_ptr, signals_ptr, states_ptr, tokens_ptr, told_counts_ptr,
-                at, slot, T, E, C, N, ROWS, BLOCK_E,
+                row_ptr, count_ptr, codes_ptr, params_ptr, signals_ptr, states_ptr, tokens_ptr,
+                at, slot, T, E, C, ROWS, BLOCK_E,
             )  # fmt: skip
         first = tl.min(tl.where(firsts > first, firsts, T))
 
@@ -216,8 +209,8 @@ def _scanned_slots(tokens_ptr, tokens, T):
 
 @triton.jit
 def _scan_rows(
-    row_ptr, count_ptr, codes_ptr, params_ptr, signals_ptr, states_ptr, tokens_ptr, told_counts_ptr,
-    first, slot, T, E, C, N, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+    row_ptr, count_ptr, codes_ptr, params_ptr, signals_ptr, states_ptr, tokens_ptr,
+    first, slot, T, E, C, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Evaluate gates on a request's rows from `first` on that run one program, and return how many: at most `ROWS`."""
     index = tl.arange(0, ROWS)
@@ -234,9 +227,8 @@ def _scan_rows(
         params = params_ptr + table_row.to(tl.int64) * E * _NUM_PARAMS
         num_gates, _num_scored = _num_gates(codes, count, BLOCK_E)
         signals, states = signals_ptr + tokens.to(tl.int64) * C, states_ptr + slot.to(tl.int64) * C
-        told_counts = told_counts_ptr + slot.to(tl.int64) * N
         evaluate_gates(
-            codes, params, num_gates, signals, signals_ptr + tl.cast(first, tl.int64) * C, states, None, told_counts,
-            None, None, flags, index, length, C, N, ROWS,
+            codes, params, num_gates, signals, signals_ptr + tl.cast(first, tl.int64) * C, states, flags, index, length,
+            C, ROWS,
         )  # fmt: skip
     return length

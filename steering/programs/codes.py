@@ -91,8 +91,6 @@ class Code(IntEnum):
     NODE = 13
     GATE = 14
     ATTENUATE = 15
-    TELL = 16
-    HEAR = 17
 
 
 CODE_MASK = 0xFF
@@ -104,7 +102,7 @@ def is_of_feature(code: int) -> bool:
 
 
 def is_of_gate(code: int) -> bool:
-    """Whether an entry evaluates a gate, multiplies others by one, tells a score, or hears a coefficient."""
+    """Whether an entry evaluates a gate, or multiplies others by one."""
     return code & CODE_MASK >= Code.SCORE
 
 

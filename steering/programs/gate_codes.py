@@ -20,21 +20,6 @@ an entry (`headgate.steering.programs.codes.change_index`) is its first column, 
   on which ``s[c]`` was not 0, unless it is `GateFlag.UNWRITTEN`. p0 is a strength that is latched from the first
   generated row on, or NaN.
 * `ATTENUATE`: ``f *= 1 + c * (p0 - 1)`` with the entry's own coefficient c; f is 1 at each site before the first.
-* `TELL`: hands the score ``s[p4]`` to the host; it stands behind the `SCORE` that writes it. p5 is k, which of the told
-  numbers it is: entries that run on one row have different ones. ``n[slot, k]``, int32, counts the rows that ran such
-  an entry, of all requests that the slot ever had, modulo ``TOLD_COUNT_MASK + 1``:
-  ``n = (n + 1) & TOLD_COUNT_MASK``. Nothing ever resets it, so that an old word is not taken for a new one.
-  ``s[c] = n``, which is exact in float32. Unless the row `IS_SCANNED`, the int64
-  ``told[slot, n % TOLD_ROWS, k] = (n << 32) | bits of the score as an unsigned int32``, in one store of 8 bytes: a
-  reader never sees half of it. Of rows that are scanned no word is written, but each counts: of the i-th of them, from
-  0 on, ``s[c] = (n + i + 1) & TOLD_COUNT_MASK`` with the n before the forward.
-* `HEAR`: takes a coefficient from the host; it stands before all that reads ``m[c]`` in a forward. p4 is d, which of
-  the driven contents c is of: ``hearing[slot, d]`` are an epoch, 0 for none, and the position q of the row. Unless the
-  epoch is 0 or the row `IS_SCANNED`: of the words ``heard[slot, :HEARD_WORDS]``, each ``(tag << 32) | bits of a float``
-  with the tag ``(epoch << HEARD_POSITION_BITS) | position``, those of this epoch with positions up to q are looked at,
-  and ``m[c]`` is the float of the latest position among them; where there is none it stays, and NaN becomes 0.
-  ``heard[slot, HEARD_WORDS + q % HEARD_ROWS] = (q << 32) | bits of m[c]`` says what acted on the row, and q grows by 1.
-  The host writes words at any time, each in one store of 8 bytes, for the positions from which they are to act.
 
 An entry with a gate has a coefficient: the gate's ``s[c]``; or, if it acts before the gate is evaluated (`gate_field`),
 ``m[c]`` as it was before the forward on generated rows, and 0 on others. NaN counts as 0. On rows that are replayed,
@@ -78,19 +63,6 @@ SCORE_KIND_MASK = 3 << 16
 
 LEAST_HYSTERESIS = 1e-8
 """That a proportional strength divides by, at least."""
-
-TOLD_COUNT_MASK = (1 << 22) - 1
-"""Of the counts of rows that `Code.TELL` tells of: floats of 32 bits hold them, and 54 bits hold a word."""
-TOLD_ROWS = 4
-"""Words of the rows of a slot that were told last, of each told number; a power of 2."""
-
-HEARD_WORDS = 4
-"""Words of a slot, of which `Code.HEAR` takes the latest that is due; the host replaces the one that it wrote first."""
-HEARD_ROWS = 1024
-"""Rows of a slot whose coefficients stand behind them; a power of 2."""
-HEARD_POSITION_BITS = 21
-"""Of a tag of `HEARD_WORDS`; the epoch has 10 bits above, so that a tag is never negative."""
-MAX_EPOCH = (1 << 10) - 1
 
 
 class GateFlag(IntFlag):

@@ -59,7 +59,7 @@ _WEIGHTS: dict[int, tuple[int, ...]] = {
     Code.READ_FEATURE: (),
     Code.WRITE_FEATURE: (WRITE_SCALE,),
     Code.RECONSTRUCT: (),
-    **dict.fromkeys((Code.SCORE, Code.LEAF, Code.NODE, Code.GATE, Code.ATTENUATE, Code.TELL, Code.HEAR), ()),
+    **dict.fromkeys((Code.SCORE, Code.LEAF, Code.NODE, Code.GATE, Code.ATTENUATE), ()),
 }
 """Params of each code that its effect is proportional to."""
 
@@ -72,7 +72,7 @@ _GATE, _RECONSTRUCT, _FROM_PROMPT_END = int(Code.GATE), int(Code.RECONSTRUCT), i
 
 NUM_PASSES = 7
 _PASSES: dict[int, int] = {
-    **{Code.SCORE: 0, Code.LEAF: 1, Code.NODE: 1, Code.GATE: 1, Code.TELL: 1, Code.HEAR: 1, Code.ATTENUATE: 2},
+    **{Code.SCORE: 0, Code.LEAF: 1, Code.NODE: 1, Code.GATE: 1, Code.ATTENUATE: 2},
     **{Code.REPLACE: 3, Code.RECONSTRUCT: 5},
 }
 """Gates are evaluated first. Replacements act before the additive vectors, SAEs after all operations; others between,

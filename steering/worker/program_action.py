@@ -35,10 +35,7 @@ from headgate.steering.worker.site_action import (
 
 ROWS, ACTIVE, CODES, PARAMS = "program_rows", "program_active", "program_codes", "program_params"
 GROUPS, KEPT = "program_groups", "program_kept"
-STATE = (
-    "program_changes",
-    *("gate_signals", "gate_states", "gate_tokens", "gate_told", "gate_told_counts", "gate_heard", "gate_hearing"),
-)
+STATE = ("program_changes", "gate_signals", "gate_states", "gate_tokens")
 """Tensors in which entries hand numbers on."""
 _POOL, _SLOTS, _ACTIVE, _KEPT = (tensor_prefix(name) for name in (POOL, SLOTS, ACTIVE, KEPT))
 SAE = tuple(f"sae_{name}" for name in ("tokens", "num_tokens", "encoder", "decoder", "numbers", "bias", "sums"))
@@ -251,10 +248,6 @@ def steered_rows_and_state(
     signals: Tensor,
     states: Tensor,
     gate_tokens: Tensor,
-    told: Tensor,
-    told_counts: Tensor,
-    heard: Tensor,
-    hearing: Tensor,
     tokens: Tensor | None,
     num_tokens: Tensor | None,
     encoder: Tensor | None,
@@ -269,7 +262,7 @@ def steered_rows_and_state(
     `changes` and what follows are those of `headgate.steering.worker.program_ops.program_deltas_and_state`.
     """
     tables = (rows, active, codes, params, groups, changes)
-    gates = (signals, states, gate_tokens, told, told_counts, heard, hearing)
+    gates = (signals, states, gate_tokens)
     sae = (tokens, num_tokens, encoder, decoder, numbers, bias, sums, input_norm)
     run = program_ops.program_deltas_and_state
     return _vectors_or(value, pool, slots, active, partial(run, value, addend, pool, *tables, *gates, *sae))

@@ -55,7 +55,7 @@ def program_deltas(
     return _run(value, addend, (pool, rows, counts, codes, params, groups, None), (None,), 0, None)
 
 
-MUTATED = ("changes", "signals", "states", "told", "told_counts", "heard", "hearing", "sums")
+MUTATED = ("changes", "signals", "states", "sums")
 """Arguments that the operations with state write to."""
 
 NO_SAE = (None,) * 7 + (0,)
@@ -77,10 +77,6 @@ def program_deltas_and_state(
     signals: Tensor,
     states: Tensor,
     gate_tokens: Tensor,
-    told: Tensor,
-    told_counts: Tensor,
-    heard: Tensor,
-    hearing: Tensor,
     tokens: Tensor | None,
     num_tokens: Tensor | None,
     encoder: Tensor | None,
@@ -95,11 +91,11 @@ def program_deltas_and_state(
     The rows that the SAE lists, which have a program each, become its reconstructions, and are summed up. `tokens` and
     what follows are `headgate.steering.worker.reconstruction.EncodedSae.tensors` and an `InputNorm`, all or none.
     `changes`, float32 ``[at least num_tokens, K]``, carries what features change that are read at one site and written
-    at later ones; K is 0 where there are none. `signals`, `states`, `gate_tokens`, `told`, `told_counts`, `heard` and
-    `hearing` are `headgate.steering.worker.gates.reference.GateTensors`, without columns where there are no gates.
+    at later ones; K is 0 where there are none. `signals`, `states` and `gate_tokens` are
+    `headgate.steering.worker.gates.reference.GateTensors`, without columns where there are no gates.
     """
     sae = (tokens, num_tokens, encoder, decoder, numbers, bias, sums)
-    gates = GateTensors(signals, states, gate_tokens, told, told_counts, heard, hearing)
+    gates = GateTensors(signals, states, gate_tokens)
     return _run(value, addend, (pool, rows, counts, codes, params, groups, changes), sae, input_norm, gates)
 
 

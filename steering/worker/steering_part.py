@@ -14,7 +14,7 @@ from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.config import MAX_DRIVEN, MAX_READ, WHERE, SteeringConfig
+from headgate.steering.config import WHERE, SteeringConfig
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.sae_sources import cross_stages
 from headgate.steering.worker import program_action, program_ops, site_action
@@ -59,9 +59,7 @@ class SteeringPart:
         self._num_changes = self._config.num_changes
         saes = {index: load_sae(coder, facts) for index, coder in coders.items()}
         program_ops.ask_forwards(facts.has_one_row_each)
-        config = self._config
-        of_controllers = (MAX_READ, MAX_DRIVEN) if config.controllers else (0, 0)
-        limits = EntryLimits(config.max_entries, self._num_changes, config.num_columns, *of_controllers)
+        limits = EntryLimits(self._config.max_entries, self._num_changes, self._config.num_columns)
         self._state = WorkerSteering(self._num_slots, self._sites, facts, self._op_sites, limits, saes)
         logger.info(
             "steering: %d sites, %d of them for operations, %d encoded SAEs, %d slots, %.1f MiB of %s memory",
@@ -90,9 +88,6 @@ class SteeringPart:
             entries = self._config.max_entries
             key |= {"op_sites": [site.name for site in self._op_sites], "entries": entries}
             key["changes"], key["gate_columns"] = self._num_changes, self._config.num_columns
-            gates = self._allocated().gates
-            key["told"] = 0 if gates is None else gates.tensors.told.shape[-1]
-            key["heard"] = 0 if gates is None else gates.tensors.hearing.shape[1]
         if saes := self._allocated().tables.saes:
             key["saes"] = [
                 [index, int(sae.norm), str(sae.encoder.dtype), *sae.encoder.shape] for index, sae in saes.items()
@@ -120,7 +115,7 @@ class SteeringPart:
     def headgate_ordered(self, part: str, orders: Mapping[str, Any]) -> None:
         """Let requests be steered as the engine core's controllers decided."""
         if part == PART:
-            self._allocated().drive(orders["drives"], orders["hears"])
+            self._allocated().drive(orders["drives"])
 
     @hookimpl
     def headgate_needs_plain_steps(self) -> bool:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import Site
-from headgate.steering.controllers.hosting.told_words import ToldPlace
-from headgate.steering.gates.coefficient_changes import CoefficientChanges, Hears
+from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steered
@@ -40,15 +39,11 @@ class EntryLimits(NamedTuple):
         entries: Entries of a program at a site, at most.
         changes: Features of a program that are read at one site and written at others, at most.
         columns: Numbers that gates keep for each row; 0 where there can be no gates.
-        told: Scores of each row that the forward may tell by itself.
-        driven: Contents whose coefficients it may hear by itself.
     """
 
     entries: int = 0
     changes: int = 0
     columns: int = 0
-    told: int = 0
-    driven: int = 0
 
 
 NO_ENTRIES = EntryLimits()
@@ -84,11 +79,11 @@ class WorkerSteering:
         dtype: Any = str(facts.dtype).removeprefix("torch.")
         num_rows = rows_needed(facts.max_num_seqs)
         pool = SlotPool(num_slots, facts.model.hidden_size, dtype)
-        max_entries = limits.entries
-        self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool, op_sites=op_sites, max_entries=max_entries)
+        self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool, op_sites=op_sites, max_entries=limits.entries)
         self.gates: StepGates | None = None
         if limits.columns and op_sites:
-            self.gates = _gates_of(facts, limits)
+            sizes = facts.max_tokens, facts.max_num_seqs, limits.columns, facts.device
+            self.gates = StepGates(*sizes, is_output_rank=facts.is_output_rank)
         self.tables = DeviceTables(
             num_sites=len(sites),
             num_slots=num_slots,
@@ -98,7 +93,7 @@ class WorkerSteering:
             dtype=facts.dtype,
             device=facts.device,
             num_op_sites=len(op_sites),
-            max_entries=max_entries,
+            max_entries=limits.entries,
             num_changes=limits.changes,
             saes=saes or {},
             gates=None if self.gates is None else self.gates.tensors,
@@ -167,11 +162,11 @@ class WorkerSteering:
         if self.gates is not None:
             self.gates.set_rules(read)
 
-    def drive(self, changes: CoefficientChanges, hears: Hears | None = None) -> None:
-        """Follow what controllers decided for requests that were added, and let some hear what they decide further."""
+    def drive(self, changes: CoefficientChanges) -> None:
+        """Follow what controllers decided for requests that were added."""
         if self.gates is None:
             raise AssertionError("steering: a worker without op sites is driven")
-        for req_id, columns in self.gates.drive(changes, hears).items():
+        for req_id, columns in self.gates.drive(changes).items():
             self.table.drive(req_id, columns)
 
     def keep_module(self, name: str, spec: Mapping[str, Any]) -> None:
@@ -217,26 +212,9 @@ class WorkerSteering:
         }
 
 
-def _gates_of(facts: WorkerFacts, limits: EntryLimits) -> StepGates:
-    sizes = facts.max_tokens, facts.max_num_seqs, limits.columns
-    numbers = {"num_told": limits.told, "num_driven": limits.driven}
-    return StepGates(*sizes, facts.device, is_output_rank=facts.is_output_rank, **numbers)
-
-
 def _ask_counts(worker: WorkerSteering) -> list[ToldCounts]:
     """RPC: return how many rows gates wrote; see `StepGates.ask_counts`."""
     return [] if worker.gates is None else worker.gates.ask_counts()
-
-
-def _told_place(worker: WorkerSteering) -> ToldPlace | None:
-    """RPC: return where the scores are that the forward tells; None if they are not read there."""
-    return None if worker.gates is None else worker.gates.telling.place
-
-
-def _tell(worker: WorkerSteering, *, quietly: bool) -> None:
-    """RPC: see `Telling.allow` and `Telling.break_off`."""
-    if worker.gates is not None:
-        (worker.gates.telling.allow if quietly else worker.gates.telling.break_off)()
 
 
 Part = tuple[bytes, float]
@@ -283,8 +261,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "release_module": WorkerSteering.release_module,
     "forget": WorkerSteering.forget,
     "ask_counts": _ask_counts,
-    "told_place": _told_place,
-    "tell": _tell,
     "checksum": WorkerSteering.checksum,
     "is_in_one_stage": WorkerSteering.is_in_one_stage,
 }

@@ -33,14 +33,14 @@ from headgate.capture.schema.batch import BatchView, Int64Array, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering import PhaseVectors, probes
-from headgate.steering.config import MAX_READ, parse_config
+from headgate.steering.config import parse_config
 from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.gate import Gate, InlineProbe, Leaf, ModuleThen, Then
 from headgate.steering.gates.rule import AppliesTo, Rule
-from headgate.steering.programs.gate_codes import HEARD_ROWS, HEARD_WORDS, TOLD_ROWS, Scope
+from headgate.steering.programs.gate_codes import Scope
 from headgate.steering.spec import SteeringSpec, to_wire
-from headgate.steering.worker.gates.reference import SLOT, GateTensors
+from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.steering_part import SteeringPart
 
 IN_FLIGHT, PROMPT, STEPS, HIDDEN, LAYERS = 64, 16, 600, 64, 8
@@ -195,14 +195,11 @@ class Engine:
         self._evicted += 1.0
         return time.perf_counter()
 
-    def _forward(self, gates: GateTensors, num_rows: int, *, is_told: bool) -> None:
-        """Do as the forward does: scores of gates and of controllers, and words of the latter."""
+    def _forward(self, gates: GateTensors, num_rows: int) -> None:
+        """Do as the forward does: scores of gates and of controllers."""
         scores = torch.from_numpy(self.rng.normal(size=(num_rows, 2)).astype(np.float32))
         for first in (0, 2, 128):
             gates.signals[:num_rows, first : first + 2] = scores
-        if is_told:
-            tell(gates, num_rows)
-            hear(gates)
 
     def step(self, count: int, clocks: dict[str, list[float]]) -> None:
         """Run a step of `count` rows of each request."""
@@ -227,7 +224,7 @@ class Engine:
             self.ordered("steering", orders["steering"])
         self.begins(view, None)
         worker_s = time.perf_counter() - start
-        self._forward(state.gates.tensors, rows, is_told=count == 1)
+        self._forward(state.gates.tensors, rows)
         start = self._start()
         self.ends()
         readings = self.part.headgate_step_readings()
@@ -254,27 +251,6 @@ class Engine:
         time.sleep(UPDATE_S)
         self.own_s = time.perf_counter() - began
         return {0: SimpleNamespace(outputs=self.outputs)}
-
-
-def tell(gates: GateTensors, num_rows: int) -> None:
-    """Write the first two scores of controllers as `Code.TELL` does."""
-    signals, told, counts = (each.numpy() for each in (gates.signals, gates.told, gates.told_counts))
-    slots = gates.tokens[:num_rows, SLOT].numpy()
-    for number in range(2):
-        counts[slots, number] += 1
-        now = counts[slots, number]
-        signals[:num_rows, 128 + MAX_READ + number] = now
-        bits = signals[:num_rows, 128 + number].copy().view(np.uint32).astype(np.int64)
-        told[slots, now % TOLD_ROWS, number] = now.astype(np.int64) << 32 | bits
-
-
-def hear(gates: GateTensors) -> None:
-    """Note what acts on the rows of those who hear, as `Code.HEAR` does; what that is plays no part here."""
-    heard, hearing = gates.heard.numpy(), gates.hearing.numpy()
-    slots, listeners = np.nonzero(hearing[:, :, 0])
-    positions = hearing[slots, listeners, 1]
-    heard[slots, HEARD_WORDS + positions % HEARD_ROWS] = positions.astype(np.int64) << 32
-    hearing[slots, listeners, 1] += 1
 
 
 def own_gate(scope: Scope, rng: np.random.Generator) -> Gate:

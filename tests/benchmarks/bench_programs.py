@@ -39,7 +39,6 @@ from headgate.steering.programs.codes import (
 )
 from headgate.steering.programs.gate_codes import TokenFlag, gate_field
 from headgate.steering.worker.gates.reference import GateTensors
-from tests.fakes.gate_tensors import nothing_heard, nothing_told
 
 CACHE_BYTES = 128 * 2**20
 COPIED_BYTES = 2**30
@@ -161,8 +160,7 @@ def with_gates(case: Case, codes: Tensor, params: Tensor) -> GateTensors:
     tokens[:, 0] = 0 if case.is_scanned else torch.arange(case.tokens, device="cuda")
     tokens[:, 1] = TokenFlag.IS_SCANNED if case.is_scanned else TokenFlag.IS_GENERATED
     signals = torch.zeros(case.tokens, GATE_COLUMNS, device="cuda")
-    words = *nothing_told(case.tokens, "cuda"), *nothing_heard(case.tokens, "cuda")
-    return GateTensors(signals, torch.zeros_like(signals), tokens, *words)
+    return GateTensors(signals, torch.zeros_like(signals), tokens)
 
 
 def microseconds(calls: Sequence[Launch]) -> float:

@@ -141,8 +141,7 @@ DISK = Step(
 
 
 RING = tuple(
-    f"tests/gpu/test_{name}_cuda.py"
-    for name in ("staging", "staging_stress", "readouts", "signals", "value_upload", "told_words", "heard_words")
+    f"tests/gpu/test_{name}_cuda.py" for name in ("staging", "staging_stress", "readouts", "signals", "value_upload")
 )
 ON_TWO = ("--variants", "stock", "both", *FEW)
 ANY_MODEL = {

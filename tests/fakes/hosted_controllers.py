@@ -1,4 +1,4 @@
-"""Controllers that other processes find on a folder of ``sys.path``, and a worker that tells them scores."""
+"""Controllers that other processes find on a folder of ``sys.path``, and a worker that reads their scores."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from headgate.steering.controllers.hosting.told_words import ToldPlace
+from headgate.capture.engine.contracts.core_part import Progress
 from headgate.steering.controllers.loading import GROUP, ControllerSpec
 from headgate.steering.gates.step_table import StepTable
-from headgate.steering.programs.gate_codes import TOLD_COUNT_MASK, TOLD_ROWS
-from headgate.steering.worker.gates.told_memory import ToldMemory
 
 SOURCE = '''
 import json, os, signal, time
@@ -123,7 +120,6 @@ class Running:
     """A request."""
 
     num_prompt: int
-    slot: int
     acting: tuple[str, ...]
     tokens: list[int]
     done: int = 0
@@ -132,58 +128,37 @@ class Running:
 
 @dataclass
 class Worker:
-    """A worker's memory, and the steps of its requests as an engine core gets them.
+    """The steps of a worker's requests as an engine core gets them.
 
     Attributes:
         numbers: The numbers of the scores of each controller.
     """
 
     numbers: dict[str, list[int]]
-    num_slots: int = 16
     requests: dict[str, Running] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.size = 1 + max(number for each in self.numbers.values() for number in each)
-        self.memory = ToldMemory(self.num_slots, self.size, torch.device("cpu"))
-        self.counts = np.zeros((self.num_slots, self.size), np.int64)
-        self.counts[:] = TOLD_COUNT_MASK - 5  # they begin anew soon
         self.rng = np.random.default_rng(5)
-        self.last: tuple[str, ...] = ()
 
-    @property
-    def place(self) -> ToldPlace:
-        return self.memory.place
-
-    def step(self, rows: dict[str, int], *, may_be_quiet: bool = True) -> tuple[StepTable, bool]:
-        """Compute so many rows of each request; returns the step, and whether the forward tells it alone.
-
-        Signals are the scores, and behind them the counts.
-        """
-        ids = tuple(rows)
+    def step(self, rows: dict[str, int]) -> StepTable:
+        """Compute so many rows of each request; signals are the scores, and behind them others."""
+        ids, total = tuple(rows), sum(rows.values())
         firsts = np.array([self.requests[each].done for each in ids], np.int64)
-        total = sum(rows.values())
-        scores = self.rng.normal(size=(total, self.size)).astype(np.float32)
-        counts = self.rng.integers(0, 99, (total, self.size)).astype(np.float32)  # of those who do not act
-        words, at = self.memory.words.numpy(), 0
         for req_id, number in rows.items():
-            request = self.requests[req_id]
-            for k in (k for name in request.acting for k in self.numbers[name]):
-                for row in range(number):
-                    self.counts[request.slot, k] = now = (self.counts[request.slot, k] + 1) & TOLD_COUNT_MASK
-                    counts[at + row, k] = now
-                if number == 1:
-                    words[request.slot, now % TOLD_ROWS, k] = now << 32 | int(scores[at, k].view(np.uint32))
-            at += number
-            request.done += number
-        is_decoding = all(number == 1 for number in rows.values()) and all(
-            first >= self.requests[each].num_prompt for each, first in zip(ids, firsts.tolist(), strict=True)
-        )
-        is_quiet = may_be_quiet and is_decoding and ids == self.last
-        self.last = ids if is_decoding else ()
-        slots = np.array([self.requests[each].slot for each in ids], np.int32) if is_decoding else None
-        signals = np.concatenate([scores, counts], axis=1)
-        table = StepTable(ids, firsts, np.array(list(rows.values()), np.int64), signals, total == len(ids), slots)
-        return table, is_quiet
+            self.requests[req_id].done += number
+        signals = self.rng.normal(size=(total, 2 * self.size)).astype(np.float32)
+        return StepTable(ids, firsts, np.array(list(rows.values()), np.int64), signals, total == len(ids))
+
+    def tokens_of(self, req_id: str) -> list[int] | None:
+        """The tokens of a request; None if it has ended."""
+        found = self.requests.get(req_id)
+        return None if found is None else found.tokens
+
+    def progress(self, req_id: str) -> Progress | None:
+        """How far a request is; None if it has ended."""
+        found = self.requests.get(req_id)
+        return None if found is None else Progress(max(found.done, found.num_prompt), found.tokens)
 
     def generate(self, ids: Collection[str]) -> None:
         """Sample the next token of each request whose rows are all computed."""

@@ -136,12 +136,12 @@ def counted(llm: Any, threshold: float) -> dict[str, int]:
 
 
 def driven(llm: Any) -> dict[str, Any]:
-    """All prompts with the controller: read in the outputs of steps (``loud``), and where the forward tells its scores.
+    """All prompts with the controller, with traces (``traced``) and without (``plain``).
 
-    Of both the tokens and the actions that were applied; and how many steps the controller missed.
+    Returns for both the tokens, the actions that were applied, and how many steps the controller missed.
     """
     found: dict[str, Any] = {}
-    for name, is_traced in (("loud", True), ("quiet", False)):
+    for name, is_traced in (("traced", True), ("plain", False)):
         before = llm.steering.dynamic().controllers[0]
         llm.reset_prefix_cache()
         asked = {"return_steering_trace": is_traced, "steering_rules": ["pid"]}
@@ -149,8 +149,7 @@ def driven(llm: Any) -> dict[str, Any]:
         status = llm.steering.dynamic().controllers[0]
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         applied = status.actions["applied"] - before.actions["applied"]
-        heard = status.heard - before.heard
-        found[name] = {"tokens": tokens, "applied": applied, "skipped": status.skipped, "heard": heard}
+        found[name] = {"tokens": tokens, "applied": applied, "skipped": status.skipped}
     return found
 
 

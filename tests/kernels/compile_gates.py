@@ -15,9 +15,8 @@ from triton.runtime.driver import driver
 
 from headgate.steering.kernels import reconstruct_rows, run_programs, scan_gates
 from headgate.steering.programs.codes import NUM_CODES, NUM_NUMBERS, NUM_PARAMS, NUM_SUMS, InputNorm
-from headgate.steering.programs.gate_codes import HEARD_ROWS, HEARD_WORDS, TOLD_ROWS
 
-TOKENS, WIDTH, ENTRIES, COLUMNS, TOLD, FEATURES = 64, 256, 16, 64, 2, 512
+TOKENS, WIDTH, ENTRIES, COLUMNS, FEATURES = 64, 256, 16, 64, 512
 
 
 class Driver:
@@ -52,11 +51,8 @@ def run() -> None:
     numbers = torch.zeros(TOKENS, dtype=torch.int32)
     tables = (torch.zeros(4, ENTRIES, NUM_CODES, dtype=torch.int32), torch.zeros(4, ENTRIES, NUM_PARAMS))
     optional = (torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(TOKENS, 8), torch.zeros(TOKENS, WIDTH))
-    told = torch.zeros(TOKENS, TOLD_ROWS, TOLD, dtype=torch.int64)
-    slots, told_counts = (torch.zeros(TOKENS, size, dtype=torch.int32) for size in (2, TOLD))
-    heard = torch.zeros(TOKENS, HEARD_WORDS + HEARD_ROWS, dtype=torch.int64)
-    words = (told, told_counts, heard, torch.zeros(TOKENS, 1, 2, dtype=torch.int32))
-    gates = (torch.zeros(TOKENS, COLUMNS), torch.zeros(TOKENS, COLUMNS), slots, *words)
+    slots = torch.zeros(TOKENS, 2, dtype=torch.int32)
+    gates = (torch.zeros(TOKENS, COLUMNS), torch.zeros(TOKENS, COLUMNS), slots)
     run_programs.program_deltas(*(value, value, value, numbers, numbers, *tables, *optional), gates=gates, scans=True)
 
 

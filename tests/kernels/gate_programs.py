@@ -10,11 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headgate.steering.programs.codes import CODE_MASK, NUM_PARAMS, P4, P5, Code, Flag, change_index, with_change
+from headgate.steering.programs.codes import NUM_PARAMS, Code, Flag, with_change
 from headgate.steering.programs.gate_codes import (
-    HEARD_ROWS,
-    HEARD_WORDS,
-    TOLD_ROWS,
     Combine,
     GateFlag,
     Mode,
@@ -40,10 +37,6 @@ from tests.kernels.test_run_programs import (
 NUM_COLUMNS = 80
 EARLY_COLUMN = NUM_COLUMNS - 3
 """Of a gate that is evaluated at a later site."""
-NUM_TOLD = 2
-"""Numbers that programs tell."""
-NUM_HEARD = 2
-"""Coefficients that they hear."""
 
 
 @dataclass
@@ -65,8 +58,6 @@ class Steps:
     Attributes:
         programs: Of the requests; number 0 is none.
         rows: The stream of each request, ``[length, D]``.
-        told: int64 ``[Q, TOLD_ROWS, NUM_TOLD]``, and with `told_counts`, int32 ``[Q, NUM_TOLD]``, all 0 at first.
-        heard: int64 ``[Q, HEARD_WORDS + HEARD_ROWS]``, and with `hearing`, int32 ``[Q, NUM_HEARD, 2]``, likewise.
     """
 
     programs: Sequence[Sequence[Entry]]
@@ -84,10 +75,6 @@ class Steps:
         states = torch.randn(slots, NUM_COLUMNS, generator=generator)
         states[0, EARLY_COLUMN] = math.nan
         self.states = states.to(DEVICE)
-        self.told = torch.zeros(slots, TOLD_ROWS, NUM_TOLD, dtype=torch.int64, device=DEVICE)
-        self.told_counts = torch.zeros(slots, NUM_TOLD, dtype=torch.int32, device=DEVICE)
-        self.heard = torch.zeros(slots, HEARD_WORDS + HEARD_ROWS, dtype=torch.int64, device=DEVICE)
-        self.hearing = torch.zeros(slots, NUM_HEARD, 2, dtype=torch.int32, device=DEVICE)
         self.signals = [torch.randn(request.length, NUM_COLUMNS, generator=generator) for request in self.requests]
 
     def step(self, numbers: Sequence[int], *, scans: bool = True) -> tuple[Tensor, Tensor]:
@@ -98,19 +85,14 @@ class Steps:
         tokens = [[self.requests[r].slot, self._flags(r, p, numbers[r])] for r, p in at]
         signals = torch.stack([self.signals[r][p] for r, p in at]).to(DEVICE)
         flags = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
-        made = GateTensors(signals, self.states, flags, self.told, self.told_counts, self.heard, self.hearing)
+        made = GateTensors(signals, self.states, flags)
         known = GateTensors(*(tensor.clone() for tensor in made))
-        ran = [self.programs[self.requests[r].program - 1] if self.requests[r].program else [] for r, _ in at]
-        told = self.told.clone()
         arguments = example.tables.arguments()
         delta = run_programs.program_deltas(example.value, None, *arguments, gates=made, scans=scans)
         expected = program_deltas_reference(example.value, None, *example.tables.arguments(), gates=known)
         active = example.tables.counts > 0
         torch.testing.assert_close(made.signals, known.signals, rtol=2e-4, atol=2e-4, equal_nan=True)
         torch.testing.assert_close(made.states, known.states, rtol=2e-4, atol=2e-4, equal_nan=True)
-        check_told(ran, told, made, known)
-        assert torch.equal(made.heard, known.heard)
-        assert torch.equal(made.hearing, known.hearing)
         size = expected.abs().amax(-1, keepdim=True) + example.value.double().abs().amax(-1, keepdim=True)
         assert ((delta.double() - expected).abs() <= 3e-4 * size)[active].all()
         self.done = [done + number for done, number in zip(self.done, numbers, strict=True)]
@@ -123,30 +105,6 @@ class Steps:
         flags |= TokenFlag.IS_GENERATED if position >= given.prompt else 0
         flags |= TokenFlag.IS_REPLAYED if position < given.replayed else 0
         return int(flags | TokenFlag.IS_SCANNED) if number > 1 else int(flags)
-
-
-def check_told(ran: Sequence[Sequence[Entry]], before: Tensor, made: GateTensors, known: GateTensors) -> None:
-    """Compare what a step told with the definition: counts exactly, scores with the signals of the same computation.
-
-    Args:
-        ran: The program of each batch row.
-        before: The words before the step.
-        made: The tensors behind the kernels.
-        known: Behind the definition.
-    """
-    assert torch.equal(made.told_counts, known.told_counts)
-    for gates in (made, known):
-        words = before.clone()
-        for row, program in enumerate(ran):
-            slot, flags = gates.tokens[row].tolist()
-            for entry in program:
-                if entry.code & CODE_MASK == Code.TELL:
-                    count = int(gates.signals[row, change_index(entry.code)])
-                    assert count == known.signals[row, change_index(entry.code)]
-                    if not flags & TokenFlag.IS_SCANNED:
-                        bits = int(gates.signals[row, int(entry.params[P4])].view(torch.int32)) % (1 << 32)
-                        words[slot, count % TOLD_ROWS, int(entry.params[P5])] = count << 32 | bits
-        assert torch.equal(gates.told, words)
 
 
 def score(column: int, code: int = ScoreKind.LINEAR, read: int = 1, params: Sequence[float] = (1.1, 0.0, 0.1)) -> Entry:
@@ -163,16 +121,6 @@ def loop(column: int, reads: int, pool: Pool = Pool.TOKEN, gains: Sequence[float
     """A control loop around 0.2, between -0.6 and 0.9; `gains` are kp, ki and kd."""
     kp, ki, kd = gains
     return Entry(with_change(Code.LEAF | Mode.PID | pool, column), 0, 0, (-0.6, 0.9, 0.2, kp, ki, 0.3, reads, kd))
-
-
-def tell(column: int, reads: int, k: int) -> Entry:
-    """An entry that tells a score as the k-th number."""
-    return Entry(with_change(Code.TELL, column), 0, 0, (0.0, 0.0, 0, 0, 0, 0, reads, k))
-
-
-def hear(column: int, d: int) -> Entry:
-    """An entry that hears the d-th coefficient."""
-    return Entry(with_change(Code.HEAR, column), 0, 0, (0.0, 0.0, 0, 0, 0, 0, d))
 
 
 def node(column: int, combine: Combine, one: int, other: int = 0) -> Entry:
@@ -228,7 +176,7 @@ def gate_programs(draw: st.DrawFn) -> list[Entry]:
 
 
 def draw_conditions(draw: st.DrawFn, number: Number) -> tuple[list[Entry], list[int], int]:
-    """Draw scores, of which some are told, leaves and nodes.
+    """Draw scores, leaves and nodes.
 
     Returns:
         The entries, the columns of conditions, and the first free column.
@@ -240,9 +188,6 @@ def draw_conditions(draw: st.DrawFn, number: Number) -> tuple[list[Entry], list[
         entries.append(score(at, kind, draw(st.integers(1, 8)), [number(-1, 2) for _ in range(NUM_PARAMS)]))
         entries[-1].write = draw(st.sampled_from([0, 3]))
         scores.append(at)
-        at += 1
-    for k in draw(st.lists(st.sampled_from(range(NUM_TOLD)), unique=True)):
-        entries.append(tell(at, draw(st.sampled_from(scores)), k))
         at += 1
     for _ in range(draw(st.integers(1, 3))):
         mode = draw(st.sampled_from(Mode))

@@ -29,7 +29,6 @@ from headgate.steering.programs.gate_codes import (
 )
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference
-from tests.fakes.gate_tensors import nothing_heard, nothing_told
 from tests.kernels.gate_programs import (
     EARLY_COLUMN,
     NUM_COLUMNS,
@@ -67,11 +66,6 @@ def small_blocks() -> Iterator[None]:
         patch.setattr(scan_gates, "_ROWS", 4)
         patch.setattr(scan_gates, "_TOKENS", 8)
         yield
-
-
-def nothing_kept(slots: int) -> tuple[Tensor, ...]:
-    """The words and counts of programs that tell and hear nothing."""
-    return *nothing_told(slots, DEVICE), *nothing_heard(slots, DEVICE)
 
 
 def in_steps(program: Sequence[Entry], replayed: int = 0) -> None:
@@ -198,7 +192,7 @@ def test_a_strength_that_is_no_number_is_0_and_its_vectors_are_not_read():
     signals = torch.zeros(2, NUM_COLUMNS, device=DEVICE)
     signals[1, 3] = math.nan
     tokens = torch.tensor([[0, 0], [1, TokenFlag.IS_GENERATED]], dtype=torch.int32, device=DEVICE)
-    gates = (signals, torch.full((2, NUM_COLUMNS), math.nan, device=DEVICE), tokens, *nothing_kept(2))
+    gates = (signals, torch.full((2, NUM_COLUMNS), math.nan, device=DEVICE), tokens)
 
     delta = run_programs.program_deltas(example.value, None, *example.tables.arguments(), gates=gates)
 
@@ -212,7 +206,7 @@ def test_a_feature_in_two_halves_is_multiplied_where_it_is_written():
     signals = torch.zeros(1, NUM_COLUMNS, device=DEVICE)
     signals[0, 3] = 0.4
     tokens = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE)
-    gates = (signals, torch.zeros(1, NUM_COLUMNS, device=DEVICE), tokens, *nothing_kept(1))
+    gates = (signals, torch.zeros(1, NUM_COLUMNS, device=DEVICE), tokens)
     made, known = example.tables.arguments(), example.tables.arguments()
 
     delta = run_programs.program_deltas(example.value, None, *made, gates=gates)
@@ -320,9 +314,7 @@ def test_a_program_may_change_within_the_rows_of_a_request():
     example = Example(programs, rows, 24)
     states = torch.randn(1, NUM_COLUMNS, device=DEVICE)
     tokens = torch.tensor([[0, flags]] * 6, dtype=torch.int32, device=DEVICE)
-    made, known = (
-        GateTensors(torch.zeros(6, NUM_COLUMNS).to(DEVICE), states.clone(), tokens, *nothing_kept(1)) for _ in range(2)
-    )
+    made, known = (GateTensors(torch.zeros(6, NUM_COLUMNS).to(DEVICE), states.clone(), tokens) for _ in range(2))
 
     run_programs.program_deltas(example.value, None, *example.tables.arguments(), gates=made)
 
@@ -339,7 +331,7 @@ def test_gates_that_do_not_fit_are_refused():
     def run(*gates: Tensor) -> None:
         run_programs.program_deltas(example.value, None, *example.tables.arguments(), gates=gates)
 
-    right = GateTensors(signals, states, tokens, *nothing_kept(3))
+    right = GateTensors(signals, states, tokens)
     run(*right)
     for wrong in (
         right._replace(signals=signals[:1]),
@@ -347,11 +339,6 @@ def test_gates_that_do_not_fit_are_refused():
         right._replace(tokens=tokens[:, :1].contiguous()),
         right._replace(tokens=tokens.long()),
         right._replace(signals=signals.half()),
-        right._replace(told=right.told[:, 1:].contiguous()),
-        right._replace(told=right.told.int()),
-        right._replace(told_counts=right.told_counts[:2]),
-        right._replace(hearing=torch.zeros(3, 1, 2, dtype=torch.int32, device=DEVICE)),
-        right._replace(heard=right.heard.int()),
     ):
         with pytest.raises(ValueError, match=r"expected float32 signals \[2, C\]"):
             run(*wrong)

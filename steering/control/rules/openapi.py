@@ -139,7 +139,6 @@ _CONTROLLER: Schema = {
     "over_budget": {**COUNT, "description": "Steps that took longer."},
     "seconds": {**_NUMBER, "description": "That it took."},
     "actions": {"type": "object", "additionalProperties": COUNT, "description": "Submitted, and by outcome."},
-    "heard": {**COUNT, "description": "Scales that were applied, past the engine core."},
     "error": {"type": ["string", "null"], "description": "Why it was switched off."},
 }
 _DYNAMIC: Schema = {
@@ -182,7 +181,6 @@ DYNAMIC: dict[str, Any] = {
                     "over_budget": 0,
                     "seconds": 0.04,
                     "actions": {"submitted": 514, "applied": 512, "rejected": 0, "dropped": 2},
-                    "heard": 480,
                     "error": None,
                 }
             ],

@@ -78,7 +78,6 @@ class ControllerActivity:
         seconds: Time that it took.
         actions: Its actions by outcome: those that were ``submitted``, and what came of them, which is ``applied``,
             ``rejected`` or ``dropped``.
-        heard: Of those that were applied, scales that forwards took up by themselves, past the engine core.
         error: Why it was switched off; None while it is on everywhere.
     """
 
@@ -92,7 +91,6 @@ class ControllerActivity:
     over_budget: int
     seconds: float
     actions: Mapping[str, int]
-    heard: int
     error: str | None
 
     @classmethod
@@ -101,7 +99,7 @@ class ControllerActivity:
         first, actions = told[0], Counter[str]()
         for each in told:
             actions.update(each["actions"])
-        summed = ("steps", "skipped", "over_budget", "seconds", "heard")
+        summed = ("steps", "skipped", "over_budget", "seconds")
         sums = {name: sum(each[name] for each in told) for name in summed}
         error = next((each["error"] for each in told if each["error"] is not None), None)
         kept = {name: first[name] for name in ("name", "entry_point", "applies_to", "budget_ms")}

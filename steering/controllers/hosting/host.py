@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, repeat
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from headgate.capture.probes.probe import Probe
+from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.steering.controllers.actions import Action
-from headgate.steering.controllers.controller import RequestView
+from headgate.steering.controllers.controller import RequestView, StepReadings
 from headgate.steering.controllers.controller_thread import ControllerFigures, ControllerThread
-from headgate.steering.controllers.hosting.step_reader import ReadStep, StepReader, TokensOf, ToldRows
 from headgate.steering.controllers.loading import ControllerSpec, load_controller, read_probes
 from headgate.steering.gates.step_table import StepTable
+from headgate.steering.vectors.dtypes import Float32Rows
 
 
 class LoadedController(NamedTuple):
@@ -49,67 +50,17 @@ class SwitchedOff(NamedTuple):
     requests: tuple[str, ...]
 
 
-class Repeat(NamedTuple):
-    """An action that forwards could have heard by themselves; the next ones are likely to be the same, but for scales.
-
-    Attributes:
-        controller: Its name.
-        requests: Of all of them; the very tuple of the last one.
-        module: Likewise.
-        epoch: Of the words to listen to.
-    """
-
-    controller: str
-    requests: tuple[str, ...]
-    module: str
-    epoch: int
-
-
 @dataclass(slots=True)
 class Answers:
     """Actions that came of steps.
 
     Attributes:
-        settled: Of all that were heard, the last ones, float64 ``[n]`` for the requests of the `Repeat`, NaN for those
-            that were not set. It comes before the actions; the forward must hear none after them. None if that goes on.
         actions: Each with its controller's name, in their order.
         switched_off: Controllers that were switched off since the last answers.
-        repeat: What the last action is, if it is alone; None if it is nothing of that kind.
     """
 
-    settled: npt.NDArray[np.float64] | None = None
     actions: list[tuple[str, Action]] = field(default_factory=list)
     switched_off: list[SwitchedOff] = field(default_factory=list)
-    repeat: Repeat | None = None
-
-
-NO_ANSWERS = Answers()
-"""Nobody adds to them."""
-
-
-class HeardAnswers(Protocol):
-    """Answers that forwards can hear by themselves, where that is possible. Engine thread only."""
-
-    @property
-    def acts_from(self) -> Callable[[str], int | None]:
-        """Returns the position of the row of a request on which what is decided behind the last step can be heard."""
-        ...
-
-    def begin(self) -> None:
-        """Leave the repeats of the last action to the forward from here on: `take` does not return them."""
-        ...
-
-    def cancel(self) -> bool:
-        """Undo `begin`; returns whether `take` has left nothing to the forward since."""
-        ...
-
-    def take_count(self) -> int:
-        """Return how many scales were left to the forward since this was asked last."""
-        ...
-
-    def settle(self) -> None:
-        """Have `take` return `Answers.settled`, as soon as it waits for nothing."""
-        ...
 
 
 class ControllerHost(Protocol):
@@ -117,14 +68,10 @@ class ControllerHost(Protocol):
 
     Attributes:
         loaded: The controllers by their names, in the order of the configuration.
-        heard: Lets forwards hear answers; None if they cannot.
     """
 
     @property
     def loaded(self) -> Mapping[str, LoadedController]: ...
-
-    @property
-    def heard(self) -> HeardAnswers | None: ...
 
     def start(self, scores: Mapping[str, Mapping[str, int]]) -> None:
         """Take requests and steps from here on.
@@ -146,10 +93,6 @@ class ControllerHost(Protocol):
         """Hand over a step; `take` returns what comes of it. See `StepReader.read`."""
         ...
 
-    def read_quiet(self) -> None:
-        """Hand over a step whose scores are in the memory that kernels write (`ToldWords`)."""
-        ...
-
     def take(self) -> Answers:
         """Return what came of the steps so far, waiting for the budgets of the controllers at most."""
         ...
@@ -157,6 +100,142 @@ class ControllerHost(Protocol):
     def figures(self) -> Mapping[str, ControllerFigures]:
         """Return the figures of each controller."""
         ...
+
+
+TokensOf = Callable[[str], Sequence[int] | None]
+"""Returns the tokens of a request, the prompt's first, which grow with it; None if it has ended."""
+
+
+class ReadStep(NamedTuple):
+    """The rows of one step that were not told before, one request after the other.
+
+    Attributes:
+        requests: Id of the request of each row, ``[n]``; the very tuple of the step before if it has the same.
+        positions: int64 ``[n]``.
+        is_prompt: bool ``[n]``.
+        tokens: Of the request of each row, ``[n]``.
+        signals: float32 ``[n, columns]``.
+    """
+
+    requests: tuple[str, ...]
+    positions: Int64Array
+    is_prompt: BoolArray
+    tokens: Sequence[Sequence[int]]
+    signals: Float32Rows
+
+    def of(self, scores: Mapping[str, int]) -> StepReadings:
+        """Return the rows for a controller, whose scores are in columns by their names."""
+        return StepReadings(
+            requests=self.requests,
+            positions=self.positions,
+            is_prompt=self.is_prompt,
+            scores={name: self.signals[:, column].copy() for name, column in scores.items()},
+            tokens=self.tokens,
+        )
+
+    def part(self, at: Sequence[int], requests: tuple[str, ...]) -> ReadStep:
+        """Return some of the rows, by their indices, whose requests are given."""
+        index = np.array(at, np.int64)
+        tokens = [self.tokens[each] for each in at]
+        return ReadStep(requests, self.positions[index], self.is_prompt[index], tokens, self.signals[index])
+
+
+class ToldRows:
+    """Rows of a request that were told: one that is computed again is not told again.
+
+    Args:
+        num_prompt: Tokens of its prompt.
+    """
+
+    __slots__ = ("end", "num_prompt", "tokens")
+
+    def __init__(self, num_prompt: int) -> None:
+        self.num_prompt = num_prompt
+        self.end = 0
+        self.tokens: Sequence[int] = ()
+        """All tokens of the request, which grow with it."""
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """A step of one generated row of each of some requests; steps of the same ones are likely to follow.
+
+    Attributes:
+        step: As it was told.
+        told: The requests.
+        has_ended: Whether one of them has ended since.
+    """
+
+    step: ReadStep
+    told: list[ToldRows]
+    has_ended: bool = False
+
+
+class StepReader:
+    """Finds the rows of steps that are new. One thread only, but for `forget`.
+
+    Args:
+        tokens_of: Gives the tokens of requests.
+    """
+
+    def __init__(self, tokens_of: TokensOf) -> None:
+        self._tokens_of = tokens_of
+        self._decoding: _Decoding | None = None
+
+    def forget(self) -> None:
+        """Follow the end of a request. Any thread."""
+        if (known := self._decoding) is not None:
+            known.has_ended = True
+
+    def read(self, step: StepTable, discarded: Collection[str], requests: Mapping[str, ToldRows]) -> ReadStep | None:
+        """Return the rows of a step that are new; None if there are none.
+
+        Args:
+            step: As workers read it.
+            discarded: Requests of the step for which it does not count.
+            requests: Those that are followed.
+        """
+        known = self._decoding
+        if known is not None:
+            requests_before, last, is_prompt, tokens, _ = known.step
+            is_next = not (discarded or known.has_ended) and step.has_one_row_each and step.ids == requests_before
+            if is_next and not np.count_nonzero(step.firsts <= last):
+                known.step = ReadStep(requests_before, step.firsts, is_prompt, tokens, step.signals)
+                return known.step
+            for told, position in zip(known.told, last.tolist(), strict=True):
+                told.end = position + 1
+        self._decoding = None
+        return self._read_rows(step, discarded, requests)
+
+    def _read_rows(
+        self, step: StepTable, discarded: Collection[str], requests: Mapping[str, ToldRows]
+    ) -> ReadStep | None:
+        found: list[tuple[str, ToldRows, range]] = []
+        is_told = np.zeros(len(step.signals), np.bool_)
+        start = 0
+        for req_id, first, count in zip(step.ids, step.firsts.tolist(), step.counts.tolist(), strict=True):
+            begin, start = start, start + count
+            told = requests.get(req_id)
+            if told is None or req_id in discarded:
+                continue
+            if not told.tokens:
+                told.tokens = self._tokens_of(req_id) or ()
+            new = max(first, told.end)
+            told.end = max(told.end, first + count)
+            if new < first + count:
+                found.append((req_id, told, range(new, first + count)))
+                is_told[begin + new - first : start] = True
+        if not found:
+            return None
+        positions = np.fromiter(chain.from_iterable(rows for *_, rows in found), np.int64)
+        lengths = np.repeat([told.num_prompt for _, told, _ in found], [len(rows) for *_, rows in found])
+        names = tuple(chain.from_iterable(repeat(req_id, len(rows)) for req_id, _, rows in found))
+        tokens = list(chain.from_iterable(repeat(told.tokens, len(rows)) for _, told, rows in found))
+        is_prompt = positions < lengths
+        read = ReadStep(names, positions, is_prompt, tokens, step.signals[is_told])
+        if len(found) == len(step.ids) and step.has_one_row_each and not is_prompt.any():
+            self._decoding = _Decoding(read, [told for _, told, _ in found])
+        return read
 
 
 class _Followed(ToldRows):
@@ -197,7 +276,6 @@ class LocalHost:
             loaded[spec.instance] = LoadedController(probes, tuple(made.modules()), *needs)
             self._threads[spec.instance] = ControllerThread(spec.instance, made, spec.budget_ms / 1000)
         self.loaded: Mapping[str, LoadedController] = loaded
-        self.heard: HeardAnswers | None = None
         self._first_column = first_column
         self._columns: dict[str, dict[str, int]] = {}
         self._requests: dict[str, _Followed] = {}
@@ -217,11 +295,6 @@ class LocalHost:
     def add(self, req_id: str, num_prompt: int, acting: Sequence[str]) -> None:
         """See `ControllerHost.add`."""
         self._requests[req_id] = _Followed(num_prompt, acting)
-
-    def acting(self, req_id: str) -> Collection[str]:
-        """Return the names of the controllers that act on a request."""
-        found = self._requests.get(req_id)
-        return () if found is None else found.acting
 
     def end(self, req_id: str) -> None:
         """See `ControllerHost.end`."""
@@ -248,19 +321,6 @@ class LocalHost:
                 thread.step(read.of(self._columns[name]))
             elif part[0]:
                 thread.step(read.part(*part).of(self._columns[name]))
-
-    def read_quiet(self) -> None:
-        """See `ControllerHost.read_quiet`: nobody tells quietly here.
-
-        Raises:
-            AssertionError: Always.
-        """
-        raise AssertionError("a worker told quietly, and nobody reads there")
-
-    def skip(self) -> None:
-        """Count a step that is lost for all controllers."""
-        for thread in self._threads.values():
-            thread.figures.skipped += 1
 
     def drop(self, name: str) -> None:
         """Count an action of a controller that was dropped."""

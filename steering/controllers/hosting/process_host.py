@@ -1,35 +1,28 @@
 """Controllers in a process of their own, as the engine core sees them.
 
 Their Python then takes nothing of the interpreter that also schedules and launches steps, and finds its caches warm.
-Steps in which the same requests generate on are not sent: the forward tells their scores, and the engine core counts.
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
+import signal
+import subprocess
+import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from queue import Empty, SimpleQueue
 
 from headgate.capture.engine.contracts.core_part import Progress
-from headgate.steering.controllers.controller_thread import ControllerFigures
-from headgate.steering.controllers.hosting.answer_reader import AnswerReader
-from headgate.steering.controllers.hosting.controller_process import ControllerProcess
-from headgate.steering.controllers.hosting.host import Answers, HeardAnswers
-from headgate.steering.controllers.hosting.messages import (
-    HAS_ORDER,
-    MAX_REQUESTS,
-    TOKEN_STEPS,
-    Attach,
-    Attached,
-    End,
-    NewRequest,
-    Start,
-    Step,
-)
-from headgate.steering.controllers.hosting.told_words import ToldPlace, ToldRowsOfStep
+from headgate.capture.process.connection import Connection, start_module
+from headgate.capture.schema.errors import ConfigError
+from headgate.steering.controllers.controller_thread import HANGS_S, ControllerFigures, Standstill
+from headgate.steering.controllers.hosting.host import Answers, SwitchedOff
+from headgate.steering.controllers.hosting.messages import Answer, End, Loaded, NewRequest, Settings, Start, Step
 from headgate.steering.controllers.loading import ControllerSpec
 from headgate.steering.gates.step_table import StepTable
 
@@ -37,8 +30,132 @@ logger = logging.getLogger("headgate")
 
 MAX_BEHIND = 64
 """Steps that may be under way to the process; further ones are skipped."""
-_MAX_TOLD_BEHIND = TOKEN_STEPS - 2
-"""The same of steps that the forward tells: soon after that, the next ones take their place."""
+LOADED_S = 300.0
+"""Seconds that the start may take: imports from a slow disk, and whatever controllers do when they are made."""
+ENDED_S = 5.0
+"""Seconds that the process may take to end by itself once its socket is shut."""
+
+
+class ControllerProcess:
+    """Starts the process, speaks to it, waits for it and watches it. Engine thread only, but for `send`.
+
+    Args:
+        specs: The controllers.
+
+    Attributes:
+        loaded: The first word of the process.
+        num_behind: Steps that it was told of and has not answered.
+        lost: Why the process is gone; None while it is there.
+
+    Raises:
+        ConfigError: If a controller cannot be made, or the process does not start.
+    """
+
+    def __init__(self, specs: Sequence[ControllerSpec]) -> None:
+        self.num_behind = 0
+        self.lost: str | None = None
+        self._budget_s = sum(spec.budget_ms for spec in specs) / 1000
+        self._num_late = 0
+        """It is late until it has answered so many steps."""
+        self._num_answers = 0
+        self._standstill = Standstill()
+        settings = Settings(specs=tuple(specs), path=tuple(sys.path), log_level=logger.getEffectiveLevel())
+        self._connection, self._child = start_module("headgate.steering.controllers.hosting", settings)
+        weakref.finalize(self, _end, self._connection, self._child)
+        self.loaded = self._await_loaded()
+        self._answers: SimpleQueue[bytes | None] = SimpleQueue()
+        receiving = self._connection, self._answers
+        threading.Thread(target=_receive, args=receiving, name="headgate-controllers", daemon=True).start()
+
+    def send(self, message: object) -> None:
+        """Send a message that is not answered. Any thread."""
+        self._connection.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def ask(self, step: Step) -> None:
+        """Send a step, which is answered."""
+        self.num_behind += 1
+        self.send(step)
+
+    def take(self) -> list[Answer]:
+        """Return the answers that have come, waiting for those to all steps, for the budgets at most.
+
+        When they are over, it is late until it has answered the steps that were waited for: it is not waited for again
+        before, which would cost every step the budgets while it is slower than they allow.
+        """
+        found: list[Answer] = []
+        deadline = time.perf_counter() + self._budget_s
+        while self.num_behind and self.lost is None:
+            wait_s = deadline - time.perf_counter() if self._num_late <= 0 else 0.0
+            try:
+                data = self._answers.get(timeout=max(wait_s, 0.0))
+            except Empty:
+                self._num_late = self._num_late if self._num_late > 0 else self.num_behind
+                self._wait_on()
+                break
+            if data is None:
+                self._lose_closed()
+                break
+            found.append(pickle.loads(data))  # noqa: S301  (from the process that was started here)
+            self.num_behind -= 1
+            self._num_late -= 1
+            self._num_answers += 1
+        return found
+
+    def _wait_on(self) -> None:
+        self._check()
+        if self.lost is None and (seconds := self._standstill.look(self._num_answers)) > HANGS_S:
+            self._lose(f"its process has not returned from a step for {seconds:.0f} s")
+
+    def _check(self) -> None:
+        """Notice its end, also while children of it keep its socket open."""
+        if (status := self._child.poll()) is not None:
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            self._lose(f"its process {how}")
+
+    def _lose_closed(self) -> None:
+        try:
+            self._child.wait(ENDED_S)
+        except subprocess.TimeoutExpired:
+            self._lose("its process has closed its socket")
+        else:
+            self._check()
+
+    def _lose(self, reason: str) -> None:
+        """End it, for a reason that is told."""
+        logger.error("steering: controllers are switched off: %s", reason)
+        self.lost = reason
+        _end(self._connection, self._child)
+
+    def _await_loaded(self) -> Loaded:
+        timer = threading.Timer(LOADED_S, self._connection.shut)
+        timer.start()
+        try:
+            data = self._connection.receive()
+        finally:
+            timer.cancel()
+        message = None if data is None else pickle.loads(data)  # noqa: S301
+        if isinstance(message, Loaded) and message.error is None:
+            return message
+        _end(self._connection, self._child)
+        error = message.error if isinstance(message, Loaded) else None
+        raise ConfigError(error or "the process of the controllers did not start; its log says why")
+
+
+def _receive(connection: Connection, answers: SimpleQueue[bytes | None]) -> None:
+    """Take what the process sends, on a thread of its own; None when it is gone."""
+    while (data := connection.receive()) is not None:
+        answers.put(data)
+    answers.put(None)
+
+
+def _end(connection: Connection, child: subprocess.Popen[bytes]) -> None:
+    """End the process, which ends by itself when its socket is shut."""
+    connection.shut()
+    try:
+        child.wait(ENDED_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 @dataclass(slots=True)
@@ -48,25 +165,11 @@ class _Sent:
     tokens: Sequence[int]
     count: int = 0
 
-
-@dataclass(slots=True)
-class _Told:
-    """Requests of a step behind which the forward tells the steps.
-
-    Attributes:
-        requests: Those whose tokens are told, each with its place and the position of its row there.
-        num_steps: Steps since.
-    """
-
-    requests: list[tuple[int, int, _Sent]]
-    num_steps: int = 0
-
-    def settle(self) -> None:
-        """Count the tokens that the process got beside messages."""
-        for _, _, sent in self.requests:
-            sent.count += self.num_steps
-        self.requests = [(at, first + self.num_steps, sent) for at, first, sent in self.requests]
-        self.num_steps = 0
+    def take_further(self) -> list[int]:
+        """Return the tokens that the process does not have; they count as sent."""
+        further = list(self.tokens[self.count :])
+        self.count += len(further)
+        return further
 
 
 class ProcessHost:
@@ -76,25 +179,18 @@ class ProcessHost:
         specs: The controllers.
         progress: Tells how far requests are; None for one that has ended.
         scores: The columns of all scores in the signals of steps.
-        counts: Those of the counts with which they are told.
-        ask_aloud: Has the workers send the next step's scores, whatever they tell otherwise.
 
     Raises:
         ConfigError: If a controller cannot be made, or the process does not start.
     """
 
     def __init__(
-        self,
-        specs: Sequence[ControllerSpec],
-        progress: Callable[[str], Progress | None],
-        scores: slice,
-        counts: slice,
-        ask_aloud: Callable[[], object],
+        self, specs: Sequence[ControllerSpec], progress: Callable[[str], Progress | None], scores: slice
     ) -> None:
         self._progress = progress
-        self._score_columns, self._count_columns = scores, counts
-        self._ask_aloud = ask_aloud
+        self._score_columns = scores
         self._lock = threading.Lock()
+        """Guards the order of messages, and which tokens they bring."""
         self._process = ControllerProcess(specs)
         self.loaded = self._process.loaded.controllers
         self._needs_tokens = any(each.needs_tokens for each in self.loaded.values())
@@ -102,30 +198,9 @@ class ProcessHost:
         """Requests of which no step was sent."""
         self._sent: dict[str, _Sent] = {}
         """All others."""
-        self._told: _Told | None = None
         self._num_skipped = 0
-        self._ahead = 0
-        """How many rows further on a decision behind a step of which the forward tells acts."""
-        self._answers = AnswerReader(self._process, self.loaded, self._acts_from)
-        self.heard: HeardAnswers | None = None
-
-    def attach(self, place: ToldPlace, *, is_alone: bool) -> bool:
-        """Let the process read what forwards tell in a worker's memory; returns whether it can.
-
-        Args:
-            place: Of the memory.
-            is_alone: Whether no other worker has to follow what this one hears.
-        """
-        if not HAS_ORDER or place.num_slots > 2 * MAX_REQUESTS:
-            return False
-        self._process.send(Attach(place=place))
-        answer = self._process.receive()
-        if isinstance(answer, Attached) and answer.error is not None:
-            logger.info("steering: controllers cannot read the worker's memory: %s", answer.error)
-        is_attached = isinstance(answer, Attached) and answer.error is None
-        if is_attached and is_alone:
-            self.heard = self._answers
-        return is_attached
+        self._figures: Mapping[str, ControllerFigures] = {name: ControllerFigures() for name in self.loaded}
+        self._has_lost = False
 
     def start(self, scores: Mapping[str, Mapping[str, int]]) -> None:
         """See `ControllerHost.start`."""
@@ -140,15 +215,11 @@ class ProcessHost:
         with self._lock:
             self._new.pop(req_id, None)
             if (sent := self._sent.pop(req_id, None)) is not None and self._process.lost is None:
-                self._settle_tokens()
-                tokens = list(sent.tokens[sent.count :])
-                self._process.send(End(behind=self._process.num_steps, req_id=req_id, tokens=tokens))
+                self._process.send(End(req_id=req_id, tokens=sent.take_further()))
 
     def read(self, step: StepTable, discarded: Collection[str]) -> None:
         """See `ControllerHost.read`."""
         with self._lock:
-            self._settle_tokens()
-            self._told = None
             if self._process.lost is not None or self._process.num_behind >= MAX_BEHIND:
                 self._num_skipped += 1
                 return
@@ -156,90 +227,34 @@ class ProcessHost:
             for new in begins:
                 progress = self._progress(new.req_id)
                 self._sent[new.req_id] = _Sent(() if progress is None else progress.token_ids)
-            told, self._ahead = None, 0
-            if step.slots is not None:
-                told = ToldRowsOfStep(step.slots, step.signals[:, self._count_columns].astype(np.int64))
-                self._told = self._told_behind(step)
-                if self.heard is not None and (progress := self._progress(step.ids[0])) is not None:
-                    self._ahead = progress.position - int(step.firsts[0])
+            awaited = step.ids if self._needs_tokens else [new.req_id for new in begins]
+            known = [(req_id, sent) for req_id in awaited if (sent := self._sent.get(req_id)) is not None]
             message = Step(
-                number=self._process.num_steps + 1,
-                table=step._replace(signals=step.signals[:, self._score_columns].copy(), slots=None),
+                table=step._replace(signals=step.signals[:, self._score_columns].copy()),
                 discarded=frozenset(discarded),
-                told=told,
                 begins=begins,
-                tokens=self._further_tokens(step.ids),
-                ahead=self._ahead,
+                tokens={req_id: further for req_id, sent in known if (further := sent.take_further())},
             )
-            self._process.send(message)
-            self._process.count_step()
-
-    def read_quiet(self) -> None:
-        """See `ControllerHost.read_quiet`."""
-        with self._lock:
-            told = self._told
-            if self._process.lost is not None:
-                self._num_skipped += 1
-                return
-            if told is None or self._process.num_behind > _MAX_TOLD_BEHIND:
-                # What follows would be lost among the steps that are not counted.
-                self._settle_tokens()
-                self._told = None
-                self._num_skipped += 1
-                self._ask_aloud()
-                return
-            told.num_steps += 1
-            self._process.count_step()
+            self._process.ask(message)
 
     def take(self) -> Answers:
         """See `ControllerHost.take`."""
-        self._process.await_done()
-        found = self._answers.take(self._sent)
-        if self._needs_tokens and self._told is not None:
-            self._tell_tokens(self._told)
+        found = Answers()
+        for answer in self._process.take():
+            found.actions += answer.actions
+            found.switched_off += answer.switched_off
+            self._figures = answer.figures
+        lost = self._process.lost
+        if lost is not None and not self._has_lost:
+            self._has_lost = True
+            on = [name for name, figures in self._figures.items() if figures.error is None]
+            found.switched_off += [SwitchedOff(name, lost, tuple(self._sent)) for name in on]
         return found
 
     def figures(self) -> dict[str, ControllerFigures]:
-        """See `ControllerHost.figures`."""
-        found = self._answers.ask_figures()
+        """See `ControllerHost.figures`: as they were behind the last step that was answered."""
         skipped, lost = self._num_skipped, self._process.lost
         return {
             name: replace(each, skipped=each.skipped + skipped, error=each.error or lost)
-            for name, each in found.items()
+            for name, each in self._figures.items()
         }
-
-    def _acts_from(self, req_id: str) -> int | None:
-        """See `HeardAnswers.acts_from`."""
-        told = self._told
-        if told is None or not self._ahead:
-            return None
-        found = (first for _, first, sent in told.requests if sent is self._sent.get(req_id))
-        first = next(found, None)
-        return None if first is None else first + told.num_steps + self._ahead
-
-    def _told_behind(self, step: StepTable) -> _Told:
-        positions = enumerate(zip(step.ids, step.firsts.tolist(), strict=True))
-        found = [(at, first, sent) for at, (one, first) in positions if (sent := self._sent.get(one)) is not None]
-        return _Told(found)
-
-    def _settle_tokens(self) -> None:
-        if self._told is not None and self._needs_tokens:
-            self._told.settle()
-
-    def _further_tokens(self, req_ids: Sequence[str]) -> dict[str, Sequence[int]]:
-        """Return the tokens of requests that the process does not have; they count as sent."""
-        found: dict[str, Sequence[int]] = {}
-        for req_id in req_ids:
-            sent = self._sent.get(req_id)
-            if sent is not None and (more := list(sent.tokens[sent.count :])):
-                found[req_id] = more
-                sent.count += len(more)
-        return found
-
-    def _tell_tokens(self, told: _Told) -> None:
-        """Tell the tokens of the rows of the next step, in case that it will be told by the forward."""
-        behind = told.num_steps + 1
-        row = self._process.board.tokens[(self._process.num_steps + 1) % TOKEN_STEPS]
-        for at, first, sent in told.requests:
-            tokens, position = sent.tokens, first + behind
-            row[at] = tokens[position] if position < len(tokens) else -1

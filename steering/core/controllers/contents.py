@@ -11,9 +11,8 @@ from headgate.steering.core.modules import Module
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.state import SteeringState
 from headgate.steering.gates.lowering import DECODE, joined_entries, then_programs
-from headgate.steering.programs.codes import Code, with_change
 from headgate.steering.programs.gate_codes import gate_field
-from headgate.steering.programs.program import Entry, Program, entries_of
+from headgate.steering.programs.program import Program, entries_of
 from headgate.steering.requests.gate_fields import read_then
 from headgate.steering.requests.kept_rows import KeptRows
 from headgate.steering.requests.op_documents import Vectors
@@ -165,16 +164,12 @@ class Contents:
         return program
 
 
-def driven(program: Program, column: int, listener: int | None = None) -> Program:
+def driven(program: Program, column: int) -> Program:
     """Return a program whose effect on generated rows is multiplied by the coefficient in a column.
 
     Args:
         program: Of a content.
         column: Of its coefficient.
-        listener: Which of the driven contents hears it (`Code.HEAR`), in front of everything else; None if none does.
     """
     entries = [entry._replace(group=gate_field(entry.group, column, is_early=True)) for entry in entries_of(program)]
-    if listener is not None:
-        params = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, float(listener))
-        entries.insert(0, Entry(program.sites[0], with_change(Code.HEAR, column), None, None, params))
     return Program.from_entries(entries, program.dtype, program.groups)

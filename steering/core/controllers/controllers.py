@@ -10,7 +10,6 @@ from headgate.steering.controllers.hosting.host import ControllerHost
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
 from headgate.steering.core.controllers.decisions import Decisions
-from headgate.steering.core.controllers.driving.hearing import Hearing
 from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, SWITCHED_OFF, Outcomes
 from headgate.steering.core.controllers.running import RunningController
 from headgate.steering.gates.rule import Selection
@@ -41,7 +40,6 @@ class Controllers:
         actuation: Applies actions to requests.
         services: Gives the tokens of requests.
         outcomes: Of actions.
-        hearing: Lets forwards hear what controllers decide.
         submitted: Actions of capture consumers; None if they are not taken.
 
     Attributes:
@@ -55,10 +53,8 @@ class Controllers:
         actuation: Actuation,
         services: CoreServices,
         outcomes: Outcomes,
-        hearing: Hearing,
         submitted: Actions | None = None,
     ) -> None:
-        self._hearing = hearing
         self._submitted = submitted
         self._running = tuple(running)
         self._host = host
@@ -112,48 +108,30 @@ class Controllers:
         if req_id in self._read:
             self._read.discard(req_id)
             self._host.end(req_id)
-            self._hearing.break_off()
 
     def read(self, table: StepTable, discarded: Collection[str]) -> None:
         """Hand a step to the controllers; `decide` takes what they answer."""
         self._present = table.ids
-        self._hearing.break_off()
-        if self._read or table.slots is not None:  # quiet steps may go on from it
+        if self._read:
             self._host.read(table, discarded)
-
-    def read_quiet(self) -> None:
-        """Hand over a step that was told by the forward itself."""
-        self._host.read_quiet()
 
     def decide(self) -> Decided | None:
         """Apply the actions that controllers answered; see `headgate.capture.engine.contracts.core_part`."""
-        if self._submitted is not None and self._submitted.num_waiting:
-            self._hearing.break_off()
-        self._hearing.prepare()
         answers = self._host.take()
-        if answers.settled is not None:
-            self._hearing.settle(answers.settled)
-        is_applied = False
         for name, action in answers.actions:
-            is_applied = self._decisions.apply(name, action, self._requests)
+            self._decisions.apply(name, action, self._requests)
         for off in answers.switched_off:
             self._outcomes.note(dict.fromkeys(off.requests), off.controller, None, SWITCHED_OFF, off.error)
-        if self._submitted is not None and self._hearing.controller is None:
-            for submitted in self._submitted.take():
-                self._decisions.apply_submitted(submitted, self._requests)
-                is_applied = False
-        self._hearing.follow(answers, is_applied=is_applied)
+        for submitted in () if self._submitted is None else self._submitted.take():
+            self._decisions.apply_submitted(submitted, self._requests)
         endings, self._decisions.endings = self._decisions.endings, {}
         notes = self._outcomes.take_notes(self._present)
         return Decided(endings, notes) if endings or notes else None
 
     def orders(self, scheduled: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return the coefficients that the workers are to take over with a step, and who is to hear further ones.
-
-        None if there are none, and that stays.
-        """
-        changes, hears = self._actuation.coefficients.take_changes(scheduled), self._hearing.take_order(scheduled)
-        return None if changes is None and hears is None else {"drives": changes or (), "hears": hears}
+        """Return the coefficients that the workers are to take over with a step; None if there are none."""
+        changes = self._actuation.coefficients.take_changes(scheduled)
+        return None if changes is None else {"drives": changes}
 
     def global_changed(self) -> None:
         """Follow a change of the global vectors."""
@@ -161,13 +139,11 @@ class Controllers:
 
     def status(self) -> list[dict[str, Any]]:
         """Return plain values about each controller."""
-        self._hearing.count()
         figures = self._host.figures()
         return [
             {
                 **each.status(figures[each.name]),
                 "actions": self._outcomes.counts(each.name, figures[each.name].dropped),
-                "heard": self._outcomes.heard[each.name],
             }
             for each in self._running
         ]
@@ -181,7 +157,6 @@ class Controllers:
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """Return the actions by outcome, and the seconds, of each controller, for the metrics page."""
-        self._hearing.count()
         found = {
             name: {"actions": self._outcomes.counts(name, figures.dropped), "seconds": figures.seconds}
             for name, figures in self._host.figures().items()

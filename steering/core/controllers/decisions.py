@@ -55,8 +55,8 @@ class Decisions:
         self._named: tuple[str, ...] = ()
         """The last requests that were found to be names."""
 
-    def apply(self, controller: str, action: Action, known: Container[str]) -> bool:
-        """Apply an action of a controller; returns whether it was one for several requests that changed all of them.
+    def apply(self, controller: str, action: Action, known: Container[str]) -> None:
+        """Apply an action of a controller.
 
         Args:
             controller: Its name.
@@ -65,10 +65,10 @@ class Decisions:
         """
         if isinstance(action, SetSteeringEach):
             self._outcomes.count(controller, SUBMITTED, len(action))
-            return self._apply_each(controller, action, known)
-        self._outcomes.count(controller, SUBMITTED)
-        self._apply_one(controller, action, known)
-        return False
+            self._apply_each(controller, action, known)
+        else:
+            self._outcomes.count(controller, SUBMITTED)
+            self._apply_one(controller, action, known)
 
     def apply_submitted(self, submitted: Submitted, known: Container[str]) -> None:
         """Apply an action that a capture consumer submitted, under the name ``consumer:INSTANCE``.
@@ -105,7 +105,7 @@ class Decisions:
             if self._outcomes.traced:
                 self._outcomes.note(firsts, controller, action, APPLIED)
 
-    def _apply_each(self, controller: str, action: SetSteeringEach, known: Container[str]) -> bool:
+    def _apply_each(self, controller: str, action: SetSteeringEach, known: Container[str]) -> None:
         """Apply an action for several requests, as `apply` does what it stands for; a malformed one is refused."""
         try:
             action = self._checked(action)
@@ -113,7 +113,7 @@ class Decisions:
         except (TypeError, ValueError) as error:
             self._outcomes.count(controller, REJECTED, len(action))
             logger.warning("headgate: controller %s: rejected: %s", controller, str(error))
-            return False
+            return
         num_done = int(np.count_nonzero(done))
         self._outcomes.count(controller, APPLIED, num_done)
         if self._outcomes.traced:
@@ -122,7 +122,6 @@ class Decisions:
             for one, is_done in zip(action.each(), done.tolist(), strict=True):
                 if not is_done:
                     self._apply_one(controller, one, known)
-        return num_done == len(done)
 
     def _refuse(self, controller: str, action: SingleAction, known: Container[str], reason: str) -> None:
         target = action.request if isinstance(action, SetSteering | Stop) and isinstance(action.request, str) else None
@@ -162,7 +161,7 @@ class Decisions:
             requests = tuple(requests)
             if not all(isinstance(each, str) for each in requests):
                 raise TypeError(f"requests: expected names, got {requests[:3]!r}")
-            self._named = requests
+            self._named = requests = self._named if requests == self._named else requests
         if not isinstance(action.module, str):
             raise TypeError(f"module: expected a name, got {action.module!r}")
         if at is not None:

@@ -9,6 +9,8 @@ from typing import Any
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.config import MAX_DRIVEN, MAX_READ, WHERE, SteeringConfig, first_controller_column
+from headgate.steering.controllers.hosting.host import ControllerHost, LocalHost
+from headgate.steering.controllers.hosting.process_host import ProcessHost
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.content import check_programs
 from headgate.steering.core.controllers.actuation import Actuation
@@ -16,8 +18,6 @@ from headgate.steering.core.controllers.contents import Contents
 from headgate.steering.core.controllers.controllers import Controllers
 from headgate.steering.core.controllers.driving.coefficients import Coefficients
 from headgate.steering.core.controllers.driving.drives import Drives, demand_of_both
-from headgate.steering.core.controllers.driving.hearing import Hearing
-from headgate.steering.core.controllers.hosting import open_host
 from headgate.steering.core.controllers.outcomes import Outcomes
 from headgate.steering.core.controllers.readers import ScoreColumns
 from headgate.steering.core.controllers.running import running_controllers
@@ -56,9 +56,9 @@ def open_controllers(
     modules = {module.name: module for module in state.modules()}
     content = GateContent(steerable, state.probes, state.saes, modules)
     first = first_controller_column(config)
-    columns = ScoreColumns(first, first + MAX_READ, MAX_READ)
+    columns = ScoreColumns(first, MAX_READ)
     try:
-        host = open_host(config, facts, services, columns)
+        host = _open_host(config, facts, services, columns)
         running = list(running_controllers(config.controllers, host.loaded, content, modules, columns))
         check_programs([each.reader.program for each in running], state.limits, "controllers", "of all controllers")
         for each in running:
@@ -73,16 +73,34 @@ def open_controllers(
 
     tell(())
     state.rules.reserve(each.name for each in running)
-    host.start({each.name: each.reader.told for each in running})
-    driven = range(first + 2 * MAX_READ, first + 2 * MAX_READ + MAX_DRIVEN)
-    drives = Drives(driven, reservations, tell, can_be_heard=host.heard is not None)
+    host.start({each.name: each.reader.numbers for each in running})
+    driven = range(first + MAX_READ, first + MAX_READ + MAX_DRIVEN)
+    drives = Drives(driven, reservations, tell)
     for each in running:
         logger.info("steering: controller %s, for %s", each.name, each.spec.applies_to)
     coefficients = Coefficients(drives, services, state.limits)
     submitted = services.actions if config.from_consumers else None
-    contents, outcomes = Contents(state), Outcomes()
-    hearing = Hearing(host.heard, contents, coefficients, outcomes)
-    return Controllers(running, host, Actuation(contents, coefficients), services, outcomes, hearing, submitted)
+    return Controllers(running, host, Actuation(Contents(state), coefficients), services, Outcomes(), submitted)
+
+
+def _open_host(
+    config: SteeringConfig, facts: CoreFacts, services: CoreServices, columns: ScoreColumns
+) -> ControllerHost:
+    """Load the configured controllers, in a process of their own or here.
+
+    Raises:
+        ConfigError: If one cannot be made, or the process does not start.
+    """
+
+    def tokens_of(req_id: str) -> Any:
+        progress = services.progress(req_id)
+        return None if progress is None else progress.token_ids
+
+    has_process = facts.has_own_process if config.controller_process is None else config.controller_process
+    if config.controllers and has_process:
+        scores = slice(columns.first, columns.first + columns.size)
+        return ProcessHost(config.controllers, services.progress, scores)
+    return LocalHost(config.controllers, tokens_of, columns.first)
 
 
 def _checked(steerable: Steerable | None, facts: CoreFacts) -> Steerable:

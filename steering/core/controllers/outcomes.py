@@ -22,12 +22,10 @@ class Outcomes:
 
     Attributes:
         traced: Requests whose traces are wanted; nothing is noted for others. Any thread.
-        heard: Of the actions that were applied, scales that forwards took up by themselves, by controller.
     """
 
     def __init__(self) -> None:
         self.traced: set[str] = set()
-        self.heard = Counter[str]()
         self._counts: Counter[tuple[str, str]] = Counter()
         self._notes: dict[str, list[Mapping[str, Any]]] = {}
         """By request, those that were not told yet."""
@@ -40,12 +38,6 @@ class Outcomes:
     def count(self, controller: str, outcome: str, number: int = 1) -> None:
         """Count an action, or several."""
         self._counts[controller, outcome] += number
-
-    def count_heard(self, controller: str, number: int) -> None:
-        """Count scales that forwards took up."""
-        self.heard[controller] += number
-        self.count(controller, SUBMITTED, number)
-        self.count(controller, APPLIED, number)
 
     def note(
         self,

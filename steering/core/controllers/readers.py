@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 
 from headgate.capture.probes.probe import Probe
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.capture.schema.sites import Site
 from headgate.steering.core.gates import GateContent
 from headgate.steering.gates.gate import InlineProbe
 from headgate.steering.gates.layout import Layout, ScoreColumn
 from headgate.steering.gates.readings import Score, check_site, probe_entries
 from headgate.steering.gates.rule import AppliesTo, Selection
 from headgate.steering.gates.trace import GateSource, Writes
-from headgate.steering.programs.codes import Code, with_change
 from headgate.steering.programs.program import Entry, Program
 
 _NOTHING = Writes(frozenset(), frozenset())
@@ -27,15 +25,15 @@ class Reader(NamedTuple):
         name: The controller's.
         applies_to: Whose rows are read.
         scores: Their columns, by the controller's names.
-        told: Which of the told numbers each is (`Code.TELL`), by the same names.
-        program: Computes and tells them, in both phases.
+        numbers: Which of all scores each is, by the same names.
+        program: Computes them, in both phases.
         source: Their columns for traces, where they are called ``CONTROLLER.PROBE``.
     """
 
     name: str
     applies_to: AppliesTo
     scores: Mapping[str, int]
-    told: Mapping[str, int]
+    numbers: Mapping[str, int]
     program: Program
     source: GateSource
 
@@ -60,12 +58,10 @@ class ScoreColumns(NamedTuple):
 
     Attributes:
         first: Of the scores; that of the number k is ``first + k``.
-        first_count: Of the counts with which they are told, likewise.
-        size: Of either.
+        size: How many there are.
     """
 
     first: int
-    first_count: int
     size: int
 
 
@@ -94,7 +90,8 @@ def make_reader(
         raise ConfigError(
             f"controller {name!r}: {len(probes)} probes, but columns for {columns.size - first} more are left"
         )
-    entries, scores, tells = [], [], []
+    entries: list[Entry] = []
+    scores: list[ScoreColumn] = []
     for number, (probe_name, probe) in enumerate(probes.items(), first):
         column = columns.first + number
         where = f"controller {name!r}: probe {probe_name!r}"
@@ -106,16 +103,11 @@ def make_reader(
             raise ConfigError(str(error)) from error
         score = Score(probe_entries(probe, content.dtype), None)
         entries += score.at(column)
-        tells.append(_tell(probe.site, columns.first_count + number, column, number))
         # No name that a request's own probe may share.
         reading = InlineProbe(site=probe.site, weight=probe.weight[0], bias=0.0, is_cosine=False, where=where)
         scores.append(ScoreColumn(f"{name}.{probe_name}", reading, column))
-    program = Program.from_entries([*entries, *tells], content.dtype)
+    program = Program.from_entries(entries, content.dtype)
     source = GateSource(Layout(tuple(scores), (), len(scores)), _NOTHING, _NOTHING, program.key)
     named = dict(zip(probes, (score.column for score in scores), strict=True))
-    return Reader(name, applies_to, named, dict(zip(probes, range(first, columns.size), strict=False)), program, source)
-
-
-def _tell(site: Site, column: int, score: int, number: int) -> Entry:
-    params = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, float(score), float(number))
-    return Entry(site, with_change(Code.TELL, column), None, None, params)
+    numbers = dict(zip(probes, range(first, columns.size), strict=False))
+    return Reader(name, applies_to, named, numbers, program, source)

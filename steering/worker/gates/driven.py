@@ -1,9 +1,8 @@
 """Coefficients that controllers set on the requests of a worker: entries of programs have them on generated rows.
 
 A coefficient has a column, like the strength of a gate, but nothing on the device evaluates it: the host writes it into
-the state of the request where it changes, or the forward hears it (`headgate.steering.worker.gates.hearing`). Rows that
-are computed again, several in a forward, find theirs in the signals, as `headgate.steering.programs.gate_codes` has it
-for entries that act early. Numpy only.
+the state of the request where it changes. Rows that are computed again, several in a forward, find theirs in the
+signals, as `headgate.steering.programs.gate_codes` has it for entries that act early. Numpy only.
 
 Letters in shape comments: G requests with gates in a step, N their rows, K requests that are driven.
 """
@@ -242,9 +241,6 @@ class DrivenStrengths:
         for name, column in self.by_column.items():
             at, numbers, slots, flat = self._members_of(name, batch)
             firsts = rows.firsts if at is None else rows.firsts[at]
-            if np.count_nonzero(is_heard := column.is_heard[numbers]):
-                (kept,) = np.nonzero(~is_heard)
-                numbers, slots, flat, firsts = numbers[kept], slots[kept], flat[kept], firsts[kept]
             values = column.values[numbers]
             is_early = firsts < column.firsts[numbers]
             for index in is_early.nonzero()[0].tolist() if np.count_nonzero(is_early) else ():

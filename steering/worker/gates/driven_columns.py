@@ -6,11 +6,11 @@ Letters in shape comments: n requests or changes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from headgate.capture.schema.batch import BoolArray, Int64Array
+from headgate.capture.schema.batch import Int64Array
 from headgate.steering.gates.coefficient_changes import ColumnChanges
 from headgate.steering.vectors.dtypes import Float32Rows
 
@@ -85,18 +85,6 @@ class Piece(NamedTuple):
         return self.firsts[mine], self.values[mine]
 
 
-class HeardPiece(Protocol):
-    """Changes of one column that a forward has heard by itself: they are read when somebody wants them."""
-
-    def rows_of(self, serial: int) -> tuple[Int64Array, Float32Rows]:
-        """See `Piece.rows_of`."""
-        ...
-
-    def piece(self) -> Piece | None:
-        """Return them all; None as long as more may come."""
-        ...
-
-
 class _Noted(NamedTuple):
     """Changes of a step, as they came: see `Piece.of`."""
 
@@ -121,7 +109,6 @@ class DrivenColumn:
         firsts: int64 ``[size]``: the position from which the last value acts; `NEVER` for a request that is not driven
             here.
         values: float32 ``[size]``: the last values.
-        is_heard: bool ``[size]``: requests of which the forward may have heard other values since: only it knows.
         written: float32 ``[num_slots]``: as the device has it, by slot; NaN if nothing is known.
         is_changed: Whether a value was set since the last step.
     """
@@ -129,11 +116,10 @@ class DrivenColumn:
     def __init__(self, size: int, num_slots: int) -> None:
         self.firsts: Int64Array = np.full(size, NEVER, np.int64)
         self.values: Float32Rows = np.zeros(size, np.float32)
-        self.is_heard: BoolArray = np.zeros(size, np.bool_)
         self.written: Float32Rows = np.full(num_slots, np.nan, np.float32)
         self.is_changed = False
         self._large: list[Piece] = []
-        self._small: list[_Noted | HeardPiece] = []
+        self._small: list[_Noted] = []
         """Those of the last steps."""
 
     def is_driven(self, numbers: Any) -> Any:
@@ -145,11 +131,10 @@ class DrivenColumn:
         more = size - len(self.firsts)
         self.firsts = np.concatenate([self.firsts, np.full(more, NEVER, np.int64)])
         self.values = np.concatenate([self.values, np.zeros(more, np.float32)])
-        self.is_heard = np.concatenate([self.is_heard, np.zeros(more, np.bool_)])
 
     def forget(self, number: int) -> None:
         """Let a number be another request's."""
-        self.firsts[number], self.is_heard[number] = NEVER, False
+        self.firsts[number] = NEVER
 
     def set(self, numbers: Int64Array, serials: Int64Array, changes: ColumnChanges, alive: Int64Array) -> None:
         """Set values from positions on, for good.
@@ -161,30 +146,14 @@ class DrivenColumn:
             alive: Serial numbers of all driven requests.
         """
         self.firsts[numbers], self.values[numbers] = changes.firsts, changes.values
-        self.is_heard[numbers] = False
         self.is_changed = True
         self._small.append(_Noted(serials, changes))
         if len(self._small) >= _FEW:
             self._compact(alive)
 
-    def listen(self, numbers: Int64Array, slots: Int64Array, heard: HeardPiece) -> None:
-        """Let the forward set the values of some requests by itself, behind everything that was set before."""
-        self.is_heard[numbers] = True
-        self.written[slots] = np.nan
-        self._small.append(heard)
-
-    def catch_up(self, number: int, serial: int, heard: HeardPiece) -> None:
-        """Take over what the forward has heard of a request, if nothing was set since; it hears no more."""
-        if not self.is_heard[number]:
-            return
-        firsts, values = heard.rows_of(serial)
-        if len(firsts):
-            self.firsts[number], self.values[number] = firsts[-1], values[-1]
-        self.is_heard[number] = False
-
     def at(self, serial: int, positions: Int64Array) -> Float32Rows:
         """Return the value of a request at each of some positions; 0 before the first."""
-        pieces: list[Piece | _Noted | HeardPiece] = [*self._large, *self._small]
+        pieces: list[Piece | _Noted] = [*self._large, *self._small]
         found = [piece.rows_of(serial) for piece in pieces]
         firsts = np.concatenate([firsts for firsts, _ in found])
         values = np.concatenate([np.zeros(1, np.float32), *(values for _, values in found)])
@@ -195,12 +164,8 @@ class DrivenColumn:
         return at
 
     def _compact(self, alive: Int64Array) -> None:
-        """Put the pieces of the last steps together, unless the forward still hears one of them."""
-        pieces = [piece.piece() for piece in self._small]
-        known = [piece for piece in pieces if piece is not None]
-        if len(known) < len(pieces):
-            return
-        self._large.append(Piece.joined(known, alive))
+        """Put the pieces of the last steps together."""
+        self._large.append(Piece.joined([piece.piece() for piece in self._small], alive))
         self._small = []
         while len(self._large) > 1 and len(self._large[-2].firsts) <= 2 * len(self._large[-1].firsts):
             self._large[-2:] = [Piece.joined(self._large[-2:], alive)]

@@ -168,36 +168,22 @@ class SignalReadings:
     Args:
         signals: Of the step; None if nothing of its rows is told here.
         written: Of requests whose rows are not told.
-        slots: int32 ``[G]``: of the step's requests, if steps that go on from it will be quiet; else None.
-        is_quiet: Whether the forward has told the step's scores by itself, to somebody who knows of its requests.
     """
 
-    def __init__(
-        self,
-        signals: StepSignals | None,
-        written: Sequence[CountPiece] = (),
-        *,
-        slots: Int32Array | None = None,
-        is_quiet: bool = False,
-    ) -> None:
+    def __init__(self, signals: StepSignals | None, written: Sequence[CountPiece] = ()) -> None:
         self._signals = signals
         self._written = written
-        self._slots = slots
-        self._is_quiet = is_quiet
 
     def collect(self) -> dict[str, Any]:
         """Return the requests, the position of the first row and the number of rows of each, and their signals.
 
-        All of it is left out if nothing is told of rows. ``written``, if there are any, are `ToldCounts`. ``quiet`` is
-        there, and true, for steps that the forward told.
+        All of it is left out if nothing is told of rows. ``written``, if there are any, are `ToldCounts`.
 
         ``ids`` are a tuple; ``firsts`` and ``counts`` int64 ``[G]``; ``has_one_each`` says that all counts are 1.
         ``values``, float32, are the signals of all rows, in all ``columns`` if ``told`` is None, else in those whose
-        indices it has, int64 ``[K]``. ``slots`` are as given.
+        indices it has, int64 ``[K]``.
         """
         written = {"written": [told for piece in self._written for told in piece.told()]} if self._written else {}
-        if self._is_quiet:
-            return {**written, "quiet": True}
         if self._signals is None:
             return written
         rows, values, told = self._signals.rows, self._signals.values(), self._signals.told
@@ -210,7 +196,6 @@ class SignalReadings:
             "columns": self._signals.num_columns,
             "told": told,
             "values": values,
-            "slots": self._slots,
         }
 
 

@@ -10,11 +10,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.steering.programs.codes import (
     ACTIVATION_MASK,
     CODE,
@@ -43,16 +41,11 @@ from headgate.steering.programs.codes import (
 from headgate.steering.programs.gate_codes import (
     COMBINE_MASK,
     EARLY,
-    HEARD_POSITION_BITS,
-    HEARD_ROWS,
-    HEARD_WORDS,
     LEAST_HYSTERESIS,
     MODE_MASK,
     POOL_MASK,
     SCOPE_MASK,
     SCORE_KIND_MASK,
-    TOLD_COUNT_MASK,
-    TOLD_ROWS,
     UNIT_MASK,
     Combine,
     GateFlag,
@@ -78,23 +71,11 @@ class GateTensors(NamedTuple):
         states: float32 ``[Q, C]``: of each request. A request's rows are computed in their order.
         tokens: int32 ``[T, 2]``: slot of each batch row's request, and `TokenFlag`. Rows whose program has no gates may
             have any slot below Q.
-        told: int64 ``[Q, TOLD_ROWS, K]``: words of `Code.TELL`, which the forward writes and the host reads, at any
-            time. It is memory of the host: on a GPU, pinned memory that the GPU maps. K is 0 where nothing is told.
-        told_counts: int32 ``[Q, K]``: the counts of `Code.TELL`.
-        heard: int64 ``[Q, HEARD_WORDS + HEARD_ROWS]``: of `Code.HEAR`, the words that the host writes, at any time, and
-            behind them those that the forward writes. It is memory of the host, as `told`. Without columns where H
-            is 0.
-        hearing: int32 ``[Q, H, 2]``: for each driven content the epoch that it hears, 0 for none, and the position of
-            the next row. H is 0 where nothing is heard.
     """
 
     signals: Tensor
     states: Tensor
     tokens: Tensor
-    told: Tensor
-    told_counts: Tensor
-    heard: Tensor
-    hearing: Tensor
 
 
 Entries = Sequence[Sequence[int]]
@@ -109,7 +90,7 @@ def gate_entries(codes: Entries) -> int:
 def evaluate(
     x_TD: Tensor, pool_SD: Tensor, tokens_of: Sequence[tuple[Tensor, Entries, Params]], gates: GateTensors
 ) -> None:
-    """Evaluate the gates of one site: write signals and states, and what is told.
+    """Evaluate the gates of one site: write signals and states.
 
     Args:
         x_TD: The rows as they came, in the dtype to compute in.
@@ -118,7 +99,7 @@ def evaluate(
             their params.
         gates: As the forward has them; on any device.
     """
-    signals, states, tokens, *words = (tensor.cpu().numpy() for tensor in gates)
+    signals, states, tokens = (tensor.cpu().numpy() for tensor in gates)
     rows: list[tuple[int, Entries, Params]] = []
     for index_N, codes, params in tokens_of:
         number = gate_entries(codes)
@@ -128,10 +109,9 @@ def evaluate(
         rows += [(token, codes[:number], params) for token in listed]
     for token, codes, params in sorted(rows, key=lambda row: row[0]):
         slot, flags = tokens[token].tolist()
-        kept = _Kept(states[slot], *(each[slot] for each in words))
-        _evaluate_row(codes, params, signals[token], kept, flags)
+        _evaluate_row(codes, params, signals[token], states[slot], flags)
     if gates.signals.device.type != "cpu":
-        for tensor, values in zip(gates, (signals, states, tokens, *words), strict=True):
+        for tensor, values in zip(gates, (signals, states, tokens), strict=True):
             tensor.copy_(torch.from_numpy(values))
 
 
@@ -187,55 +167,15 @@ def _activations(x_ND: Tensor, z_N: Tensor, code: int, params: Sequence[float]) 
     return torch.where(q_N > params[P1], q_N, 0) if kind == Activation.JUMP_RELU else q_N.clamp(min=0)
 
 
-class _Kept(NamedTuple):
-    """The numbers that a slot of requests keeps: states, ``[C]``, and what `Code.TELL` and `Code.HEAR` use."""
-
-    states: Float32Rows
-    told: Int64Array
-    told_counts: Int32Array
-    heard: Int64Array
-    hearing: Int32Array
-
-
-def _evaluate_row(codes: Entries, params: Params, s: Float32Rows, kept: _Kept, flags: int) -> None:
-    """Run the entries of gates on one row: `s` are its signals, ``[C]``."""
+def _evaluate_row(codes: Entries, params: Params, s: Float32Rows, m: Float32Rows, flags: int) -> None:
+    """Run the entries of gates on one row: `s` are its signals, `m` its request's states, each ``[C]``."""
     columns = _columns_at_site(codes)
     if flags & TokenFlag.RESETS:
-        kept.states[columns] = math.nan
+        m[columns] = math.nan
     for fields, numbers in zip(codes, params, strict=False):
         run = _RUN.get(fields[CODE] & CODE_MASK)
         if run is not None:
-            run(fields[CODE], numbers, s, kept.states, flags)
-        elif fields[CODE] & CODE_MASK == Code.TELL:
-            _tell(fields[CODE], numbers, s, kept, flags)
-        elif fields[CODE] & CODE_MASK == Code.HEAR and not flags & TokenFlag.IS_SCANNED:
-            _hear(change_index(fields[CODE]), numbers, kept)
-
-
-def _tell(code: int, params: Sequence[float], s: Float32Rows, kept: _Kept, flags: int) -> None:
-    score, k = int(params[P4]), int(params[P5])
-    kept.told_counts[k] = n = int(kept.told_counts[k]) + 1 & TOLD_COUNT_MASK
-    s[change_index(code)] = n
-    if not flags & TokenFlag.IS_SCANNED:
-        word = n << 32 | int(s.view(np.uint32)[score])
-        kept.told[n % TOLD_ROWS, k] = word  # in one store: the host may read at any time
-
-
-def _hear(column: int, params: Sequence[float], kept: _Kept) -> None:
-    d = int(params[P4])
-    epoch, position = kept.hearing[d].tolist()
-    if not epoch:
-        return
-    words = kept.heard[:HEARD_WORDS].copy()  # the host may write at any time
-    tags = words >> 32
-    is_due = (tags >> HEARD_POSITION_BITS == epoch) & (tags & (1 << HEARD_POSITION_BITS) - 1 <= position)
-    if is_due.any():
-        word = words[np.where(is_due, tags, -1).argmax()]
-        kept.states[column] = (word & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
-    elif math.isnan(kept.states[column]):
-        kept.states[column] = 0
-    kept.heard[HEARD_WORDS + position % HEARD_ROWS] = position << 32 | int(kept.states.view(np.uint32)[column])
-    kept.hearing[d, 1] = position + 1
+            run(fields[CODE], numbers, s, m, flags)
 
 
 def _columns_at_site(codes: Entries) -> list[int]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from headgate.capture.schema.batch import BatchView, BoolArray, Int32Array, Int64Array
 from headgate.steering.gates.rule import Selection
-from headgate.steering.programs.codes import CODE_MASK, P4, Code, change_index
+from headgate.steering.programs.codes import CODE_MASK, Code, change_index
 from headgate.steering.programs.gate_codes import EARLY, GATE_COLUMNS, TokenFlag, gate_column
 from headgate.steering.programs.program import Program
 from headgate.steering.worker.rows.rule_programs import ActingRule
@@ -59,7 +59,6 @@ class GatedRequest:
         of_rules: Those of `early` that belong to rules: they may not have been there on earlier rows.
         told: Columns of its rows that somebody on the host reads.
         is_counted: Whether the count in its states is all that the host reads of it, when it ends or is asked.
-        is_quiet: Whether all of `told` are scores that the forward tells by itself, too.
     """
 
     num_prompt: int
@@ -67,7 +66,6 @@ class GatedRequest:
     of_rules: frozenset[int] = frozenset()
     told: frozenset[int] = frozenset()
     is_counted: bool = False
-    is_quiet: bool = False
 
 
 def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | None:
@@ -88,8 +86,7 @@ def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | 
     columns = _Columns.joined([*of_own, *of_rules])
     early = tuple(sorted(columns.early))
     is_counted = own.is_counted and not (own.is_captured or rules or early)
-    is_quiet = not (has_scores or early) and columns.told == columns.tells
-    return GatedRequest(own.num_prompt, early, _Columns.joined(of_rules).early, columns.told, is_counted, is_quiet)
+    return GatedRequest(own.num_prompt, early, _Columns.joined(of_rules).early, columns.told, is_counted)
 
 
 class _Columns(NamedTuple):
@@ -97,15 +94,12 @@ class _Columns(NamedTuple):
 
     Attributes:
         early: The first ones of gates that act at sites before they are evaluated.
-        told: Those that are read on the host: the strengths of gates, to count and to hand on; scores, if they are
-            told, or for the controller whose program has nothing but them; and the numbers of the rows whose scores
-            entries `Code.TELL` tell.
-        tells: Scores that the forward tells by itself, and the counts with which it does.
+        told: Those that are read on the host: the strengths of gates, to count and to hand on; and scores, if they are
+            told, or for the controller whose program has nothing but them.
     """
 
     early: frozenset[int] = frozenset()
     told: frozenset[int] = frozenset()
-    tells: frozenset[int] = frozenset()
 
     @classmethod
     def joined(cls, each: Sequence[_Columns]) -> _Columns:
@@ -115,26 +109,23 @@ class _Columns(NamedTuple):
         return cls(*(frozenset().union(*columns) for columns in zip(*each, strict=True)))
 
 
-_GATE, _TELL, _SCORE = int(Code.GATE), int(Code.TELL), int(Code.SCORE)
+_GATE, _SCORE = int(Code.GATE), int(Code.SCORE)
 """Python compares members of an enumeration several times as slowly as numbers."""
 
 
 def _columns_of(program: Program, *, has_scores: bool) -> _Columns:
     early: set[int] = set()
     told: set[int] = set()
-    tells: set[int] = set()
     has_scores = has_scores or not program.has_gates
-    for index, (code, _, _, field) in enumerate(program.codes.tolist()):
+    for code, _, _, field in program.codes.tolist():
         kind = code & CODE_MASK
         if kind == _GATE:
             told.update(range(change_index(code), change_index(code) + GATE_COLUMNS))
-        elif kind == _TELL or (kind == _SCORE and has_scores):
+        elif kind == _SCORE and has_scores:
             told.add(change_index(code))
-        if kind == _TELL:
-            tells.update((change_index(code), int(program.params[index, P4])))
         if field & EARLY:
             early.add(gate_column(field))
-    return _Columns(frozenset(early), frozenset(told), frozenset(tells))
+    return _Columns(frozenset(early), frozenset(told))
 
 
 class GateRows(NamedTuple):
@@ -282,17 +273,9 @@ class GatedBatch:
         self.told_at = np.array(at, np.int64)
         """Places of the requests whose rows are told to the host."""
         self.told_requests = tuple(self.requests[place] for place in at)
-        self.is_quiet = bool(at) and all(request.is_quiet for request in self.told_requests)
-        """Whether the forward tells by itself all that is told of them."""
         told = frozenset[int]().union(*(request.told for request in self.told_requests))
         self.told = np.array(sorted(told), np.int64)
         """Columns of theirs that somebody there reads."""
-
-    @property
-    def told_slots(self) -> Int32Array:
-        """The slots of the requests whose rows are told, int32."""
-        slots: Int32Array = self.slots[self.told_at]
-        return slots
 
     def rows(self, view: BatchView) -> GateRows:
         """Return the rows of a step of this batch."""

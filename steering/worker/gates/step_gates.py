@@ -10,13 +10,11 @@ import numpy as np
 import torch
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
-from headgate.steering.gates.coefficient_changes import CoefficientChanges, Hears
+from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.gates.step_table import ToldCounts
-from headgate.steering.programs.gate_codes import TOLD_ROWS
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.driven import DrivenStrengths
 from headgate.steering.worker.gates.driven_columns import Places
-from headgate.steering.worker.gates.hearing import Hearing, Listeners
 from headgate.steering.worker.gates.pinned_copies import PinnedCopies
 from headgate.steering.worker.gates.readings import GateHistory, SignalCopier, SignalReadings, StepSignals
 from headgate.steering.worker.gates.reference import FLAGS, SLOT, GateTensors
@@ -29,7 +27,6 @@ from headgate.steering.worker.gates.requests import (
     gated_request,
     slots_needed,
 )
-from headgate.steering.worker.gates.telling import Telling
 from headgate.steering.worker.gates.written_counts import WrittenCounts
 from headgate.steering.worker.rows.rule_programs import ActingRule, acting_of
 
@@ -50,7 +47,6 @@ class GateWrites(NamedTuple):
         columns: Columns whose states are to be NaN for all: first, and behind the last.
         state_places: int64 ``[d]``: flat places in the states, written behind the others.
         states: float32 ``[d]``: their values.
-        listeners: Who hears coefficients from here on; None if that stays.
     """
 
     tokens: Int32Array
@@ -60,7 +56,6 @@ class GateWrites(NamedTuple):
     columns: tuple[tuple[int, int], ...] = ()
     state_places: Int64Array = _NO_PLACES
     states: Float32Rows = _NO_VALUES
-    listeners: Listeners | None = None
 
 
 class StepGates:
@@ -72,12 +67,9 @@ class StepGates:
         num_columns: Of signals and states.
         device: Where the forward runs.
         is_output_rank: Whether the engine core is told what this worker reads.
-        num_told: Scores of each row that the forward may tell by itself.
-        num_driven: Contents whose coefficients it may hear by itself.
 
     Attributes:
         tensors: Read and written by the forward.
-        telling: Which steps the forward tells by itself.
     """
 
     def __init__(
@@ -88,12 +80,9 @@ class StepGates:
         device: torch.device,
         *,
         is_output_rank: bool = True,
-        num_told: int = 0,
-        num_driven: int = 0,
     ) -> None:
         num_slots, self._num_columns = slots_needed(max_num_seqs), num_columns
-        self.telling = Telling(num_slots, num_told, device, is_output_rank=is_output_rank)
-        self.tensors = _tensors(max_tokens, num_columns, self.telling, num_driven)
+        self.tensors = _tensors(max_tokens, num_slots, num_columns, device)
         self._requests: dict[str, GatedRequest] = {}
         self._own: dict[str, OwnGates] = {}
         """Of all requests."""
@@ -107,9 +96,6 @@ class StepGates:
         told_of = self._requests if is_output_rank else {}
         self._counts = WrittenCounts(self.tensors.states, copies, self._slots, told_of)
         self._driven = DrivenStrengths(num_slots, num_columns)
-        wait = torch.cuda.synchronize if device.type == "cuda" else _wait_for_nothing
-        self._hearing = Hearing(self.telling.heard_here, self.tensors.hearing.shape[1], wait, self._driven)
-        self._slots.on_loss.append(self._hearing.lose)
         self._tokens = np.zeros((max_tokens, 2), np.int32)
         """As the device has them after the writes."""
         self._num_marked = 0
@@ -123,8 +109,7 @@ class StepGates:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory."""
-        of_host = self.tensors.told, self.tensors.heard
-        return sum(tensor.nbytes for tensor in self.tensors if not any(tensor is each for each in of_host))
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def num_requests(self) -> int:
@@ -148,8 +133,8 @@ class StepGates:
         for req_id, own in self._own.items():
             self._follow(req_id, own)
 
-    def drive(self, changes: CoefficientChanges, hears: Hears | None = None) -> dict[str, frozenset[int]]:
-        """Take coefficients that controllers set, and who is to hear further ones.
+    def drive(self, changes: CoefficientChanges) -> dict[str, frozenset[int]]:
+        """Take coefficients that controllers set.
 
         Returns:
             All columns in which a request has been driven, of each request that has another one now.
@@ -157,8 +142,6 @@ class StepGates:
         Raises:
             AssertionError: If a request is not known.
         """
-        if hears is not None:
-            self._hearing.order(hears)
         changed = {req_id: self._driven.columns(req_id) for req_id in self._driven.set(changes)}
         for req_id in changed:
             if req_id not in self._own:
@@ -189,7 +172,6 @@ class StepGates:
     def _leave(self, req_id: str) -> None:
         if req_id not in self._own:
             self._driven.forget(req_id)
-            self._hearing.forget(req_id)
         self._counts.read_last(req_id, has_ended=True)
         if self._requests.pop(req_id, None) is not None:
             self._slots.release(req_id)
@@ -208,7 +190,6 @@ class StepGates:
         if view is not None and goes_on and decoded is not None and decoded[0] is self._batch and not self._new_columns:
             return self._goes_on(view, *decoded)
         self._decoded = None
-        self.telling.follow(goes_on=False)
         if view is None or not self._requests:
             return None
         if self._batch is None or self._batch.req_ids != view.req_ids:
@@ -224,32 +205,19 @@ class StepGates:
 
     def _goes_on(self, view: BatchView, batch: GatedBatch, before: GateRows) -> GateWrites | None:
         """Follow a step of one generated row of each request, behind such a one: only coefficients can change."""
-        self.telling.follow(goes_on=True)
-        is_settled = self._driven.is_settled and not self._hearing.has_orders
-        if is_settled:
-            self._hearing.go_on()
-            if self.telling.is_quiet:
-                return None  # nobody here looks at the rows
         self._rows = rows = before._replace(firsts=batch.firsts(view))
-        if is_settled:
-            return None
-        self._hearing.follow(rows, batch)
-        changed, listeners = self._driven.changes(rows, batch), self._hearing.listeners(rows, batch)
-        if listeners is None and not len(changed):
-            return None
-        return GateWrites(_NO_TOKENS, _NO_PLACES, _NO_VALUES, _NO_SLOTS, (), *changed, listeners)
+        changed = self._driven.changes(rows, batch)
+        return GateWrites(_NO_TOKENS, _NO_PLACES, _NO_VALUES, _NO_SLOTS, (), *changed) if len(changed) else None
 
     def _writes(self, rows: GateRows, batch: GatedBatch) -> GateWrites | None:
         columns, self._new_columns = tuple(self._new_columns), []
         for place in batch.restarted(rows):
             self._counts.read_last(rows.req_ids[place])
         cleared = batch.cleared(rows)
-        self._hearing.follow(rows, batch, cleared.tolist())
         index, flags = rows.batch_rows, batch.take_flags(rows)
         handed_on = self._history.strengths(rows, batch, flags) if batch.has_early else []
         replayed = Places.joined(Places.of(handed_on, self._num_columns), self._driven.replayed(rows, batch, flags))
         states = self._driven.states(rows, batch, cleared)
-        listeners = self._hearing.listeners(rows, batch, cleared.tolist())
         changed = np.empty((len(flags), 2), np.int32)
         changed[:, SLOT], changed[:, FLAGS] = np.repeat(batch.slots, rows.counts), flags
         end = int(index.max()) + 1
@@ -258,16 +226,16 @@ class StepGates:
         tokens[index] = changed
         self._num_marked = end
         if np.array_equal(self._tokens[: len(tokens)], tokens) and not (
-            len(replayed) or len(states) or len(cleared) or columns or listeners
+            len(replayed) or len(states) or len(cleared) or columns
         ):
             return None
         self._tokens[: len(tokens)] = tokens
-        return GateWrites(tokens, *replayed, cleared, columns, *states, listeners)
+        return GateWrites(tokens, *replayed, cleared, columns, *states)
 
     def step_ends(self) -> None:
         """Copy what the gates of the step did, behind its forward."""
         rows, batch = self._rows, self._batch
-        if rows is None or batch is None or not batch.told_requests or self.telling.is_quiet:
+        if rows is None or batch is None or not batch.told_requests:
             return
         self._signals = self._copier.copy(rows, batch)
         if batch.has_early:
@@ -276,44 +244,21 @@ class StepGates:
     def readings(self) -> SignalReadings | None:
         """Return what the engine core is told with the step that ended; None if nothing."""
         counts = self._counts.take()
-        if self.telling.is_quiet:
-            return SignalReadings(None, counts, is_quiet=True)
-        if self._signals is None or self._batch is None:
-            return SignalReadings(None, counts) if counts else None
-        slots = self.telling.announce(self._batch, is_decoding=self._decoded is not None)
-        return SignalReadings(self._signals, counts, slots=slots)
+        return SignalReadings(self._signals, counts) if counts or self._signals is not None else None
 
     def ask_counts(self) -> list[ToldCounts]:
         """Return what requests whose rows are not told have counted, as far as it is there."""
         return self._counts.ask()
 
 
-def _wait_for_nothing() -> None:
-    """Wait for what a CPU was asked to compute: it is done."""
-
-
-def _tensors(max_tokens: int, num_columns: int, telling: Telling, num_driven: int) -> GateTensors:
-    told, num_heard = telling.words, num_driven * (telling.heard_here is not None)
-    num_slots, _, num_told = told.shape
+def _tensors(max_tokens: int, num_slots: int, num_columns: int, device: torch.device) -> GateTensors:
     return GateTensors(
-        signals=torch.zeros(max_tokens, num_columns, device=told.device),
-        states=torch.full((num_slots, num_columns), torch.nan, device=told.device),
-        tokens=torch.zeros(max_tokens, 2, dtype=torch.int32, device=told.device),
-        told=told,
-        told_counts=torch.zeros(num_slots, num_told, dtype=torch.int32, device=told.device),
-        heard=telling.heard if num_heard else telling.heard[:, :0].contiguous(),
-        hearing=torch.zeros(num_slots, num_heard, 2, dtype=torch.int32, device=told.device),
+        signals=torch.zeros(max_tokens, num_columns, device=device),
+        states=torch.full((num_slots, num_columns), torch.nan, device=device),
+        tokens=torch.zeros(max_tokens, 2, dtype=torch.int32, device=device),
     )
 
 
 def no_gates(device: torch.device) -> GateTensors:
     """Return the tensors of a worker where there can be no gates: they have no columns."""
-    return GateTensors(
-        torch.zeros(1, 0, device=device),
-        torch.zeros(1, 0, device=device),
-        torch.zeros(1, 2, dtype=torch.int32, device=device),
-        torch.zeros(1, TOLD_ROWS, 0, dtype=torch.int64, device=device),
-        torch.zeros(1, 0, dtype=torch.int32, device=device),
-        torch.zeros(1, 0, dtype=torch.int64, device=device),
-        torch.zeros(1, 0, 2, dtype=torch.int32, device=device),
-    )
+    return _tensors(1, 1, 0, device)

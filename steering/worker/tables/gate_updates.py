@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from headgate.capture.schema.batch import Int32Array, Int64Array
+from headgate.capture.schema.batch import Int64Array
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.gates.step_gates import GateWrites
@@ -25,7 +25,6 @@ class GateUpdates:
     def __init__(self, gates: GateTensors) -> None:
         self._gates = gates
         self._signals, self._states = gates.signals.view(-1), gates.states.view(-1)
-        self._hearing = gates.hearing.view(-1)
         self._places: tuple[Int64Array | None, Tensor] = (None, self._states)
         """Of the states that were written last, and the same on the device: mostly they are written again."""
         self._upload = value_upload(self._states, min(ENTRIES, self._states.numel()))
@@ -38,7 +37,7 @@ class GateUpdates:
         """
         if self._upload is None or changed.state_places is not self._places[0]:
             return False
-        if len(changed.tokens) or len(changed.places) or len(changed.cleared) or changed.columns or changed.listeners:
+        if len(changed.tokens) or len(changed.places) or len(changed.cleared) or changed.columns:
             return False
         self._upload.write(self._places[1], changed.states)
         return True
@@ -52,8 +51,6 @@ class GateUpdates:
         if len(changed.cleared):
             made.append(Write(lambda slots: gates.states.index_fill_(0, slots.long(), math.nan), (changed.cleared,)))
         made += _flat_writes(self._signals, changed.places, changed.strengths)
-        if changed.listeners is not None:
-            made += _flat_writes(self._hearing, *changed.listeners)
         return made + self._state_writes(changed.state_places, changed.states)
 
     def _state_writes(self, places: Int64Array, values: Float32Rows) -> list[Write]:
@@ -68,6 +65,6 @@ class GateUpdates:
         self._states.index_copy_(0, places, values)
 
 
-def _flat_writes(flat: Tensor, places: Int64Array, values: Float32Rows | Int32Array) -> list[Write]:
+def _flat_writes(flat: Tensor, places: Int64Array, values: Float32Rows) -> list[Write]:
     chunks = [slice(start, start + ENTRIES) for start in range(0, len(places), ENTRIES)]
     return [Write(partial(flat.index_copy_, 0), (places[chunk], values[chunk])) for chunk in chunks]

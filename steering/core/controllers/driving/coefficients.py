@@ -18,7 +18,7 @@ from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.content import Limits, check_programs
 from headgate.steering.core.controllers.contents import FIELD, Static
-from headgate.steering.core.controllers.driving.drives import Drive, Drives
+from headgate.steering.core.controllers.driving.drives import Drives
 from headgate.steering.core.controllers.driving.lanes import DrivenRequest, Lanes, Source
 from headgate.steering.core.controllers.driving.untold import Untold
 from headgate.steering.gates.coefficient_changes import CoefficientChange, CoefficientChanges, ColumnChanges
@@ -180,40 +180,6 @@ class Coefficients:
             lanes.values[numbers] = values
             self._untold.add(ColumnChanges(req_ids, whose, drive.column, acting, values.astype(np.float32)))
         return done, firsts
-
-    def hearers(self, req_ids: tuple[str, ...], source: Source, content: Program) -> tuple[Drive, Int64Array] | None:
-        """Return by which drive a content of a source is the one contribution of all of some requests.
-
-        Returns:
-            The drive, and the position of the first row of each on which a change acts, int64 ``[n]``. None if a
-            request is not known, has ended, comes several times, or has other contributions.
-        """
-        drive, group = self._drives.find(content), self._lanes.group(req_ids, self._requests)
-        if drive is None or not group.are_different:
-            return None
-        firsts = self._services.positions(req_ids)
-        are_in_lane = self._lanes.lanes[group.numbers] == self._lanes.of(drive, source)
-        return (drive, firsts) if (are_in_lane & (firsts >= 0)).all() else None
-
-    def settle_each(
-        self, req_ids: tuple[str, ...], source: Source, drive: Drive, values: npt.NDArray[np.float64]
-    ) -> None:
-        """Take over what `hearers` have heard last, and tell the workers.
-
-        Args:
-            req_ids: The requests.
-            source: As then.
-            drive: As then.
-            values: The coefficients, float64 ``[n]``; NaN for those that stay what they were.
-        """
-        lanes, numbers = self._lanes, self._lanes.group(req_ids, self._requests).numbers
-        firsts = self._services.positions(req_ids)
-        (at,) = np.nonzero((lanes.lanes[numbers] == lanes.of(drive, source)) & (firsts >= 0))
-        if not len(at):
-            return
-        numbers, last = numbers[at], values[at]
-        lanes.values[numbers] = last = np.where(np.isnan(last), lanes.values[numbers], last)
-        self._untold.add(ColumnChanges(req_ids, at, drive.column, firsts[at], last.astype(np.float32)))
 
     def take_changes(self, scheduled: Collection[str]) -> CoefficientChanges | None:
         """Return the changes that the workers do not know about the requests of a step; they count as told."""

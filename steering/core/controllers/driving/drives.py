@@ -18,13 +18,11 @@ class Drive(NamedTuple):
 
     Attributes:
         column: Of its coefficient.
-        listener: Which of all driven contents hears it, where forwards can hear.
         program: With that column in it.
         serial: Of all that there were: another content in this column has another.
     """
 
     column: int
-    listener: int
     program: Program
     serial: int
 
@@ -45,7 +43,6 @@ class Drives:
         columns: That they can have.
         reservations: Of the slots.
         tell: Has the workers know these programs.
-        can_be_heard: Whether forwards can hear coefficients by themselves.
     """
 
     def __init__(
@@ -53,12 +50,8 @@ class Drives:
         columns: Sequence[int],
         reservations: Reservations[str],
         tell: Callable[[Sequence[Mapping[str, Any]]], None],
-        *,
-        can_be_heard: bool = False,
     ) -> None:
         self._free = list(columns)
-        self._columns = tuple(columns)
-        self._can_be_heard = can_be_heard
         self._reservations = reservations
         self._tell = tell
         self._known: dict[bytes, Drive] = {}
@@ -78,9 +71,7 @@ class Drives:
             self._known[content.key] = known
             return known
         column = self._free[-1] if self._free else self._make_room()
-        listener = self._columns.index(column)
-        program = driven(content, column, listener if self._can_be_heard else None)
-        made = Drive(column, listener, program, next(self._serials))
+        made = Drive(column, driven(content, column), next(self._serials))
         self._reservations.keep_module(_key(column), demand_of_both(made.program), FIELD)
         try:
             self._tell([*(drive.to_worker() for drive in self._known.values()), made.to_worker()])

@@ -5,12 +5,9 @@ import torch
 from tqdm import tqdm
 
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code, Edit, with_change
-from headgate.steering.programs.gate_codes import TOLD_ROWS
-from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.gates.step_gates import no_gates
 from headgate.steering.worker.program_action import steered_rows_and_state
 from headgate.steering.worker.program_ops import NO_SAE, program_deltas, program_deltas_and_state
-from tests.fakes.gate_tensors import nothing_heard
 
 NO_GATES = no_gates(torch.device("cpu"))
 
@@ -123,44 +120,6 @@ def test_the_compiler_is_told_that_changes_are_written():
         rtol=0,
         atol=0,
     )
-
-
-def telling() -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, GateTensors]:
-    """Codes and params of a score that is told, row 1 of each table, and the pool; and gates of 4 rows, each a slot."""
-    codes, params, pool = tables()
-    codes[1, 0] = torch.tensor([Code.SCORE, 1, 0, 0])
-    codes[1, 1, 0] = with_change(Code.TELL, 1)
-    params[1, 0, 2] = 0.0
-    tokens = torch.stack([torch.arange(4), torch.zeros(4)], dim=1).int()
-    told = torch.zeros(4, TOLD_ROWS, 1, dtype=torch.int64)
-    words = told, told[:, 0].int(), *nothing_heard(4)
-    return (codes, params), pool, GateTensors(torch.zeros(4, 2), torch.zeros(4, 2), tokens, *words)
-
-
-def test_what_is_told_is_written_into_the_memory_that_is_given():
-    programs, pool, gates = telling()
-    rows, groups = torch.tensor([1, 0, 1, 1], dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
-    value, slots = torch.arange(6.0).reshape(3, 2), torch.zeros(4, dtype=torch.int32)
-    given = (*programs, groups, torch.zeros(4, 0), *gates, *NO_SAE)
-
-    program_deltas_and_state(value, None, pool, rows, 2 * rows, *given)
-    steered_rows_and_state(value, None, pool, slots, rows, 2 * rows, *given)
-
-    expected = torch.zeros(4, TOLD_ROWS, 1, dtype=torch.int64)
-    for row, bits in ((0, 0x3F800000), (2, 0x40A00000)):  # of 1 and 5
-        expected[row, 1:3, 0] = torch.tensor([1 << 32 | bits, 2 << 32 | bits])
-    assert torch.equal(gates.told, expected)
-    assert gates.told_counts.tolist() == [[2], [0], [2], [0]]
-
-
-def test_the_compiler_is_told_what_is_told():
-    programs, pool, gates = telling()
-    rows, groups = torch.tensor([1, 0, 1, 1], dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
-    arguments = (*programs, groups, torch.zeros(4, 0), *gates, *NO_SAE)
-
-    torch.library.opcheck(program_deltas_and_state, (torch.ones(3, 2), None, pool, rows, 2 * rows, *arguments))
-    steered = (torch.ones(3, 2), None, pool, 0 * rows, rows, 2 * rows, *arguments)
-    torch.library.opcheck(steered_rows_and_state, steered)
 
 
 def test_no_operation_that_changes_arguments_has_a_default():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import deque
+from queue import Empty
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,74 +13,82 @@ import pytest
 
 from headgate.steering.controllers import controller_thread
 from headgate.steering.controllers.controller_thread import HANGS_S
-from headgate.steering.controllers.hosting import controller_process
-from headgate.steering.controllers.hosting.controller_process import ControllerProcess
-from headgate.steering.controllers.hosting.messages import DONE, Loaded
+from headgate.steering.controllers.hosting import process_host
+from headgate.steering.controllers.hosting.messages import Answer, Loaded
+from headgate.steering.controllers.hosting.process_host import ControllerProcess
 from tests.fakes.hosted_controllers import spec
 
 STEP_S, BUDGET_S = 0.01, 0.005
 QUICK_S = 0.0005
 """What a step takes the controllers."""
+ANSWER = pickle.dumps(Answer(actions=(), switched_off=(), figures={}))
 
 
 class Clock:
-    """Stands for the module `time`, and for a process that is done with steps at times on it."""
+    """Stands for the module `time`, and for the answers of a process that come at times on it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self._due: deque[tuple[float, int]] = deque()
-        self.words: Any = None
+        self._due: deque[float] = deque()
 
     def perf_counter(self) -> float:
         return self.now
 
-    monotonic = perf_counter
-
-    def sleep(self, seconds: float) -> None:
-        self.pass_by(max(seconds, 20e-6))
-
     def pass_by(self, seconds: float) -> None:
-        """Let time pass, and the process do what is due."""
+        """Let time pass."""
         self.now += seconds
-        while self._due and self._due[0][0] <= self.now:
-            self.words[DONE] = self._due.popleft()[1]
 
-    def work(self, number: int, seconds: float) -> None:
-        """Let the process be done with a step so many seconds after it was done with the one before."""
-        begins = max(self.now, self._due[-1][0] if self._due else 0.0)
-        self._due.append((begins + seconds, number))
+    def work(self, seconds: float) -> None:
+        """Let the process answer a step so many seconds after it answered the one before."""
+        begins = max(self.now, self._due[-1] if self._due else 0.0)
+        self._due.append(begins + seconds)
+
+    def get(self, timeout: float) -> bytes:
+        """See `SimpleQueue.get`."""
+        until = self.now + timeout
+        if not self._due or self._due[0] > until:
+            self.now = until
+            raise Empty
+        self.now = max(self.now, self._due.popleft())
+        return ANSWER
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(controller_process, "time", clock)
+    monkeypatch.setattr(process_host, "time", clock)
     monkeypatch.setattr(controller_thread, "time", clock)
     return clock
 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> ControllerProcess:
-    connection = SimpleNamespace(receive=lambda: pickle.dumps(Loaded()), shut=lambda: None)
+    said = iter([pickle.dumps(Loaded())])
+    connection = SimpleNamespace(receive=lambda: next(said, None), shut=lambda: None, send=lambda _: True)
     child = SimpleNamespace(poll=lambda: None, wait=lambda timeout=None: 0)
-    monkeypatch.setattr(controller_process, "start_module", lambda *_: (connection, child))
+    monkeypatch.setattr(process_host, "start_module", lambda *_: (connection, child))
     process = ControllerProcess([spec("any", "one", budget_ms=1000 * BUDGET_S)])
-    clock.words = process.board.words
+    monkeypatch.setattr(process, "_answers", clock)
     return process
+
+
+def ask(process: ControllerProcess) -> None:
+    step: Any = None
+    process.ask(step)
 
 
 def wait(process: ControllerProcess, clock: Clock) -> float:
     """Wait as the engine core does behind a step; returns the time that it took."""
     began = clock.now
-    process.await_done()
+    process.take()
     return clock.now - began
 
 
 def test_one_late_step_is_forgotten_when_it_is_done(process: ControllerProcess, clock: Clock) -> None:
     until, behind, waited_s = clock.now + 60, [], []
     for number in itertools.takewhile(lambda _: clock.now < until, itertools.count(1)):
-        process.count_step()
-        clock.work(number, 3.5 * STEP_S if number == 47 else QUICK_S)
+        ask(process)
+        clock.work(3.5 * STEP_S if number == 47 else QUICK_S)
         waited_s.append(wait(process, clock))
         if process.num_behind:
             behind.append(number)
@@ -99,8 +108,8 @@ def test_one_that_is_slower_than_the_steps_works_on_and_costs_few_budgets(
     until, waited_s = clock.now + 60, 0.0
     while clock.now < until:
         if process.num_behind < 64:  # the host skips further ones
-            process.count_step()
-            clock.work(process.num_steps, 2.5 * STEP_S)
+            ask(process)
+            clock.work(2.5 * STEP_S)
         waited_s += wait(process, clock)
         clock.pass_by(STEP_S)
 
@@ -109,10 +118,10 @@ def test_one_that_is_slower_than_the_steps_works_on_and_costs_few_budgets(
 
 
 def test_one_that_does_not_return_from_a_step_is_given_up(process: ControllerProcess, clock: Clock) -> None:
-    process.count_step()
+    ask(process)
     began = clock.now
     while process.lost is None and clock.now < began + 60:
-        process.await_done()
+        process.take()
         clock.pass_by(STEP_S)
 
     assert HANGS_S < clock.now - began < HANGS_S + 1
@@ -123,11 +132,11 @@ def test_one_that_does_not_return_from_a_step_is_given_up(process: ControllerPro
 def test_time_in_which_the_engine_core_stood_still_itself_does_not_count(
     process: ControllerProcess, clock: Clock, seconds: float
 ) -> None:
-    for number in (1, 2, 3):
-        process.count_step()
-        clock.work(number, 10 * STEP_S)
-        process.await_done()
+    for _ in range(3):
+        ask(process)
+        clock.work(10 * STEP_S)
+        process.take()
         clock.now += seconds  # both were stopped, or the machine was suspended
-        process.await_done()
+        process.take()
 
     assert process.lost is None

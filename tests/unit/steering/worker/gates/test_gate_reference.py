@@ -15,10 +15,7 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.gate import Always, Gate, Group, InlineProbe, Leaf, Negation, Pid, Then
 from headgate.steering.gates.layout import COUNT, layout_of
 from headgate.steering.gates.lowering import lower_gates
-from headgate.steering.programs.codes import NUM_PARAMS, P4, P5, READ_SCALE, Code, with_change
 from headgate.steering.programs.gate_codes import (
-    TOLD_COUNT_MASK,
-    TOLD_ROWS,
     Combine,
     Mode,
     Pool,
@@ -27,10 +24,9 @@ from headgate.steering.programs.gate_codes import (
 )
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.vectors.phase_vectors import PhaseVectors
-from headgate.steering.worker.gates.reference import GateTensors, evaluate
+from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.placed_programs import place
 from headgate.steering.worker.program_reference import program_deltas_reference
-from tests.fakes.gate_tensors import nothing_heard, nothing_told
 
 HIDDEN = 4
 EARLY, READ, LATE = (Site(layer, HookPoint.POST_MLP) for layer in (0, 1, 2))
@@ -84,7 +80,7 @@ def run_and_count(gates: Sequence[Gate], scores: Sequence[float], num_prompt: in
             | TokenFlag.IS_GENERATED * (positions >= num_prompt)
         )
         signals = torch.full((count, columns), math.nan)
-        tensors = GateTensors(signals, states, tokens, *nothing_told(2), *nothing_heard(2))
+        tensors = GateTensors(signals, states, tokens)
         is_decode = torch.from_numpy(positions >= num_prompt).int()
         added.append(torch.stack([_at(site, made, rows, is_decode, tensors) for site in SITES]))
         start += count
@@ -238,81 +234,3 @@ def test_what_only_observes_adds_nothing_and_always_acts_on_every_row():
 
     assert run([observing], [1.0, 1.0], 1, [1, 1]).abs().sum() == 0
     assert run([observing, acting], [1.0, 1.0], 1, [1, 1])[[0, 2]].tolist() == [[1, 1], [1, 1]]
-
-
-def entry(code: Code, column: int, numbers: dict[int, float]) -> tuple[list[int], list[float]]:
-    """Fields and params of an entry that reads the pool's row 1, if it reads any."""
-    return [with_change(code, column), 1, 0, 0], [numbers.get(at, 0.0) for at in range(NUM_PARAMS)]
-
-
-class Telling:
-    """Requests in two slots that tell two scores: the first value of a row as number 1, and its double as number 0."""
-
-    ENTRIES = (
-        entry(Code.SCORE, 0, {READ_SCALE: 1.0}),
-        entry(Code.SCORE, 1, {READ_SCALE: 2.0}),
-        entry(Code.TELL, 2, {P4: 0, P5: 1}),
-        entry(Code.TELL, 3, {P4: 1, P5: 0}),
-    )
-    POOL = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-
-    def __init__(self, count: int = 0) -> None:
-        self.told = torch.zeros(2, TOLD_ROWS, 2, dtype=torch.int64)
-        self.counts = torch.full((2, 2), count, dtype=torch.int32)
-        self.states = torch.full((2, 4), math.nan)
-
-    def run(self, slot: int, scores: Sequence[float], flags: int = 0) -> list[list[float]]:
-        """Run rows of the slot in one forward; returns the columns of the two entries."""
-        rows = torch.zeros(len(scores), HIDDEN)
-        rows[:, 0] = torch.tensor(scores)
-        tokens = torch.tensor([[slot, flags]] * len(scores), dtype=torch.int32)
-        signals = torch.full((len(scores), 4), math.nan)
-        codes, params = zip(*self.ENTRIES, strict=True)
-        gates = GateTensors(signals, self.states, tokens, self.told, self.counts, *nothing_heard(2))
-        evaluate(rows.double(), self.POOL, [(torch.arange(len(scores)), codes, params)], gates)
-        return signals[:, 2:].T.tolist()
-
-    def words(self, slot: int, k: int) -> list[tuple[int, float]]:
-        """Number and score of each word."""
-        words = self.told[slot, :, k].numpy()
-        scores = (words & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
-        return list(zip((words >> 32).tolist(), scores.tolist(), strict=True))
-
-
-NOTHING = (0, 0.0)
-
-
-def test_each_row_tells_its_scores_in_the_next_word_of_its_slot():
-    telling = Telling()
-
-    for at, score in enumerate([0.5, -1.5, 2.5, -3.5, 4.5], 1):
-        assert telling.run(1, [score]) == [[at], [at]]
-
-    assert telling.words(1, 1) == [(4, -3.5), (5, 4.5), (2, -1.5), (3, 2.5)]
-    assert telling.words(1, 0) == [(4, -7.0), (5, 9.0), (2, -3.0), (3, 5.0)]
-    assert telling.counts.tolist() == [[0, 0], [5, 5]]
-    assert telling.words(0, 0) == telling.words(0, 1) == [NOTHING] * TOLD_ROWS
-
-
-def test_rows_that_are_scanned_are_counted_and_not_told():
-    telling = Telling()
-    telling.run(0, [1.0])
-
-    assert telling.run(0, [2.0, 3.0, 4.0], TokenFlag.IS_SCANNED) == [[2, 3, 4]] * 2
-    assert telling.words(0, 1) == [NOTHING, (1, 1.0), NOTHING, NOTHING]
-
-    telling.run(0, [math.nan])
-    assert telling.words(0, 1)[:1] == telling.words(0, 1)[2:3] == [NOTHING]
-    number, score = telling.words(0, 1)[1]
-    assert number == 5
-    assert math.isnan(score)
-
-
-def test_a_row_that_resets_goes_on_counting_and_counts_begin_anew_behind_the_largest():
-    telling = Telling(TOLD_COUNT_MASK - 1)
-
-    found = [telling.run(0, [float(at)], TokenFlag.RESETS)[0] for at in range(3)]
-
-    assert found == [[TOLD_COUNT_MASK], [0], [1]]
-    assert telling.words(0, 1) == [(0, 1.0), (1, 2.0), NOTHING, (TOLD_COUNT_MASK, 0.0)]
-    assert telling.told.min() == 0

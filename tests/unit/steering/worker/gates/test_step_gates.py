@@ -10,8 +10,8 @@ from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.rule import AppliesTo
 from headgate.steering.gates.step_table import StepTable
-from headgate.steering.programs.codes import CODE, CODE_MASK, EVERYWHERE, Code, with_change
-from headgate.steering.programs.gate_codes import TOLD_ROWS, Scope, TokenFlag, gate_field
+from headgate.steering.programs.codes import EVERYWHERE, Code, with_change
+from headgate.steering.programs.gate_codes import Scope, TokenFlag, gate_field
 from headgate.steering.programs.program import Entry, Program
 from headgate.steering.worker.gates import readings as gate_readings
 from headgate.steering.worker.gates.requests import NO_SLOT, GateSlots, OwnGates, gated_request
@@ -230,36 +230,6 @@ def test_of_prompts_the_columns_travel_that_somebody_reads(monkeypatch: pytest.M
     expected[:, told] = np.arange(20, dtype=np.float32).reshape(5, COLUMNS)[:, told]
     np.testing.assert_array_equal(step.signals, expected[first:])
     assert [rows.first for rows in step.rows(step.ids)] == [0] * len(step.ids)
-
-
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_the_numbers_of_told_rows_are_always_read(is_gated: bool) -> None:
-    row = np.ones(4, np.float32)
-    entries = [
-        Entry(SITE, with_change(Code.TELL, 7), None, None, (0.0,) * 6),
-        Entry(SITE, with_change(Code.SCORE, 0), row, None, (1.0,)),
-        *([Entry(SITE, with_change(Code.GATE, 4), None, row, ())] if is_gated else []),
-    ]
-    made = Program.from_entries(entries, "float32")
-    rule = ActingRule("r", AppliesTo.ALL, (0, 8), (made, made))
-
-    found = gated_request(OwnGates(4), (rule,))
-
-    assert made.codes[0, CODE] & CODE_MASK == Code.SCORE
-    assert found is not None
-    assert found.told == ({4, 5, 6, 7} if is_gated else {0, 7})
-
-
-def test_each_slot_has_words_of_what_is_told_outside_of_device_memory() -> None:
-    device = torch.device("cpu")
-
-    nothing, gates = StepGates(16, 4, COLUMNS, device), StepGates(16, 4, COLUMNS, device, num_told=3)
-
-    assert gates.tensors.told.shape == (9, TOLD_ROWS, 3)
-    assert gates.tensors.told_counts.shape == (9, 3)
-    assert gates.device_bytes - nothing.device_bytes == 9 * 3 * 4
-    assert nothing.tensors.told.shape == (9, TOLD_ROWS, 0)
-    assert nothing.tensors.told_counts.shape == (9, 0)
 
 
 @pytest.mark.parametrize(("is_traced", "columns"), [(False, {4, 5, 6}), (True, {0, 4, 5, 6})])
