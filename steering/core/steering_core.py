@@ -183,7 +183,9 @@ class SteeringCore:
         return self._readings.take(step, discarded)
 
     def begin_again(self, req_id: str) -> Note | None:
-        """Forget the rows of a trace; see `ReadingCore`."""
+        """Forget the rows of a trace, and let controllers begin anew; see `ReadingCore`."""
+        if self._controllers is not None:
+            self._controllers.begin_again(req_id)
         return self._readings.begin_again(req_id)
 
     def describe(self, req_id: str, num_prompt: int) -> None:

@@ -257,6 +257,38 @@ def test_nobody_finds_the_blocks_of_what_was_driven_and_preempted_requests_go_on
     check(again, [Driven(name="again")] * 2, references, 0)
 
 
+def test_a_prompt_that_begins_again_ends_for_controllers_and_begins_anew(llm, references):
+    """Global vectors change before its last chunk, so those rows count no more, nor what was decided by them."""
+    prompt, case = prompt_of(66, 40), Driven(name="begun")
+    site, vector = next(iter(STATIC.tiers.decode.items()))
+
+    def num_begun() -> int:
+        return sum(each[0] == "begins" for each in Scripted.told if not isinstance(each, ReadRow))
+
+    def plan(view: RequestView, row: ReadRow) -> Iterator[SetSteering]:
+        if row.position == (9 if num_begun() == 1 else 44):
+            yield steering(row, "module", 0.02 * row.position)
+
+    Scripted.plans[tuple(prompt)] = plan
+    engine, outputs = llm.llm_engine, []
+    engine.add_request("begun", {"prompt_token_ids": prompt}, params_of(case, NUM_OUTPUT))
+    while not any(isinstance(each, ReadRow) and each.position == 9 for each in Scripted.told):
+        engine.step()
+    llm.steering.set(vectors={site.hook.value: {site.layer: vector.tolist()}})
+    while engine.has_unfinished_requests():
+        outputs += [output for output in engine.step() if output.finished]
+    llm.steering.clear()
+
+    told = [each.position if isinstance(each, ReadRow) else each[0] for each in Scripted.told]
+    begin = told.index("begins", 1)
+    assert told[:begin] == ["begins", *range(begin - 2), "ends"]
+    assert told[begin:] == ["begins", *range(len(prompt) + NUM_OUTPUT - 1), "ends"]
+    trace = outputs[0].outputs[0].steering_trace
+    assert trace["scores"]["scripted.score"] == [row.scores["score"] for row in Scripted.told[begin + 1 : -1]]
+    assert [note["position"] for note in trace["actions"]] == [40, 40, acts_from(llm, 44)]
+    check(outputs, [Driven(name="begun", static=Case("global", Tiers(base={site: vector})))], references)
+
+
 def test_a_request_that_a_controller_stops_keeps_the_last_token(llm):
     prompt, (alone,) = prompt_of(70), generate(llm, [Driven(name="alone")], [prompt_of(70)], NUM_OUTPUT)
     Scripted.plans[tuple(prompt)] = lambda view, row: [Stop(row.request, "enough")] if row.position == 14 else []

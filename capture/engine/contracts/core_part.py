@@ -274,8 +274,9 @@ class ReadingCore(Protocol):
 
         Args:
             readings: The part's own document of that step, as the worker collected it.
-            discarded: Requests of the step for which it does not count: they ended after it was launched. Rows that
-                are computed again, after a preemption or a change of global vectors, come a second time.
+            discarded: Requests of the step for which it does not count: after it was launched they ended, or their
+                prompts began again. Rows that are computed again, after a preemption or a change of global vectors,
+                come a second time.
 
         Returns:
             A note for each request that the front end is to be told something of: plain values and bytes, by id. They
@@ -287,7 +288,7 @@ class ReadingCore(Protocol):
     def begin_again(self, req_id: str) -> object | None:
         """Forget what was read of the rows of a request so far: its prompt begins again, under something else.
 
-        No token was sampled behind those rows. Rows of steps in flight may still come before the first of the new ones.
+        No token was sampled behind those rows. Those of steps in flight come with the request among ``discarded``.
 
         Returns:
             A note as those of `take_readings`; None if nothing was read.

@@ -63,6 +63,8 @@ class StepNotes:
         self._wanting: dict[str, bool] = {}
         """Whether notes are wanted, of requests that notes have come about."""
         self._describing = part if isinstance(part, DescribingCore) else None
+        self._outdated: dict[str, int] = {}
+        """Steps in flight whose rows of a request do not count, since its prompt has begun again."""
         self._is_in_step = False
         self._running: list[str] = []
         """Requests of the last step that was looked at, if all of them ran and none was freed since."""
@@ -72,8 +74,9 @@ class StepNotes:
     ) -> Mapping[int, CoreOutputs]:
         """Let the scheduler make the outputs of a step, and complete them with its notes and earlier ones."""
         readings: Mapping[str, Document] | None = getattr(output, READINGS_ATTRIBUTE, None)
+        outdated = self._take_outdated() if self._outdated else set()
         if readings is not None:
-            self._take(readings, self._ended(scheduler_output.num_scheduled_tokens))
+            self._take(readings, self._ended(scheduler_output.num_scheduled_tokens) | outdated)
         self._is_in_step = True
         try:
             made: dict[int, CoreOutputs] = original(self._scheduler, scheduler_output, output)
@@ -91,11 +94,19 @@ class StepNotes:
         """Forget a request that was freed; in the middle of a step its last output is yet to be made."""
         self._running = []
         self._wanting.pop(req_id, None)
+        self._outdated.pop(req_id, None)
         if not self._is_in_step:
             self._kept.pop(req_id, None)
 
-    def begin_again(self, req_id: str) -> None:
-        """Let the part forget the rows of a prompt that begins again under something else."""
+    def begin_again(self, req_id: str, num_in_flight: int) -> None:
+        """Let the part forget the rows of a prompt that begins again under something else.
+
+        Args:
+            req_id: The request.
+            num_in_flight: Steps that were launched before, and whose outputs come yet.
+        """
+        if num_in_flight:
+            self._outdated[req_id] = num_in_flight
         if self._part is not None and (note := self._part.begin_again(req_id)) is not None:
             self._keep(req_id, note)
 
@@ -134,6 +145,12 @@ class StepNotes:
             for req_id, note in self._part.take_readings(document, discarded).items():
                 if req_id not in discarded:
                     self._keep(req_id, note)
+
+    def _take_outdated(self) -> set[str]:
+        """Return the requests whose rows in the step that came do not count, since their prompts have begun again."""
+        outdated = set(self._outdated)
+        self._outdated = {req_id: number - 1 for req_id, number in self._outdated.items() if number > 1}
+        return outdated
 
     def _ended(self, num_scheduled: Mapping[str, int]) -> set[str]:
         """Return the requests of a step that ended after it was launched: nothing of it counts for them."""

@@ -30,11 +30,12 @@ class StepsInFlight:
             outputs that were taken here come with the next steps.
 
     Attributes:
-        begin_again: Is told of each request whose prompt begins again under something else.
+        begin_again: Is told of each request whose prompt begins again under something else, and how many steps are in
+            flight.
     """
 
     def __init__(self, core: EngineCore) -> None:
-        self.begin_again: Callable[[str], None] = lambda _: None
+        self.begin_again: Callable[[str, int], None] = lambda *_: None
         self._core = core
         self._step = core.step_fn
         self._kept: deque[Mapping[int, CoreOutputs]] = deque()
@@ -85,7 +86,7 @@ class StepsInFlight:
         num_begun = max(self._begun.get(req_id, 0), request.num_computed_tokens)
         if request.num_tokens > request.num_prompt_tokens or not num_begun:
             return
-        self.begin_again(req_id)
+        self.begin_again(req_id, len(self._core.batch_queue or ()))
         if is_captured(request.sampling_params):
             self._outdated[req_id] = num_begun
 

@@ -7,6 +7,7 @@ each target. The coefficient of a content on a request is the sum of the contrib
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,16 @@ class Actuation:
         if action.module is not None and own is not None and action.compose:
             again[controller] = action.module, self._contents.version
         return {action.request: first}
+
+    def take_back(self, controller: str, req_id: str) -> Iterator[tuple[SetSteering | SetScale, dict[str, int]]]:
+        """Take back what a controller set on one request alone; yields the actions that do so, and where they act."""
+        sources = self.coefficients.of(req_id).contributions
+        if (controller,) in sources or (controller, "instead") in sources:
+            action = SetSteering(req_id)
+            yield action, self.steer(controller, action)
+        if (controller, "scale") in sources:
+            unscaled = SetScale(req_id, 1.0)
+            yield unscaled, self.scale(controller, unscaled)
 
     def steer_each(self, controller: str, action: SetSteeringEach) -> tuple[BoolArray, Int64Array]:
         """Apply an action to those of its requests on which its controller has that module on alone: by arrays.

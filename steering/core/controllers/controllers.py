@@ -109,6 +109,21 @@ class Controllers:
             self._read.discard(req_id)
             self._host.end(req_id)
 
+    def begin_again(self, req_id: str) -> None:
+        """Let a request end for the controllers that read it, and begin anew: its prompt is computed again.
+
+        What they set on it alone is taken back, since the rows that they decided by do not count any more.
+        """
+        found = self._requests.get(req_id)
+        if found is None or not found.acting:
+            return
+        self._hearing.break_off()
+        self._host.end(req_id)
+        self._host.add(req_id, found.num_prompt, [each.name for each in found.acting])
+        for name in (each.name for each in found.acting):
+            for action, firsts in self._actuation.take_back(name, req_id):
+                self._outcomes.note(firsts, name, action, APPLIED)
+
     def read(self, table: StepTable, discarded: Collection[str]) -> None:
         """Hand a step to the controllers; `decide` takes what they answer."""
         self._present = table.ids

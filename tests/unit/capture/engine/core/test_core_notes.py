@@ -97,11 +97,23 @@ def test_a_prompt_that_begins_again_says_so_in_order(scheduler: Scheduler) -> No
     scheduler.add("a")
     scheduler.silent = {"a"}
     scheduler.step("a", readings={"a": 1})
-    scheduler.notes.begin_again("a")
-    scheduler.notes.begin_again("gone")
+    scheduler.notes.begin_again("a", 0)
+    scheduler.notes.begin_again("gone", 0)
     scheduler.silent = set()
 
     assert scheduler.step("a", readings={"a": 2}) == {"a": noted(1, "a again", 2)}
+
+
+def test_steps_in_flight_do_not_count_for_a_prompt_that_begins_again(scheduler: Scheduler) -> None:
+    scheduler.add("a")
+    scheduler.add("b")
+    scheduler.step("a", "b", readings={})
+    scheduler.notes.begin_again("a", 2)
+
+    notes = [scheduler.step("a", "b", readings=readings) for readings in ({"a": 1, "b": 1}, None, {"a": 3, "b": 3})]
+
+    assert scheduler.part.discarded == [set(), {"a"}, set()]
+    assert notes == [{"a": noted("a again"), "b": noted(1)}, {"a": None, "b": None}, {"a": noted(3), "b": noted(3)}]
 
 
 def test_the_last_output_has_them_too(scheduler: Scheduler) -> None:

@@ -127,7 +127,7 @@ def test_a_preempted_prompt_whose_keys_change_begins_again(now: Keys, num_comput
     held: Any = Held(9, 0, num_computed, "running")
     made = services({"a": held}, {})
     steps, again = made._steps, []
-    steps.begin_again = again.append  # type: ignore[method-assign, assignment]
+    steps.begin_again = lambda req_id, _: again.append(req_id)  # type: ignore[method-assign]
     made.open(SimpleNamespace(block_keys=lambda _: now, acts_on=lambda _: True))  # type: ignore[arg-type]
     note_hashed(held, Keys("old", "old"))
     steps.preempted(held)
@@ -143,7 +143,7 @@ def test_a_preempted_prompt_whose_first_token_is_in_flight_does_not_begin_again(
     held: Any = Held(9, 0, 9, "running")
     made = services({"a": held}, {})
     again: list[str] = []
-    made._steps.begin_again = again.append  # type: ignore[method-assign]
+    made._steps.begin_again = lambda req_id, _: again.append(req_id)  # type: ignore[method-assign]
     made._salts.renew("a")
     for num_computed in (9, 4):
         held.num_computed_tokens = num_computed
