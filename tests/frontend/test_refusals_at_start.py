@@ -14,6 +14,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from headgate.capture import LLM
+from headgate.capture.engine.commands.verify_engine import fit_cpu_cache
 from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.engine.frontends import startup
 from headgate.capture.engine.plugin import register
@@ -21,6 +22,7 @@ from headgate.capture.engine.setup import patch_set, startup_checks, versions
 from headgate.capture.engine.setup.patch_set import PatchSet
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from tests.deadlines import patience
+from tests.engine.tiny_models import tiny_model
 from tests.frontend.conftest import ENGINE, capture_settings
 
 pytestmark = pytest.mark.engine
@@ -206,6 +208,20 @@ def test_the_cache_on_cpus_fits_what_is_free(
 def test_a_share_of_the_memory_that_the_user_named_is_kept(tmp_path: Path) -> None:
     assert startup_checks.is_left_to_vllm(EngineArgs(model=str(tmp_path)))
     assert not startup_checks.is_left_to_vllm(EngineArgs(model=str(tmp_path), gpu_memory_utilization=0.5))
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 2 * GIB), ({"kv_cache_memory_bytes": GIB}, GIB)])
+def test_the_stock_engine_of_verify_on_cpus_fits_what_is_free_too(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, int], expected: int
+) -> None:
+    """Nothing of headgate's is in its process, and vLLM alone would not start."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    monkeypatch.setattr(startup_checks, "cpu_memory", lambda: (256 * GIB, 8 * GIB))
+    arguments = EngineArgs(model=str(tiny_model("llama")), skip_tokenizer_init=True, max_model_len=128, **given)
+
+    fit_cpu_cache(arguments)
+
+    assert arguments.kv_cache_memory_bytes == expected
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from headgate.capture.engine.commands.verify_capture import CONSUMER
 from headgate.capture.engine.commands.verify_stock import MIN_MODEL_LENGTH, plain_requests
 from headgate.capture.engine.contracts.parts import check_parts
 from headgate.capture.engine.setup.settings import OUR_KEY, model_info
+from headgate.capture.engine.setup.startup_checks import bound_cpu_cache, is_left_to_vllm
 from headgate.capture.engine.setup.versions import versions
 from headgate.capture.monitoring.verify_checks import (
     EAGER,
@@ -295,12 +297,28 @@ def _open(job: Job) -> Any:
     arguments.additional_config = given
     if job.kind == EAGER:
         arguments.enforce_eager = True
+    if job.kind == STOCK:
+        fit_cpu_cache(arguments)
     llm = LLM.from_engine_args(arguments)
     from vllm.v1.worker.worker_base import WorkerBase
 
     if hasattr(WorkerBase, "headgate_stats") != (job.kind != STOCK):
         raise AssertionError(f"headgate verify: the {job.kind} engine was started with the wrong plugins")
     return llm
+
+
+def fit_cpu_cache(arguments: Any) -> None:
+    """Give stock vLLM on CPUs the KV cache that headgate's engines choose where vLLM's share of the memory is not free.
+
+    Args:
+        arguments: vLLM's ``EngineArgs``.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and is_left_to_vllm(arguments):
+        config = copy(arguments).create_engine_config()
+        bound_cpu_cache(config)
+        arguments.kv_cache_memory_bytes = config.cache_config.kv_cache_memory_bytes
 
 
 def _answer(request: Request, output: Any) -> Answer:

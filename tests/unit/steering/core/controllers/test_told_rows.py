@@ -58,7 +58,6 @@ def test_a_request_whose_prompt_begins_again_ends_for_controllers_and_begins_ane
     core.services.position = PROMPT - 1
     decided = {(change.req_id, change.column): change.value for change in core.step(["a", "b"], *actions)}
     assert core.core.begin_again("a") is not None
-    assert core.core.begin_again("nobody") is None
     core.services.position = PROMPT - 1
     taken_back = core.step(["a", "b"])
     core.step(["a", "b"])
