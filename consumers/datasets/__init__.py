@@ -11,7 +11,7 @@ Needs no vLLM; torch where tensors are asked for.
 
 from headgate.consumers.datasets.batches import RowBatch
 from headgate.consumers.datasets.dataset import Dataset, open_dataset
-from headgate.consumers.datasets.index.scan import Problem
+from headgate.consumers.datasets.index.root import Problem
 from headgate.consumers.datasets.mixing import MixedBatches
 from headgate.consumers.datasets.view import RowView
 

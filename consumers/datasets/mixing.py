@@ -10,27 +10,224 @@ the pool lacks rows, so nothing depends on how far the thread is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from headgate.consumers.datasets.ahead import Ahead
 from headgate.consumers.datasets.batches import RowBatch, check_positive
-from headgate.consumers.datasets.pool import RowPool
 from headgate.consumers.datasets.reading import Bytes, Slots
-from headgate.consumers.datasets.sinks import sinks_of
-from headgate.consumers.datasets.view import RowView, ascending, fingerprint_of
+from headgate.consumers.datasets.view import RowView, ascending, fingerprint_of, typed
+
+Numbers = npt.NDArray[np.int64]
+
+
+class RowPool:
+    """Rows of some sites, each with a number. Each lies in a slot; a row that is drawn leaves its slot to a later one.
+
+    Attributes:
+        count: Rows.
+
+    Args:
+        sites: Their names.
+        row_bytes: Bytes of a row at one site.
+        capacity: Rows that there is memory for; it grows where more are added.
+    """
+
+    def __init__(self, sites: Sequence[str], row_bytes: int, capacity: int) -> None:
+        self._row_bytes = row_bytes
+        self._numbers = np.empty(capacity, dtype=np.int64)  # by slot
+        self._rows = {site: self._empty_rows(capacity) for site in sites}  # by slot
+        # Of rows, in the order that draws refer to; then free ones; then reserved ones.
+        self._slots = np.arange(capacity)
+        self._num_reserved = 0
+        self.count = 0
+
+    @property
+    def free(self) -> int:
+        """Rows that can be added without taking more memory."""
+        return len(self._slots) - self._num_reserved - self.count
+
+    @property
+    def numbers(self) -> Numbers:
+        """The rows' numbers, in the order that draws refer to."""
+        found: Numbers = self._numbers[self._slots[: self.count]]
+        return found
+
+    def clear(self) -> None:
+        """Take all rows out; nothing is reserved any more."""
+        self.count = self._num_reserved = 0
+        self._slots.sort()
+
+    def add(self, numbers: Numbers, data: Mapping[str, Bytes]) -> None:
+        """Add rows: uint8 ``[rows, row_bytes]`` by site, which are copied."""
+        for site, slots in self.reserve(len(numbers)).items():
+            slots.put(data[site])
+        self.commit(numbers)
+
+    def reserve(self, count: int, *, spared: int = 0) -> dict[str, Slots]:
+        """Memory for rows that the next `commit` adds, by site. Rows may be taken out meanwhile, but none be added.
+
+        Args:
+            count: Rows.
+            spared: Rows taken out last, whose slots are not to be given yet, since `copies` needs them.
+        """
+        if self.free < count + spared:
+            self._grow(max(self.count + count + spared, len(self._slots) * 5 // 4))
+        self._num_reserved = count
+        slots = self._slots[len(self._slots) - count :].copy()
+        return {
+            site: Slots(rows.view(np.uint8).reshape(-1, self._row_bytes), slots) for site, rows in self._rows.items()
+        }
+
+    def commit(self, numbers: Numbers) -> None:
+        """Add rows, whose bytes are in the first of the slots that are reserved; the others are free again."""
+        count = len(numbers)
+        reserved = self._slots[len(self._slots) - self._num_reserved :].copy()
+        displaced = self._slots[self.count : self.count + min(self.free, count)].copy()
+        self._slots[self.count : self.count + count] = reserved[:count]
+        free = np.concatenate([displaced, reserved[count:]])
+        self._slots[len(self._slots) - len(free) :] = free
+        self._numbers[reserved[:count]] = numbers
+        self.count += count
+        self._num_reserved = 0
+
+    def draw(self, random: np.random.Generator, count: int) -> tuple[Numbers, dict[str, Bytes]]:
+        """Take rows out at random, all if there are not more than `count`: their numbers and, by site, their bytes."""
+        numbers, slots = self.take(random, count)
+        return numbers, self.copies(slots)
+
+    def take(self, random: np.random.Generator, count: int) -> tuple[Numbers, Numbers]:
+        """The same, but for the bytes the slots where `copies` finds them, until rows are added."""
+        before, count = self.count, min(count, self.count)
+        chosen = random.choice(before, count, replace=False)
+        slots = self._slots[chosen]
+        left = before - count
+        is_taken = np.zeros(count, dtype=np.bool_)
+        is_taken[chosen[chosen >= left] - left] = True
+        self._slots[chosen[chosen < left]] = self._slots[left:before][~is_taken]
+        self._slots[left:before] = slots
+        self.count = left
+        return self._numbers[slots], slots
+
+    def copies(self, slots: Numbers) -> dict[str, Bytes]:
+        """Copies of what lies in slots: uint8 ``[slots, row_bytes]`` by site."""
+        width = self._row_bytes
+        return {site: rows.take(slots).view(np.uint8).reshape(-1, width) for site, rows in self._rows.items()}
+
+    def _grow(self, size: int) -> None:
+        old = len(self._slots)
+        self._slots = np.concatenate([self._slots, np.arange(old, size)])
+        self._numbers = np.concatenate([self._numbers, np.empty(size - old, dtype=np.int64)])
+        for site, rows in self._rows.items():
+            larger = self._empty_rows(size)
+            larger[:old] = rows
+            self._rows[site] = larger
+
+    def _empty_rows(self, count: int) -> npt.NDArray[np.void]:
+        return np.empty(count, dtype=np.dtype((np.void, self._row_bytes)))
+
+
+MULTIPLE = 10.0
+"""Times the median norm above which a row is a sink."""
+_SAMPLES, _SAMPLE_ROWS = 256, 256
+
+
+class SinkFilter:
+    """Finds rows whose norm is above `MULTIPLE` times the median norm of their site.
+
+    Attributes:
+        thresholds: The largest norm that is kept, by site.
+
+    Args:
+        samples: Rows by site, uint8 ``[rows, row_bytes]``, whose norms the medians are of; in pieces.
+        dtype: Of the rows: ``bfloat16``, ``float16`` or ``float32``.
+    """
+
+    def __init__(self, samples: Iterable[Mapping[str, Bytes]], dtype: str) -> None:
+        self._dtype = dtype
+        norms: dict[str, list[npt.NDArray[np.float32]]] = {}
+        for sample in samples:
+            for site, rows in sample.items():
+                norms.setdefault(site, []).append(self._norms(rows))
+        self.thresholds = {site: _threshold(np.concatenate(found)) for site, found in norms.items()}
+
+    def keeps(self, data: Mapping[str, Bytes]) -> npt.NDArray[np.bool_]:
+        """bool ``[rows]``: not a sink at any site. Rows with NaN are kept: they are errors, for the trainer to see."""
+        is_sink = [self._norms(rows) > self.thresholds[site] for site, rows in data.items()]
+        keeps: npt.NDArray[np.bool_] = ~np.logical_or.reduce(is_sink)
+        return keeps
+
+    def _norms(self, rows: Bytes) -> npt.NDArray[np.float32]:
+        values = typed(rows, self._dtype).astype(np.float32, copy=False)
+        norms: npt.NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", values, values))
+        return norms
+
+
+def sinks_of(view: RowView, seed: int) -> SinkFilter:
+    """A filter of the rows of a data set.
+
+    The medians are of a sample: 256 places, drawn by `seed`, with 256 rows each; all rows of a smaller data set.
+    """
+    if len(view) <= _SAMPLES * _SAMPLE_ROWS:
+        places = np.arange(0, len(view), _SAMPLE_ROWS)
+    else:
+        places = np.sort(np.random.default_rng(seed).integers(0, len(view) - _SAMPLE_ROWS, _SAMPLES))
+    samples = (view.read(place, min(place + _SAMPLE_ROWS, len(view))) for place in places.tolist())
+    return SinkFilter(samples, view.dtype)
+
+
+def _threshold(norms: npt.NDArray[np.float32]) -> float:
+    finite = norms[np.isfinite(norms)]
+    return MULTIPLE * float(np.median(finite)) if len(finite) else float("inf")
+
+
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """A call that runs from now on, on a thread of its own, and whose result is wanted later.
+
+    The thread ends with the call, so there is nothing to close. A process that is forked meanwhile has no such thread,
+    and calls again.
+
+    Args:
+        call: Called once, and in a forked copy again: it must not depend on how far the first call came.
+        name: Of the thread.
+    """
+
+    def __init__(self, call: Callable[[], T], name: str) -> None:
+        self._call = call
+        self._process = os.getpid()
+        self._future: Future[T] = Future()
+        threading.Thread(target=self._run, name=name).start()
+
+    def wait(self) -> None:
+        """Wait for the end of the call, whatever comes of it."""
+        if self._process == os.getpid():
+            self._future.exception()
+
+    def result(self) -> T:
+        """Wait for the end of the call, and return what it returned or raise what it raised."""
+        return self._future.result() if self._process == os.getpid() else self._call()
+
+    def _run(self) -> None:
+        try:
+            self._future.set_result(self._call())
+        except BaseException as error:  # noqa: BLE001  (whatever it is, it is for who wants the result to see)
+            self._future.set_exception(error)
+
 
 DEFAULT_ROWS = 1_000_000
 DEFAULT_REQUESTS = 1000
 STATE_VERSION = 1
 _REFILL_BYTES = 32 << 20
 """Bytes that a pool is filled up with at once, so that threads wait for each other seldom."""
-
-Numbers = npt.NDArray[np.int64]
 
 
 class MixedBatches(Iterator[RowBatch]):

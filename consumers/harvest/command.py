@@ -15,11 +15,9 @@ from rich.markup import escape
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError, HeadgateError
 from headgate.consumers.harvest.engine import HarvestEngine, VllmEngine
-from headgate.consumers.harvest.places import TAG
-from headgate.consumers.harvest.progress import showing
 from headgate.consumers.harvest.prompts import open_prompts
-from headgate.consumers.harvest.root import HarvestRoot
-from headgate.consumers.harvest.run import DEFAULT_BATCH, described, run_prompts
+from headgate.consumers.harvest.root import TAG, HarvestRoot
+from headgate.consumers.harvest.run import DEFAULT_BATCH, described, run_prompts, showing
 from headgate.consumers.harvest.wanted import Tokens, Wanted, parse_site_names
 
 RESULT_TIMEOUT_S = 600.0

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
-from headgate.consumers.datasets.pool import RowPool
+from headgate.consumers.datasets.mixing import RowPool, SinkFilter
 from headgate.consumers.datasets.reading import Bytes
-from headgate.consumers.datasets.sinks import SinkFilter
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES
 from headgate.consumers.harvest.engine import HarvestEngine, engine_of
 from headgate.consumers.harvest.prompts import Prompt, PromptSet, Record, Refusals, each_record

@@ -6,20 +6,237 @@ Beside the shards lie ``_harvest.json``, the settings, and at the end ``_headgat
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
-from collections.abc import Mapping
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from headgate.capture.schema.errors import CaptureFileError, ConfigError
+from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError
 from headgate.consumers.datasets.export.destination import MANIFEST
 from headgate.consumers.filesystem.consumer import CUT_OFF
-from headgate.consumers.filesystem.formats.layout import Sidecar
-from headgate.consumers.harvest.places import TAG, place_of
+from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, Sidecar
+from headgate.consumers.filesystem.formats.shard_layout import forget_requests, read_shard
+from headgate.consumers.filesystem.storage.local_store import sync_folder, write_file
+from headgate.consumers.filesystem.storage.locks import open_lock
+from headgate.consumers.filesystem.storage.object_store import ObjectStore, open_files
+from headgate.consumers.filesystem.storage.source import LocalSource, RemoteSource
+from headgate.consumers.filesystem.storage.store import slug
+from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
+from headgate.consumers.filesystem.uploading.spool_folder import default_spool, is_waiting
+
+TAG = "harvest"
+"""The tag of all requests of a harvest."""
+LOCK = "_harvest.lock"
+UPLOAD_TIMEOUT_S = 3600.0
+"""Seconds in which the files that wait on this machine must be in the store."""
+_THREADS = 8
+_PAUSE_S = 0.2
+
+
+class Place(Protocol):
+    """The files of one root. One harvest at a time has it.
+
+    Attributes:
+        path: As `open_dataset` takes it.
+        params: Parameters of the consumer `filesystem` that writes there.
+    """
+
+    path: str | Path
+    params: Mapping[str, Any]
+
+    def read(self, name: str) -> bytes | None:
+        """A file of the root; None if it is not there."""
+        ...
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put a file into the root; it appears whole.
+
+        Raises:
+            ConfigError: In an object store, if there is one of that name.
+        """
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file; one that is not there is no error."""
+        ...
+
+    def settle(self) -> None:
+        """Bring what earlier processes left on the way to the root.
+
+        Raises:
+            ConsumerError: If it cannot be brought there.
+        """
+        ...
+
+    def shards(self) -> Iterator[tuple[str, list[Sidecar]]]:
+        """Each shard and its requests."""
+        ...
+
+    def forget(self, shard: str, is_kept: Callable[[Sidecar], bool]) -> None:
+        """Take requests out of a shard.
+
+        Raises:
+            CaptureFileError: If files cannot change there.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let another harvest have it."""
+        ...
+
+
+class LocalPlace:
+    """A folder; see `Place`. It is made if it is not there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: str | Path = path
+        self.params: Mapping[str, Any] = {"root": str(path)}
+        self._folder = path
+        self._lock = _locked(path, path / LOCK, 0o777)
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self._folder / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        temp = self._folder / f".{name}.{secrets.token_hex(6)}"
+        try:
+            write_file(temp, [memoryview(content)], fsync=True)
+            temp.replace(self._folder / name)
+            sync_folder(self._folder)
+        finally:
+            temp.unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        (self._folder / name).unlink(missing_ok=True)
+
+    def settle(self) -> None:
+        """Nothing is on the way."""
+
+    def shards(self) -> Iterator[tuple[str, list[Sidecar]]]:
+        folder = self._folder / TAG / SHARD_FOLDER
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if path.is_dir():
+                yield str(path), [part.sidecar for part in read_shard(LocalSource(), str(path))]
+
+    def forget(self, shard: str, is_kept: Callable[[Sidecar], bool]) -> None:
+        forget_requests(Path(shard), is_kept)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+class RemotePlace:
+    """A root in an object store; see `Place`. Only harvests of this machine with the same spool exclude each other.
+
+    Args:
+        url: ``s3://bucket/run``.
+        spool: Folder where files wait for the store; the consumer's default if None.
+
+    Raises:
+        ConfigError: If the store cannot be used, or another harvest of this machine runs there.
+    """
+
+    def __init__(self, url: str, spool: Path | None) -> None:
+        self.path: str | Path = url.rstrip("/")
+        self._url = url.rstrip("/")
+        self._store = ObjectStore(url)
+        self._files, self._root = open_files(url, ConfigError)
+        self._spool = (spool or default_spool()).expanduser()
+        # An aborted request could not be taken out of a shard again.
+        self.params: Mapping[str, Any] = {"root": self._url, "spool": str(self._spool), "keep_aborted": False}
+        self._lock = _locked(self._spool, self._spool / f"{slug(self._url)}{LOCK}", 0o700)
+
+    def read(self, name: str) -> bytes | None:
+        key = f"{self._root}/{name}"
+        return bytes(self._files.cat_file(key)) if self._store.exists(key) else None
+
+    def write(self, name: str, content: bytes) -> None:
+        with tempfile.NamedTemporaryFile(dir=self._spool) as file:
+            file.write(content)
+            file.flush()
+            if not self._store.put(Path(file.name), f"{self._root}/{name}"):
+                raise ConfigError(f"{self._url}/{name}: another harvest has just written it; name another root")
+
+    def remove(self, name: str) -> None:
+        if self._store.exists(f"{self._root}/{name}"):
+            self._files.rm_file(f"{self._root}/{name}")
+
+    def settle(self) -> None:
+        deadline = time.monotonic() + UPLOAD_TIMEOUT_S
+        while self._upload(deadline):
+            time.sleep(_PAUSE_S)
+
+    def _upload(self, deadline: float) -> bool:
+        """Upload what waits; whether there is more, which a consumer of this process is about to upload."""
+        remote = RemoteRoot(self._url, self._spool)
+        remote.start(
+            "harvest", threads=_THREADS, wait_s=0.0, numbering=False, removed=lambda num_bytes, num_files: None
+        )
+        left = remote.close(max(deadline - time.monotonic(), 0.0))
+        is_busy = is_waiting(remote.spool, TAG)
+        if left or (is_busy and time.monotonic() >= deadline):
+            raise ConsumerError(
+                f"files wait in {remote.spool} and could not be uploaded within {UPLOAD_TIMEOUT_S:g} s; the same "
+                f"command goes on once {self._url} takes them"
+            )
+        return is_busy
+
+    def shards(self) -> Iterator[tuple[str, list[Sidecar]]]:
+        folder = f"{self._root}/{TAG}/{SHARD_FOLDER}"
+        source = RemoteSource(self._files)
+        for name in sorted(self._store.names(folder)):
+            found = [part.sidecar for part in read_shard(source, f"{folder}/{name}")]
+            yield f"{self._url}/{TAG}/{SHARD_FOLDER}/{name}", found
+
+    def forget(self, shard: str, is_kept: Callable[[Sidecar], bool]) -> None:
+        raise CaptureFileError(
+            f"{shard}: has requests that were cut off, which cannot be taken out again in a store; name another root"
+        )
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def place_of(path: str | os.PathLike[str], spool: Path | None) -> Place:
+    """The place that a user named.
+
+    Raises:
+        ConfigError: If it cannot be used, or another harvest runs there.
+    """
+    text = os.fspath(path)
+    if "://" in text and not text.startswith("file://"):
+        return RemotePlace(text, spool)
+    if spool is not None:
+        raise ConfigError(f"spool: is for roots in an object store, {text} is none")
+    return LocalPlace(Path(text.removeprefix("file://")))
+
+
+def _locked(folder: Path, lock: Path, mode: int) -> int:
+    """An open lock file that this process holds; the folder is made with `mode` if it is not there."""
+    try:
+        folder.mkdir(mode=mode, parents=True, exist_ok=True)
+        file = open_lock(lock)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written to: {error}") from error
+    try:
+        # Of the process, not of the open file: an engine core that outlives a killed harvest does not hold it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise ConfigError(f"{folder}: another harvest runs in it ({error}); wait for its end") from error
+    return file
+
 
 SETTINGS = "_harvest.json"
 _NAME = re.compile(r"prompt-(0|[1-9][0-9]*)")

@@ -9,9 +9,8 @@
 The reader needs ``pip install 'headgate[stream]'``, and neither vLLM nor a GPU.
 """
 
-from headgate.consumers.stream.batches import StreamBatch
 from headgate.consumers.stream.consumer import StreamConsumer
-from headgate.consumers.stream.errors import StreamError, StreamGapError, StreamRefusedError
-from headgate.consumers.stream.reader import StreamReader
+from headgate.consumers.stream.reader import StreamBatch, StreamReader
+from headgate.consumers.stream.wire import StreamError, StreamGapError, StreamRefusedError
 
 __all__ = ["StreamBatch", "StreamConsumer", "StreamError", "StreamGapError", "StreamReader", "StreamRefusedError"]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.consumer import CapturedRequest
-from headgate.consumers.stream.errors import StreamError
+from headgate.consumers.stream.wire import StreamError
 
 Bytes = npt.NDArray[np.uint8]
 _FACTS = ("request_id", "tag", "sample", "position", "token_id", "is_prompt")

@@ -42,7 +42,7 @@ from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Fe
 from headgate.consumers.harvest.prompts import open_prompts
 from headgate.consumers.moments import MomentsConsumer, open_moments
 from headgate.consumers.reader import open_captures
-from headgate.consumers.reward.directions import read_direction
+from headgate.consumers.reward.consumer import read_direction
 from headgate.steering import load
 from headgate.steering.features.canonical import write_coder
 from headgate.steering.features.importing import open_coder, read_source

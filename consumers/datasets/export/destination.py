@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from headgate.consumers.datasets.manifest import store_manifest
+from headgate.consumers.datasets.dataset import store_manifest
 
 MANIFEST = "_headgate_manifest.json"  # readers of whole folders pass over names that begin so
 

@@ -1,29 +1,408 @@
-"""Opening a root: its index if there is a valid one, and a look into the files that it does not know."""
+"""Opening a root: its index if there is a valid one, and a look into the files that it does not know.
+
+The index of a root as one file.
+
+``magic, length of the header, CRC-32 of header and of the columns, header (JSON), columns``. It lies beside the root,
+appears whole, and is valid for the files whose names, sizes and times it lists; the others are looked into anew.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import secrets
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from headgate.capture.files.reading import refusing
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
-from headgate.consumers.datasets.index.cache import (
-    ForeignIndexError,
-    load_local,
-    read_index,
-    store_local,
-    write_index,
-)
-from headgate.consumers.datasets.index.scan import Problem, list_root, read_units
-from headgate.consumers.datasets.index.table import Table, TableBuilder, Unit
+from headgate.consumers.datasets.index.table import COLUMNS, Group, Table, TableBuilder, Unit, identity_hash
+from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, StoredPart
+from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
+from headgate.consumers.filesystem.formats.request_layout import read_request_file
+from headgate.consumers.filesystem.formats.shard_layout import SHARD, read_shard
 from headgate.consumers.filesystem.storage.object_store import open_files
-from headgate.consumers.filesystem.storage.source import LocalSource, Source, open_source
+from headgate.consumers.filesystem.storage.source import HeadSource, LocalSource, Source, open_source
+from headgate.consumers.filesystem.storage.store import FILE_SUFFIX
+
+_REMOTE_THREADS = 16
+"""Files of a remote root that are opened at a time."""
+
+
+class Problem(NamedTuple):
+    """A file that gives no rows.
+
+    Attributes:
+        kind: ``torn``: partial or damaged; ``newer``: a newer headgate wrote it; ``foreign``: of somebody else.
+        path: The file, or the folder.
+        message: The reason, with the path.
+    """
+
+    kind: Literal["torn", "newer", "foreign"]
+    path: str
+    message: str
+
+    def error(self, more: str = "") -> CaptureFileError:
+        """The problem as an exception, with `more` after its message."""
+        kind = NewerFormatError if self.kind == "newer" else CaptureFileError
+        return kind(f"{self.message}{more}")
+
+
+class Listed(NamedTuple):
+    """An entry of a folder: its name, whether it is a folder, and a file's bytes and time (`mtime_ns`, or a hash)."""
+
+    name: str
+    is_folder: bool
+    size: int
+    stamp: int
+
+
+class Listing(NamedTuple):
+    """The units of a root by name, and what is somebody else's."""
+
+    units: list[Unit]
+    problems: list[Problem]
+
+
+def list_root(files: Any, root: str) -> Listing:
+    """List a root without opening a file.
+
+    Args:
+        files: The same as fsspec has it; None for this machine.
+        root: Its path.
+    """
+    units: list[Unit] = []
+    problems: list[Problem] = []
+    entries = _local_entries(root) if files is None else _remote_entries(files, root)
+    for tag in entries(""):
+        if tag.name.startswith((".", "_")):
+            continue
+        if not tag.is_folder:
+            problems.append(_foreign(f"{root}/{tag.name}"))
+            continue
+        for entry in entries(tag.name):
+            path = f"{tag.name}/{entry.name}"
+            if entry.name == SHARD_FOLDER and entry.is_folder:
+                shards = (f"{path}/{shard.name}" for shard in entries(path))
+                units += [_folder(shard, "shards", entries(shard)) for shard in shards]
+            elif entry.is_folder and not entry.name.startswith("."):
+                units.append(_folder(path, "raw", entries(path)))
+            elif entry.name.endswith(FILE_SUFFIX) and not entry.name.startswith("."):
+                units.append(Unit(path, "request", entry.size, entry.stamp))
+            elif not entry.name.startswith("."):
+                problems.append(_foreign(f"{root}/{path}"))
+    return Listing(sorted(units), problems)
+
+
+def read_units(source: Source, root: str, units: Sequence[Unit], builder: TableBuilder) -> list[Problem]:
+    """Open units and add their requests to `builder`; return those that give none, with the reason.
+
+    A unit with a problem is added without requests, so that an index knows it.
+    """
+    problems: list[Problem] = []
+    for unit, found in zip(units, _opened(source, root, units), strict=True):
+        if isinstance(found, Problem):
+            problems.append(found)
+            found = []
+        try:
+            builder.add_unit(unit, found)
+        except CaptureFileError as error:
+            problems.append(_problem(f"{root}/{unit.name}", error))
+            builder.add_unit(unit, [])
+    return problems
+
+
+Parts = list[tuple[StoredPart, tuple[int, int]]]
+
+
+def _opened(source: Source, root: str, units: Sequence[Unit]) -> Iterable[Parts | Problem]:
+    def opened(unit: Unit) -> Parts | Problem:
+        path = f"{root}/{unit.name}"
+        try:
+            parts = list(_parts(source, path, unit))
+        except CaptureFileError as error:
+            return _problem(path, error)
+        return parts if parts or _is_ours(source, path, unit) else _foreign(path)
+
+    if isinstance(source, LocalSource):
+        return map(opened, units)
+    with ThreadPoolExecutor(_REMOTE_THREADS) as threads:
+        return list(threads.map(opened, units))
+
+
+def _parts(source: Source, path: str, unit: Unit) -> Iterator[tuple[StoredPart, tuple[int, int]]]:
+    if unit.layout == "shards":
+        positions: np.ndarray[Any, Any] | None = None
+        parts = list(read_shard(source, path))
+        for part in parts:
+            ref = part.positions
+            if isinstance(ref, np.ndarray):
+                raise CaptureFileError(f"{path}: damaged: a shard's positions lie in a file of their own")
+            if positions is None:
+                size = max(other.offset + other.num_bytes for other in _refs(parts))
+                positions = source.array(ref.path, 0, size).view(np.int64)
+            start = ref.offset // 8
+            yield part, spacing(positions[start : start + part.sidecar.num_rows])
+        return
+    if unit.layout == "request" and not isinstance(source, LocalSource):
+        source = HeadSource(source, path, unit.size)
+    found = read_request_file(source, path) if unit.layout == "request" else read_raw_folder(source, path)
+    if found is not None:
+        ref = found.positions
+        if not isinstance(ref, np.ndarray):
+            ref = np.frombuffer(source.read(ref.path, ref.offset, ref.num_bytes), dtype="<i8")
+        yield found, spacing(ref)
+
+
+def _refs(parts: Sequence[StoredPart]) -> Iterator[Any]:
+    return (part.positions for part in parts)
+
+
+def spacing(positions: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """First position and the distance between them; the distance is 0 if there are several."""
+    if len(positions) < 2:
+        return (int(positions[0]) if len(positions) else 0), 1
+    first, step = int(positions[0]), int(positions[1] - positions[0])
+    is_even = step > 0 and int(positions[-1]) == first + step * (len(positions) - 1)
+    is_even = is_even and bool((positions == np.arange(first, first + step * len(positions), step)).all())
+    return first, step if is_even else 0
+
+
+def _is_ours(source: Source, path: str, unit: Unit) -> bool:
+    """Whether a unit without requests is headgate's all the same: a shard that has none yet."""
+    if unit.layout != "shards":
+        return False
+    document = source.read(f"{path}/{SHARD}", 0, source.size(f"{path}/{SHARD}"))
+    return b'"headgate-capture"' in document
+
+
+def _local_entries(root: str) -> Callable[[str], list[Listed]]:
+    """Entries of a folder below a root by name; empty if there is none."""
+
+    def entries_of(folder: str) -> list[Listed]:
+        try:
+            entries = list(os.scandir(f"{root}/{folder}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        found = []
+        for entry in entries:
+            with suppress(FileNotFoundError):  # gone since
+                status = entry.stat()
+                found.append(Listed(entry.name, entry.is_dir(), status.st_size, status.st_mtime_ns))
+        return sorted(found)
+
+    return entries_of
+
+
+def _remote_entries(files: Any, root: str) -> Callable[[str], list[Listed]]:
+    """The same in a store, which lists all keys at once, a thousand in a request, and folders one by one."""
+    files.invalidate_cache()
+    tree: dict[str, dict[str, Listed]] = {}
+    for path, entry in files.find(root, detail=True).items():
+        folder, _, name = str(path).removeprefix(root).strip("/").rpartition("/")
+        tree.setdefault(folder, {})[name] = Listed(name, False, int(entry.get("size") or 0), _remote_stamp(entry))
+        while folder:
+            folder, _, name = folder.rpartition("/")
+            tree.setdefault(folder, {}).setdefault(name, Listed(name, True, 0, 0))
+    return lambda folder: sorted(tree.get(folder, {}).values())
+
+
+def _remote_stamp(entry: dict[str, Any]) -> int:
+    """A hash of what a store says of a file's version: its tag if it has one, else its times; 0 if neither."""
+    known = [entry.get(key) for key in ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")]
+    words = [word.isoformat() if isinstance(word, datetime) else word for word in known if word is not None]
+    return identity_hash(*words) >> 1 if words else 0
+
+
+def _folder(name: str, layout: Literal["shards", "raw"], files: Sequence[Listed]) -> Unit:
+    stamp = identity_hash(*(f"{entry.name}\0{entry.size}\0{entry.stamp}" for entry in files)) >> 1
+    return Unit(name, layout, sum(entry.size for entry in files), stamp)
+
+
+def _foreign(path: str) -> Problem:
+    return Problem("foreign", path, f"{path}: not written by headgate's filesystem consumer")
+
+
+def _problem(path: str, error: CaptureFileError) -> Problem:
+    return Problem("newer" if isinstance(error, NewerFormatError) else "torn", path, str(error))
+
 
 logger = logging.getLogger(__name__)
+
+MAGIC = b"headgate-index\0\0"
+VERSION = 2
+_FIXED = struct.Struct("<16sIIQQI4x")  # magic, version, CRC of the header, its bytes, bytes of the columns, their CRC
+_ALIGN = 64
+_CHUNK = 16 << 20
+
+
+class _Header(msgspec.Struct):
+    """All of an index but its columns; units are columns too, their names one text with a NUL after each."""
+
+    root: str
+    num_entries: int
+    num_units: int
+    groups: list[Group]
+    tags: list[str]
+    roles: list[str]
+    problems: list[tuple[str, str, str]]
+    places: dict[str, tuple[int, int, str]]
+    """Name of an array -> its first byte, its bytes and its dtype."""
+
+
+class ForeignIndexError(CaptureFileError):
+    """A file lies where the index should be, and is none."""
+
+
+def write_index(root: str, table: Table, problems: list[Problem]) -> Iterator[bytes]:
+    """The bytes of an index of `table`."""
+    arrays: dict[str, npt.NDArray[Any]] = {name: table.columns[name] for name in COLUMNS}
+    arrays["ids"] = table.ids
+    arrays["messages"] = table.messages.reshape(-1).astype("<i4")
+    arrays["unit_names"] = np.frombuffer("\0".join(unit.name for unit in table.units).encode(), dtype=np.uint8)
+    arrays["unit_layouts"] = np.frombuffer("".join(unit.layout[1] for unit in table.units).encode(), dtype=np.uint8)
+    arrays["unit_sizes"] = np.array([unit.size for unit in table.units], dtype="<i8")
+    arrays["unit_stamps"] = np.array([unit.stamp for unit in table.units], dtype="<i8")
+    places, end = {}, 0
+    for name, array in arrays.items():
+        places[name] = (end, array.nbytes, array.dtype.str)
+        end += array.nbytes + -array.nbytes % _ALIGN
+    header = msgspec.json.encode(
+        _Header(
+            root=root,
+            num_entries=len(table),
+            num_units=len(table.units),
+            groups=table.groups,
+            tags=table.tags,
+            roles=table.roles,
+            problems=[(problem.kind, problem.path, problem.message) for problem in problems],
+            places=places,
+        )
+    )
+    header += b" " * (-(_FIXED.size + len(header)) % _ALIGN)
+    check = 0
+    for block in _blocks(arrays):
+        check = zlib.crc32(block, check)
+    yield _FIXED.pack(MAGIC, VERSION, zlib.crc32(header), len(header), end, check)
+    yield header
+    yield from _blocks(arrays)
+
+
+def _blocks(arrays: dict[str, npt.NDArray[Any]]) -> Iterator[bytes]:
+    for array in arrays.values():
+        data = np.ascontiguousarray(array).view(np.uint8).data if array.nbytes else memoryview(b"")
+        for start in range(0, len(data), _CHUNK):
+            yield bytes(data[start : start + _CHUNK])
+        yield b"\0" * (-array.nbytes % _ALIGN)
+
+
+def read_index(data: npt.NDArray[np.uint8], path: str) -> tuple[Table, list[Problem], str]:
+    """Read an index out of its bytes; its root comes with it.
+
+    Raises:
+        ForeignIndexError: If it is something else.
+        NewerFormatError: If a newer headgate wrote it.
+        CaptureFileError: If it is partial or damaged.
+    """
+    if len(data) < _FIXED.size or data[: len(MAGIC)].tobytes() != MAGIC:
+        is_torn = len(data) < _FIXED.size and MAGIC.startswith(data[: len(MAGIC)].tobytes())
+        kind, what = (CaptureFileError, "partial") if is_torn else (ForeignIndexError, "no index of headgate")
+        raise kind(f"{path}: {what}")
+    _, version, header_check, header_bytes, column_bytes, check = _FIXED.unpack(data[: _FIXED.size].tobytes())
+    if version > VERSION:
+        raise NewerFormatError(f"{path}: index of version {version}; this headgate reads version {VERSION}")
+    if version < VERSION:
+        raise CaptureFileError(f"{path}: index of version {version}, which lacks columns of version {VERSION}")
+    start = _FIXED.size + header_bytes
+    if len(data) != start + column_bytes:
+        raise CaptureFileError(f"{path}: partial: {len(data)} bytes of {start + column_bytes}")
+    text = data[_FIXED.size : start].tobytes()
+    if zlib.crc32(text) != header_check or _checksum(data[start:]) != check:
+        raise CaptureFileError(f"{path}: damaged: its check does not agree")
+    with refusing(path, CaptureFileError, "damaged"):
+        header = msgspec.json.decode(text, type=_Header)
+        arrays = {
+            name: data[start + at : start + at + size].view(dtype) for name, (at, size, dtype) in header.places.items()
+        }
+        table = Table(
+            columns={name: arrays[name] for name in COLUMNS},
+            ids=arrays["ids"],
+            units=_units(arrays, header),
+            groups=header.groups,
+            tags=header.tags,
+            messages=arrays["messages"].reshape(-1, 3),
+            roles=header.roles,
+        )
+        return table, [Problem(*fields) for fields in header.problems], header.root  # type: ignore[arg-type]
+
+
+def _checksum(data: npt.NDArray[np.uint8]) -> int:
+    check = 0
+    for start in range(0, len(data), _CHUNK):
+        check = zlib.crc32(data[start : start + _CHUNK].data, check)
+    return check
+
+
+def _units(arrays: dict[str, npt.NDArray[Any]], header: _Header) -> list[Unit]:
+    if not header.num_units:
+        return []
+    names = arrays["unit_names"].tobytes().decode().split("\0")
+    kinds = [_LAYOUTS[letter] for letter in arrays["unit_layouts"].tobytes()]
+    sizes, stamps = arrays["unit_sizes"].tolist(), arrays["unit_stamps"].tolist()
+    return [Unit(*fields) for fields in zip(names, kinds, sizes, stamps, strict=True)]
+
+
+_LAYOUTS: dict[int, Any] = {ord(name[1]): name for name in ("request", "shards", "raw")}
+
+
+def digest_of(table: Table) -> str:
+    """SHA-256 of an index's content, whichever root it is of."""
+    groups = [msgspec.to_builtins(group) for group in table.groups]
+    digest = sha256(json.dumps([table.tags, table.roles, groups]).encode())
+    for name in COLUMNS:
+        digest.update(np.ascontiguousarray(table.columns[name]).view(np.uint8).data)
+    digest.update(np.ascontiguousarray(table.ids).data)
+    digest.update(np.ascontiguousarray(table.messages).view(np.uint8).data)
+    digest.update("\0".join(f"{unit.name}\0{unit.size}" for unit in table.units).encode())
+    return digest.hexdigest()
+
+
+def load_local(path: Path) -> npt.NDArray[np.uint8] | None:
+    """The bytes of a file; None if it is not there."""
+    try:
+        return np.fromfile(path, np.uint8)
+    except FileNotFoundError:
+        return None
+
+
+def store_local(path: Path, blocks: Iterator[bytes]) -> None:
+    """Write a file so that it appears whole, in place of an older one.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    try:
+        with temp.open("xb") as file:
+            for block in blocks:
+                file.write(block)
+        temp.replace(path)
+    finally:
+        temp.unlink(missing_ok=True)
+
 
 INDEX_SUFFIX = ".headgate-index"
 

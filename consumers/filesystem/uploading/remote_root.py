@@ -12,9 +12,8 @@ from typing import Any
 
 from headgate.capture.monitoring.stats import Figure
 from headgate.consumers.filesystem.storage.object_store import ObjectStore
-from headgate.consumers.filesystem.uploading.answer import Answer, Outcome, Patience
 from headgate.consumers.filesystem.uploading.spool_folder import SpoolFolder, Unit
-from headgate.consumers.filesystem.uploading.uploader import Uploader
+from headgate.consumers.filesystem.uploading.uploader import Answer, Outcome, Patience, Uploader
 
 logger = logging.getLogger(__name__)
 

@@ -2,30 +2,290 @@
 
 On each `WriterThread` a `RequestWriter` copies the rows of its requests out of their blocks, collects them until a
 request ends, and writes its files.
+
+Rows of many requests, gathered by request.
+
+A decode step brings one row each of many requests. Cutting each out at once would cost a dozen Python calls per token.
+So the consumer's thread keeps the blocks of a few steps in a `RowGatherer`, and each request's rows are copied out of
+all of them together, by the thread that writes the request's files.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock
 from headgate.capture.schema.errors import ConsumerError
-from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, Finished, Layout, LayoutName, Stored, sidecar_of
+from headgate.capture.schema.sites import Site
+from headgate.consumers.filesystem.formats.layout import (
+    ITEM_SIZES,
+    Bytes2D,
+    Finished,
+    Layout,
+    LayoutName,
+    Stored,
+    WholeRequest,
+    sidecar_of,
+)
+from headgate.consumers.filesystem.storage.local_store import bytes_of, write_all
 from headgate.consumers.filesystem.storage.store import PendingSync, Target, stem_of
-from headgate.consumers.filesystem.writing.gathering import Piece, chunks_of
-from headgate.consumers.filesystem.writing.spool import Spool
 
 if TYPE_CHECKING:
     from headgate.capture.delivery.buffer_pool import RowPool
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Some rows of one request, as bytes.
+
+    Attributes:
+        sites: ``S`` sites.
+        positions: int64 ``[N]``.
+        data: uint8 ``[S, N, row_bytes]``; None while it is in the spool's file.
+        offset: Where it starts in that file.
+    """
+
+    sites: tuple[Site, ...]
+    positions: Int64Array
+    data: npt.NDArray[np.uint8] | None
+    offset: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the rows take; 0 while they are in the spool's file."""
+        return 0 if self.data is None else self.data.nbytes
+
+
+class Spool:
+    """Rows of one request until it ends. Used by one thread.
+
+    Attributes:
+        held_bytes: Memory that its rows take.
+    """
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self._chunks: list[Chunk] = []
+        self._path: Path | None = None
+        self._file: int | None = None
+        self._file_bytes = 0
+
+    def append(self, chunk: Chunk) -> None:
+        """Take rows; a site's rows come in ascending order of position."""
+        self._chunks.append(chunk)
+        self.held_bytes += chunk.num_bytes
+
+    def spill(self, path: Path) -> None:
+        """Move every row from memory to a file: a new one at `path`, or the one that an earlier call made.
+
+        Raises:
+            OSError: If the disk takes no more; the rows that did not fit are still in memory.
+        """
+        if self._file is None:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._path = path
+        for chunk in self._chunks:
+            if chunk.data is not None:
+                write_all(self._file, [bytes_of(np.ascontiguousarray(chunk.data))], self._file_bytes)
+                chunk.offset = self._file_bytes
+                self._file_bytes += chunk.num_bytes
+                self.held_bytes -= chunk.num_bytes
+                chunk.data = None
+
+    def assemble(self, sites: Sequence[Site], *, num_rows: int, row_bytes: int, has_gaps: bool) -> WholeRequest:
+        """Put the rows in order, without copying them.
+
+        Args:
+            sites: The sites that were asked for.
+            num_rows: Rows at positions from here on were computed in vain and are left out.
+            row_bytes: Bytes of one row.
+            has_gaps: Rows were lost on their way, so a site may lack some: only positions that all sites have are kept.
+
+        Raises:
+            ConsumerError: If positions do not ascend, or differ between sites without `has_gaps`.
+        """
+        mapped = self._map()
+        pieces: dict[Site, list[Bytes2D]] = {site: [] for site in sites}
+        spans: dict[Site, list[Int64Array]] = {site: [] for site in sites}
+        for chunk in self._chunks:
+            keep = int(np.searchsorted(chunk.positions, num_rows))
+            if keep:
+                kept = chunk.positions[:keep]
+                data = _data_of(chunk, mapped, row_bytes)
+                for index, site in enumerate(chunk.sites):
+                    if site in pieces:
+                        pieces[site].append(data[index, :keep])
+                        spans[site].append(kept)
+        return _even(pieces, spans, has_gaps)
+
+    def discard(self) -> None:
+        """Give up memory and file. May be called again."""
+        self._chunks.clear()
+        self.held_bytes = 0
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+            self._path = None
+
+    def _map(self) -> npt.NDArray[np.uint8]:
+        """The file's bytes, mapped; they stay readable after the file was closed and unlinked."""
+        if self._file is None or self._file_bytes == 0:
+            return np.empty(0, dtype=np.uint8)
+        return np.frombuffer(mmap.mmap(self._file, self._file_bytes, access=mmap.ACCESS_READ), dtype=np.uint8)
+
+
+def _data_of(chunk: Chunk, mapped: npt.NDArray[np.uint8], row_bytes: int) -> npt.NDArray[np.uint8]:
+    """A chunk's rows, uint8 ``[S, N, row_bytes]``, from memory or from the spool's file."""
+    if chunk.data is not None:
+        return chunk.data
+    shape = (len(chunk.sites), len(chunk.positions), row_bytes)
+    num_bytes = shape[0] * shape[1] * shape[2]
+    return mapped[chunk.offset : chunk.offset + num_bytes].reshape(shape)
+
+
+def _even(pieces: Mapping[Site, list[Bytes2D]], spans: Mapping[Site, list[Int64Array]], has_gaps: bool) -> WholeRequest:
+    """Check that every site has the same positions or, where rows were lost, cut all of them back to those."""
+    by_blocks: dict[tuple[int, ...], Int64Array] = {}
+    positions: dict[Site, Int64Array] = {}
+    for site, chunks in spans.items():
+        blocks = tuple(map(id, chunks))  # sites of the same blocks share their position arrays
+        if blocks not in by_blocks:
+            by_blocks[blocks] = _positions_of(chunks, site)
+        positions[site] = by_blocks[blocks]
+    common = reduce(partial(np.intersect1d, assume_unique=True), by_blocks.values())
+    if all(len(each) == len(common) for each in by_blocks.values()):
+        return WholeRequest(common, pieces)
+    if not has_gaps:
+        counts = ", ".join(f"{site.name}: {len(each)}" for site, each in positions.items())
+        raise ConsumerError(f"the sites differ in their positions although no row was dropped: {counts}; none is kept")
+    return WholeRequest(common, {site: _only(pieces[site], np.isin(positions[site], common)) for site in pieces})
+
+
+def _positions_of(chunks: Sequence[Int64Array], site: Site) -> Int64Array:
+    positions = np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
+    if (np.diff(positions) <= 0).any():
+        raise ConsumerError(f"rows of site {site.name} came out of order or twice; none of them is kept")
+    return positions
+
+
+def _only(pieces: list[Bytes2D], keep: npt.NDArray[np.bool_]) -> list[Bytes2D]:
+    return [np.concatenate(pieces)[keep]] if pieces else []
+
+
+MAX_BLOCKS = 64
+"""Blocks kept at most; more would save little."""
+
+Bytes3D = npt.NDArray[np.uint8]
+
+
+class Piece(NamedTuple):
+    """Some rows of one request in a block.
+
+    Attributes:
+        block: Sites and positions.
+        data: The block's rows, uint8 ``[S, N, row_bytes]``.
+        start: The first row.
+        stop: The one behind the last.
+    """
+
+    block: RowBlock
+    data: Bytes3D
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> Bytes3D:
+        """The rows of the request, uint8 ``[S, stop - start, row_bytes]``: a view."""
+        return self.data[:, self.start : self.stop]
+
+
+class RowGatherer:
+    """Collects blocks. Used by one thread.
+
+    Args:
+        max_bytes: Blocks are kept up to this size.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_blocks = 0
+        self._num_bytes = 0
+        self._pieces: dict[str, list[Piece]] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to `pop_all`."""
+        return self._num_blocks >= MAX_BLOCKS or self._num_bytes >= self._max_bytes
+
+    def add(self, block: RowBlock, data: Bytes3D) -> None:
+        """Keep a block; `data` is its rows as uint8 ``[S, N, row_bytes]``."""
+        self._num_blocks += 1
+        self._num_bytes += data.nbytes
+        pieces = self._pieces
+        for span in block.spans:
+            request_id = span.request.request_id
+            piece = Piece(block, data, span.start, span.stop)
+            if request_id in pieces:
+                pieces[request_id].append(piece)
+            else:
+                pieces[request_id] = [piece]
+
+    def pop(self, request_id: str) -> list[Piece]:
+        """Remove and return the rows of one request, in their order."""
+        return self._pieces.pop(request_id, [])
+
+    def pop_all(self) -> dict[str, list[Piece]]:
+        """Remove and return the rows of every request."""
+        taken, self._pieces = self._pieces, {}
+        self._num_blocks = self._num_bytes = 0
+        return taken
+
+
+def chunks_of(pieces: Sequence[Piece], pool: RowPool) -> list[Chunk]:
+    """Merge pieces of a request into as few chunks as possible.
+
+    That is one for each set of sites, if no site is in two different sets. Most are copies: a view would keep the rows
+    of all other requests of a block in memory until this one ends.
+
+    Args:
+        pieces: In the order of their positions.
+        pool: Memory for the copies.
+    """
+    by_sites: dict[tuple[Site, ...], list[Piece]] = {}
+    for piece in pieces:
+        by_sites.setdefault(piece.block.sites, []).append(piece)
+    if sum(map(len, by_sites)) != len(set().union(*by_sites)):
+        # Merged chunks would bring a site's rows out of order.
+        return [_merge([piece], pool) for piece in pieces]
+    return [_merge(of_sites, pool) for of_sites in by_sites.values()]
+
+
+def _merge(pieces: Sequence[Piece], pool: RowPool) -> Chunk:
+    first = pieces[0]
+    sites, rows = first.block.sites, first.rows
+    if len(pieces) == 1 and 2 * rows.shape[1] >= first.data.shape[1]:
+        return Chunk(sites, first.block.positions[first.start : first.stop], rows)
+    positions = np.concatenate([piece.block.positions[piece.start : piece.stop] for piece in pieces])
+    merged = pool.empty_bytes((rows.shape[0], len(positions), rows.shape[2]))
+    np.concatenate([piece.rows for piece in pieces], axis=1, out=merged)
+    return Chunk(sites, positions, merged)
+
 
 logger = logging.getLogger(__name__)
 Outcome = Future[dict[str, Any]]

@@ -13,8 +13,7 @@ from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestEr
 from headgate.capture.schema.results import Origin, RowKeeper, join_key
 from headgate.capture.schema.sites import Site
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
-from headgate.consumers.kept_rows import KeepLimits, KeptName, KeptRequests
-from headgate.consumers.memory import MemoryConsumer
+from headgate.consumers.memory import KeepLimits, KeptName, KeptRequests, MemoryConsumer
 
 ROW_BYTES = 2 * 16 * 2  # two sites, hidden size 16, bfloat16
 SITE = Site.parse("1.post_mlp")

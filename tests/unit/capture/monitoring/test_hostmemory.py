@@ -12,7 +12,7 @@ import torch
 from headgate.capture.engine.worker.capture_part import default_staging_bytes
 from headgate.capture.monitoring import machine_memory
 from headgate.capture.monitoring.machine_memory import host_memory, share_of_memory
-from headgate.consumers.filesystem.params import parse_params
+from headgate.consumers.filesystem.consumer import parse_params
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.consumers.datasets.pool import Numbers, RowPool
+from headgate.consumers.datasets.mixing import Numbers, RowPool
 
 SITES = ("1.post_mlp", "2.post_mlp")
 

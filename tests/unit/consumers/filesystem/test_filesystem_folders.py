@@ -15,8 +15,7 @@ import pytest
 from headgate.capture.schema.errors import ConsumerError
 from headgate.consumers.feed import TIMEOUT_S
 from headgate.consumers.filesystem.storage import local_store as folders_module
-from headgate.consumers.filesystem.storage.local_store import MAX_KEPT, Folders
-from headgate.consumers.filesystem.storage.temp_folder import TempFolder
+from headgate.consumers.filesystem.storage.local_store import MAX_KEPT, Folders, TempFolder
 from tests.fakes.capturing import capturing
 from tests.unit.consumers.filesystem.test_filesystem_faults import Disk, check, each_layout
 
@@ -36,7 +35,7 @@ def written(folders: Folders, *names: str) -> Path:
 def named_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that takes no files without names."""
     monkeypatch.setattr(
-        "headgate.consumers.filesystem.storage.temp_folder._UNNAMED", os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        "headgate.consumers.filesystem.storage.local_store._UNNAMED", os.O_WRONLY | os.O_CREAT | os.O_EXCL
     )
 
 

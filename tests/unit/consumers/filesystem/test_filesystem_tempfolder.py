@@ -13,9 +13,8 @@ import pytest
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.consumers.filesystem.storage import locks
-from headgate.consumers.filesystem.storage.local_store import LocalStore
+from headgate.consumers.filesystem.storage.local_store import LocalStore, TempFolder
 from headgate.consumers.filesystem.storage.store import slug
-from headgate.consumers.filesystem.storage.temp_folder import TempFolder
 
 HOST = slug(socket.gethostname())
 

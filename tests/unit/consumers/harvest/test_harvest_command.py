@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from headgate.capture.cli import app
 from headgate.consumers.datasets import open_dataset
 from headgate.consumers.harvest import HarvestRoot, Progress, Wanted, command
-from headgate.consumers.harvest.progress import LINE_S, showing
+from headgate.consumers.harvest.run import LINE_S, showing
 from tests.fakes.capturing import capturing
 from tests.fakes.harvesting import FakeEngine, prompt_file
 

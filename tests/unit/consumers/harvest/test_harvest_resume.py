@@ -20,8 +20,7 @@ from headgate.capture.schema.errors import CaptureFileError, ConfigError, Consum
 from headgate.consumers.datasets import open_dataset
 from headgate.consumers.filesystem.formats.shard_layout import INDEX
 from headgate.consumers.harvest import HarvestRoot, Progress, PromptSet, Wanted, harvest, parse_site_names
-from headgate.consumers.harvest.places import TAG
-from headgate.consumers.harvest.root import SETTINGS
+from headgate.consumers.harvest.root import SETTINGS, TAG
 from tests.fakes.captured_roots import Facts, facts_of
 from tests.fakes.capturing import capturing
 from tests.fakes.harvesting import FACTS, FakeEngine, Killed, prompt_file

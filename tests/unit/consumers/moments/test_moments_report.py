@@ -172,7 +172,7 @@ def test_whitening_makes_the_covariance_the_identity(tmp_path: Path) -> None:
 
 
 def test_models_of_any_width_are_kept_by_the_right_kind(tmp_path: Path) -> None:
-    from headgate.consumers.moments.params import parse_params
+    from headgate.consumers.moments.consumer import parse_params
 
     params = parse_params({"root": "x"})
     widths = {

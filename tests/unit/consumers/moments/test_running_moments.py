@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.consumers.moments.quantiles import QuantileSketch
-from headgate.consumers.moments.running import CovarianceKind, LowRankScatter, RunningMoments
+from headgate.consumers.moments.entry import CovarianceKind, LowRankScatter, QuantileSketch, RunningMoments
 
 Float64Array = npt.NDArray[np.float64]
 WIDTH = 24

@@ -16,7 +16,7 @@ from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestEr
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
 from headgate.consumers.memory import MemoryConsumer
 from headgate.consumers.reward import RewardConsumer
-from headgate.consumers.reward.directions import read_direction
+from headgate.consumers.reward.consumer import read_direction
 
 HIDDEN = EXAMPLE_MODEL.hidden_size
 SITE = EXAMPLE_MODEL.sites[5]

@@ -213,7 +213,7 @@ def test_a_short_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_pyarrow_both_sides_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headgate.consumers.stream.params.find_spec", lambda name: None)
+    monkeypatch.setattr("headgate.consumers.stream.consumer.find_spec", lambda name: None)
     monkeypatch.setattr("headgate.consumers.stream.reader.find_spec", lambda name: None)
     for make in (lambda: StreamConsumer.check_params({"address": "unix:///a"}), lambda: StreamReader("unix:///a")):
         with pytest.raises(ConfigError, match=r"pip install 'headgate\[stream\]'"):
