@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from headgate.capture.engine.contracts.parts import Part
-from headgate.capture.engine.server.capture_metrics import front_end_families, refused
+from headgate.capture.engine.server.metrics_page import front_end_families, refused
 from headgate.capture.monitoring.metrics import Family
 from headgate.capture.transport.driver_host import DriverStats
 from headgate.capture.transport.result_hub import HubStats

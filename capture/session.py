@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headgate.capture.delivery.delivery import CloseReport, Delivery
-from headgate.capture.delivery.handoff import MemoryWanted, RequestBegins, RequestEnds
+from headgate.capture.delivery.delivery import CloseReport, Delivery, MemoryWanted, RequestBegins, RequestEnds
 from headgate.capture.local_delivery import Place
 from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner

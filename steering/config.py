@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from headgate.capture.probes.files import load as load_probe
 from headgate.capture.probes.probe import Probe, ProbeError
+from headgate.capture.probes.probe import load as load_probe
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site, parse_sites, sort_sites
 from headgate.steering.controllers.loading import ControllerSpec, check_specs

@@ -10,8 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from headgate.capture.engine.contracts.request_part import FlagGroup
-from headgate.capture.engine.setup.cli_flags import add_repeatable_flag, json_object
-from headgate.capture.engine.setup.server_args import take_flag
+from headgate.capture.engine.setup.cli_flags import add_repeatable_flag, json_object, take_flag
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.config import DEFAULT_FEATURES, DEFAULT_GATES, DEFAULT_OPS, DEFAULT_RULES
 from headgate.steering.controllers.loading import parse_shorthand

@@ -31,7 +31,7 @@ def headgate_worker(section: Mapping[str, Any]) -> SteeringPart:
 @hookimpl
 def headgate_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> SteeringCore:
     """Return steering's part in one engine core."""
-    from headgate.steering.core.opening import open_core
+    from headgate.steering.core.steering_core import open_core
 
     return open_core(facts, section, services)
 
@@ -55,9 +55,7 @@ def headgate_requests() -> RequestPart:
 @hookimpl
 def headgate_routes(services: RouteServices) -> APIRouter:
     """Return the routes ``/v1/steering/...`` and ``/v1/patch_sweep``."""
-    from headgate.steering.control.probes.routes import open_probe_routes
-    from headgate.steering.control.routes import open_routes
-    from headgate.steering.control.rules.routes import open_rule_routes
+    from headgate.steering.control.routes import open_probe_routes, open_routes, open_rule_routes
     from headgate.steering.control.sweep_routes import open_sweep_route
 
     router = open_routes(services)

@@ -29,7 +29,7 @@ MAX_FUNCTION_LINES = 40
 WITHOUT_TORCH = (
     *("schema.batch", "schema.config", "schema.consumer", "schema.errors", "schema.positions", "schema.registry"),
     *("schema.results", "schema.sites", "schema.spec"),
-    *("planning.planner", "planning.request_plan", "planning.step_plan"),
+    *("planning.planner", "planning.step_plan"),
 )
 """Modules of `capture` that are used and tested where there is no torch."""
 

@@ -69,10 +69,9 @@ LAYERS = {
         *(["verify"], ["part"]),
     ),
     "headgate.consumers.datasets": (
-        *(["index", "ahead"], ["reading", "selection"], ["view"], ["batches", "sinks", "manifest", "pool"], ["mixing"]),
-        *(["dataset"], ["feeds", "export"]),
+        *(["index"], ["reading", "selection"], ["view"], ["batches"], ["mixing"], ["dataset"], ["feeds", "export"]),
     ),
-    "headgate.consumers.filesystem": (["storage"], ["formats", "uploading"], ["params", "writing"], ["consumer"]),
+    "headgate.consumers.filesystem": (["storage"], ["formats", "uploading"], ["writing"], ["consumer"]),
 }
 """Folders and modules of a package from the lowest to the highest. Each imports those before it, and none beside it."""
 

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from headgate.capture.delivery.completeness import ConsumerRequest, SendResult, failed, result_of
-from headgate.capture.delivery.consumer_queue import Abandon, ConsumerQueue, Finish, Item, Rows
+from headgate.capture.delivery.consumer_queue import Abandon, ConsumerQueue, Finish, Item, Rows, SpillFile
 from headgate.capture.delivery.row_packets import Packet
-from headgate.capture.delivery.spill_file import SpillFile
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.monitoring.stats import ConsumerStats, figures_of
 from headgate.capture.schema.batch import FinalState

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headgate.capture.delivery.buffer_pool import RowPool
+from headgate.capture.delivery.row_packets import RowPool
 from headgate.capture.monitoring.stats import Figure, figures_of
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB

@@ -35,9 +35,9 @@ _CORE = "headgate.capture.engine.core"
 _FRONT = "headgate.capture.engine.frontends"
 _INPUT = "headgate.capture.engine.frontends.input_processor"
 _RESULTS = "headgate.capture.engine.requests.capture_frontend"
-_ANSWERS = "headgate.capture.engine.server.answers"
-_NOTED = "headgate.capture.engine.frontends.noted_outputs"
-_READINGS = "headgate.capture.engine.worker.step_readings"
+_ANSWERS = "headgate.capture.engine.server.openai_routes"
+_NOTED = "headgate.capture.engine.frontends.output_processor"
+_READINGS = "headgate.capture.engine.worker.runner"
 _PARAMS = "headgate.capture.engine.requests.sampling_params"
 
 CHANGES = (
@@ -51,13 +51,13 @@ CHANGES = (
     ),
     Change(
         "vllm.entrypoints.llm.LLM.{part}",
-        *("property", "headgate.capture.engine.frontends.engine_handles", "LLM.capture, LLM.steering and their like"),
+        *("property", "headgate.capture.engine.frontends.lazy_capture", "LLM.capture, LLM.steering and their like"),
     ),
     Change(
         "vllm.v1.engine.async_llm.AsyncLLM.{part}",
         *(
             "property",
-            "headgate.capture.engine.frontends.engine_handles",
+            "headgate.capture.engine.frontends.lazy_capture",
             "AsyncLLM.capture, AsyncLLM.steering and their like",
         ),
     ),
@@ -95,7 +95,7 @@ CHANGES = (
     ),
     Change(
         "{EngineCore}.headgate_call",
-        *("instance", "headgate.capture.engine.core.core_startup", "calls from the front end to a part's core"),
+        *("instance", "headgate.capture.engine.core.engine_core", "calls from the front end to a part's core"),
     ),
     Change(
         "torch._inductor.codegen.common.CSEProxy.load",

@@ -53,7 +53,7 @@ def headgate_routes(services: RouteServices) -> APIRouter:
 @hookimpl
 def headgate_metrics() -> MetricsPart:
     """Capture's counters."""
-    from headgate.capture.engine.server.capture_metrics import CaptureMetrics
+    from headgate.capture.engine.server.metrics_page import CaptureMetrics
 
     return CaptureMetrics()
 
@@ -67,6 +67,6 @@ def headgate_commands() -> dict[str, tuple[str, str]]:
 @hookimpl
 def headgate_checks() -> CheckPart:
     """Captured rows are complete, the request's own, and those of eager mode."""
-    from headgate.capture.engine.commands.verify_capture import CaptureChecks
+    from headgate.capture.engine.commands.verify_engine import CaptureChecks
 
     return CaptureChecks()

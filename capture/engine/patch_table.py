@@ -5,26 +5,8 @@
 
 from __future__ import annotations
 
-from headgate.capture.engine.core import (
-    block_keys,
-    core_calls,
-    core_startup,
-    engine_core,
-    fan_out,
-    frames,
-    part_services,
-    request_endings,
-    steps_in_flight,
-)
-from headgate.capture.engine.frontends import (
-    async_llm,
-    closing_time,
-    input_processor,
-    llm,
-    output_processor,
-    startup,
-    unsent_renderings,
-)
+from headgate.capture.engine.core import block_keys, core_calls, engine_core, fan_out, part_services, steps_in_flight
+from headgate.capture.engine.frontends import async_llm, input_processor, llm, output_processor, prompt_tokens
 from headgate.capture.engine.requests import sampling_params
 from headgate.capture.engine.server_patches import SERVER_PATCHES
 from headgate.capture.engine.setup import cli_flags, startup_checks
@@ -42,7 +24,7 @@ PATCHES = (
     Patch(
         module=_CORE,
         target="enable_envs_cache",
-        wrap=core_startup.open_noted,
+        wrap=engine_core.open_noted,
         why="the constructor of an engine core ends with it: opens what is configured there, or refuses to start",
         parameters=(),
     ),
@@ -157,14 +139,14 @@ PATCHES = (
     Patch(
         module=_SERIAL,
         target="MsgpackEncoder.enc_hook",
-        wrap=frames.enc_hook,
+        wrap=core_calls.enc_hook,
         why="sends a request's vectors to the engine core in a frame of their own; nothing of ours is sent without it",
         parameters=("self", "obj"),
     ),
     Patch(
         module=_SERIAL,
         target="MsgpackDecoder.ext_hook",
-        wrap=frames.ext_hook,
+        wrap=core_calls.ext_hook,
         why="receives them there",
         parameters=("self", "code", "data"),
     ),
@@ -199,14 +181,14 @@ PATCHES = (
     Patch(
         module="vllm.v1.engine.async_llm",
         target="AsyncLLM.__init__",
-        wrap=startup.open_drivers_with_engine,
+        wrap=input_processor.open_drivers_with_engine,
         why="opens the consumers that live in this process, before there are requests and off the event loop",
         parameters=("self", "vllm_config"),
     ),
     Patch(
         module="vllm.v1.engine.llm_engine",
         target="LLMEngine.__init__",
-        wrap=startup.open_drivers_with_engine,
+        wrap=input_processor.open_drivers_with_engine,
         why="the same",
         parameters=("self", "vllm_config"),
     ),
@@ -270,7 +252,7 @@ PATCHES = (
         Patch(
             module="vllm.renderers.base",
             target=f"BaseRenderer.{method}",
-            wrap=unsent_renderings.render_chat,
+            wrap=prompt_tokens.render_chat,
             why="beginnings of a chat that selectors look at do not count as sending their images to the engine core",
             parameters=("self", "conversations", "chat_params", "tok_params", "prompt_extras", "skip_mm_cache"),
         )
@@ -300,14 +282,14 @@ PATCHES = (
     Patch(
         module="vllm.v1.engine.utils",
         target="CoreEngineProcManager.__init__",
-        wrap=closing_time.open_manager,
+        wrap=input_processor.open_manager,
         why="engine cores wait for workers as long as their consumers may take to close",
         parameters=("self", "local_engine_count", "start_index", "local_start_index", "vllm_config"),
     ),
     Patch(
         module="vllm.v1.engine.utils",
         target="shutdown",
-        wrap=closing_time.shutdown,
+        wrap=input_processor.shutdown,
         why="engine cores are killed no earlier than that",
         parameters=("procs", "timeout"),
     ),
@@ -324,42 +306,42 @@ PATCHES = (
     Patch(
         module=_CLIENT,
         target="DPLBAsyncMPClient.abort_requests_async",
-        wrap=request_endings.route_marks,
+        wrap=engine_core.route_marks,
         why="with data parallelism, passes those counts on to the engines",
         parameters=("self", "request_ids"),
     ),
     Patch(
         module="vllm.v1.engine.core",
         target="EngineCore._initialize_kv_caches",
-        wrap=core_startup.initialize_kv_caches,
+        wrap=engine_core.initialize_kv_caches,
         why="refuses to start an engine core or worker that headgate is not installed in",
         parameters=("self", "vllm_config"),
     ),
     Patch(
         module="vllm.v1.engine.core",
         target="EngineCore.abort_requests",
-        wrap=request_endings.abort_requests,
+        wrap=engine_core.abort_requests,
         why="takes the front end's counts out of the requests to abort",
         parameters=("self", "request_ids"),
     ),
     Patch(
         module=_SCHEDULER,
         target="Scheduler._free_request",
-        wrap=request_endings.free_request,
+        wrap=engine_core.free_request,
         why="notes a request's tokens and why it ended: the worker sees its id only; frees what `core` keeps for it",
         parameters=("self", "request"),
     ),
     Patch(
         module=_SCHEDULER,
         target="Scheduler._update_after_schedule",
-        wrap=request_endings.update_after_schedule,
+        wrap=engine_core.update_after_schedule,
         why="sends those notes to the worker with the finished ids",
         parameters=("self", "scheduler_output"),
     ),
     Patch(
         module=_SCHEDULER,
         target="Scheduler.has_finished_requests",
-        wrap=request_endings.has_finished_requests,
+        wrap=engine_core.has_finished_requests,
         why="an idle engine takes one more step while a note is still to be sent",
         parameters=("self",),
     ),

@@ -27,7 +27,7 @@ def register() -> None:
 
 def _install() -> PatchSet:
     try:
-        from headgate.capture.engine.frontends import engine_handles, noted_outputs
+        from headgate.capture.engine.frontends import lazy_capture, output_processor
         from headgate.capture.engine.patch_table import PATCHES
         from headgate.capture.engine.requests import capture_frontend, sampling_params
     except Exception as error:
@@ -45,10 +45,10 @@ def _install() -> PatchSet:
     patches.install()
     patches.when_imported("vllm.sampling_params", sampling_params.add_properties)
     patches.when_imported("vllm.outputs", capture_frontend.add_results)
-    patches.when_imported("vllm.outputs", noted_outputs.add_values)
-    patches.when_imported("vllm.v1.engine.output_processor", noted_outputs.check_methods)
-    patches.when_imported("vllm.entrypoints.llm", engine_handles.add_handles)
-    patches.when_imported("vllm.v1.engine.async_llm", engine_handles.add_async_handles)
+    patches.when_imported("vllm.outputs", output_processor.add_values)
+    patches.when_imported("vllm.v1.engine.output_processor", output_processor.check_methods)
+    patches.when_imported("vllm.entrypoints.llm", lazy_capture.add_handles)
+    patches.when_imported("vllm.v1.engine.async_llm", lazy_capture.add_async_handles)
     patches.when_imported("vllm.v1.worker.worker_base", _patch_worker)
     return patches
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headgate.capture.engine.server import missing_routes, openai_routes
+from headgate.capture.engine.server import openai_routes, retry_after
 from headgate.capture.engine.setup.patch_set import Patch
 
 _CHAT = "vllm.entrypoints.openai.chat_completion"
@@ -60,7 +60,7 @@ SERVER_PATCHES = (
     Patch(
         module="vllm.plugins",
         target="load_endpoint_plugins",
-        wrap=missing_routes.load_endpoint_plugins,
+        wrap=retry_after.load_endpoint_plugins,
         why="where VLLM_PLUGINS keeps our routes out, says so to those who call them",
         parameters=("supported_tasks",),
     ),

@@ -13,17 +13,22 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from headgate.capture.delivery.consumer_thread import UnfinishedWork
-from headgate.capture.delivery.delivery import CloseReport, Delivery, DeliveryStats
-from headgate.capture.delivery.handoff import Dispatched, RequestBegins, RequestEnds
+from headgate.capture.delivery.delivery import (
+    CloseReport,
+    Delivery,
+    DeliveryStats,
+    Dispatched,
+    RequestBegins,
+    RequestEnds,
+)
 from headgate.capture.local_delivery import Place, open_local_delivery
 from headgate.capture.planning.step_plan import PackGroup
 from headgate.capture.process.capture_process import CaptureProcess, open_capture_process
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import Site
-from headgate.capture.staging.host_rows import StagedRows
+from headgate.capture.staging.host_rows import StagedRows, StagingMemory
 from headgate.capture.staging.shared_memory import NumberedCopy, SharedRows, SharedStaging
-from headgate.capture.staging.staging_memory import StagingMemory
 
 
 class Served(NamedTuple):

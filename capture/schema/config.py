@@ -4,6 +4,12 @@ The operator's document is ``additional_config={"headgate": {"capture": {...}, "
 ``--additional-config``). The keys of each section are the fields of a class below; unknown keys are refused.
 The section ``server`` concerns the API servers alone: an engine without capture and steering stays stock with it. So
 does ``network``, which concerns engines on several hosts.
+
+Bounds of the stages at which rows of several steps are put together before they go on.
+
+Every stage saves Python calls in the process that also runs the engine's steps. The window of the first stage,
+``linger_s``, decides how long a row waits: it belongs to the consumers (`CaptureConsumer.linger_s`) or the operator
+(``capture.linger_s``). The bounds here only end a wait early, except `END_LINGER_S`, which adds to it.
 """
 
 from __future__ import annotations
@@ -362,3 +368,19 @@ def parse_compiler(document: object) -> CompilerConfig:
         ConfigError: On an unknown key or a wrong type.
     """
     return _read_section("compiler", document, CompilerConfig)
+
+
+RING_BYTES = 64 * MIB
+"""Rows left in the ring on the device: with more in one device copy there is nothing to save."""
+RING_SHARE = 1 / 4
+"""Part of the ring's slots that may be left full: the next rows must not wait for the copies of the last."""
+
+HELD_STEPS = 32
+"""Device copies that the dispatch thread holds in the staging memory; more would save little."""
+HELD_SHARE = 1 / 4
+"""Part of the staging memory that held rows may take."""
+END_LINGER_S = 0.004
+"""Seconds that the end of a request may wait for rows of other requests, so that both are dispatched together.
+
+With 64 requests in flight whose clients wait for results, dispatching each end at once costs the step thread 4 %.
+"""

@@ -6,15 +6,122 @@ gives row p; the last sampled token is never forwarded and has no row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from headgate.capture.schema.batch import BoolArray, Int64Array
-from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.selectors.union import NO_END, evenly_spaced, unite
+from headgate.capture.schema.errors import RequestError, shown
+
+MAX_POSITION = 2**31 - 1
+NO_END = MAX_POSITION + 1
+"""The stop of a range that goes on into the generated positions."""
+
+MAX_LISTED = 1 << 15
+"""Positions in one list. Reading so many takes the front end's event loop 2 to 4 ms, in whatever order they are."""
+
+Wanted = range | Int64Array
+"""Absolute positions, ascending, each once: evenly spaced ones as a range, with `NO_END` for those without an end."""
+
+
+class Union(NamedTuple):
+    """The union of several selections.
+
+    Attributes:
+        before: Positions with an end, none of them in `tail`; None if there are none.
+        tail: A range without an end; None if there is none.
+    """
+
+    before: Wanted | None
+    tail: range | None
+
+
+def unite(chosen: Sequence[Wanted], field: str) -> Union:
+    """Return the union of one or more selections.
+
+    Args:
+        chosen: At least one position each.
+        field: Path of the selectors in the client's document, for errors.
+
+    Raises:
+        RequestError: If more than `MAX_LISTED` positions would have to be listed, or if no one range without an end
+            says how it goes on.
+    """
+    tail, finite = _tail_of([each for each in chosen if isinstance(each, range) and each.stop == NO_END], field)
+    finite += [each for each in chosen if not (isinstance(each, range) and each.stop == NO_END)]
+    runs = _joined([each for each in finite if _is_run(each)])
+    others = [each for each in finite if not _is_run(each)]
+    if tail is not None and tail.step == 1:
+        runs = [range(run.start, min(run.stop, tail.start)) for run in runs if run.start < tail.start]
+    if not runs and not others:
+        return Union(None, tail)
+    is_one = len(runs) == 1 and not others and (tail is None or tail.step == 1)
+    before = runs[0] if is_one else _without(_chosen([*runs, *others], field), tail)
+    if tail is not None and isinstance(before, range) and _is_followed(before, tail):
+        return Union(None, range(before.start, NO_END, tail.step))
+    return Union(before, tail)
+
+
+def evenly_spaced(values: Int64Array) -> range | None:
+    """Return ascending positions, at least one, as a range; None if they are not evenly spaced."""
+    first, last = int(values[0]), int(values[-1])
+    step = int(values[1]) - first if len(values) > 1 else 1
+    spaced = range(first, last + 1, step)
+    is_spaced = len(spaced) == len(values) and spaced[-1] == last and bool((np.diff(values) == step).all())
+    return spaced if is_spaced else None
+
+
+def _is_run(chosen: Wanted) -> bool:
+    return isinstance(chosen, range) and chosen.step == 1
+
+
+def _is_followed(before: range, tail: range) -> bool:
+    """Whether `tail` goes on as `before` ends; a single position has no distance of its own."""
+    return before[-1] + tail.step == tail.start and (len(before) == 1 or before.step == tail.step)
+
+
+def _tail_of(tails: Sequence[range], field: str) -> tuple[range | None, list[Any]]:
+    """Return a range without an end, and what comes before it of others that have none."""
+    distinct = sorted(set(tails), key=lambda tail: (tail.step, tail.start))
+    if not distinct:
+        return None, []
+    first, *others = distinct
+    if first.step > 1 and others:
+        raise RequestError(field, "one of several selectors without an end must have step 1")
+    earlier = [range(tail.start, first.start, tail.step) for tail in others]
+    return first, [tail for tail in earlier if tail]
+
+
+def _joined(runs: Sequence[Any]) -> list[range]:
+    """Consecutive positions as few runs, ascending and apart from each other."""
+    joined: list[range] = []
+    for run in sorted(runs, key=lambda run: (run.start, run.stop)):
+        if joined and run.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, run.stop))
+        else:
+            joined.append(run)
+    return joined
+
+
+def _chosen(chosen: Sequence[Wanted], field: str) -> Int64Array:
+    num_listed = sum(map(len, chosen))
+    if num_listed > MAX_LISTED:
+        raise RequestError(
+            field, f"the selectors come to {num_listed} positions that are not in one run; at most {MAX_LISTED} can be"
+        )
+    return np.unique(np.concatenate([np.asarray(each, dtype=np.int64) for each in chosen]))
+
+
+def _without(values: Int64Array, tail: range | None) -> Wanted | None:
+    if tail is not None:
+        values = values[(values < tail.start) | ((values - tail.start) % tail.step != 0)]
+    if not len(values):
+        return None
+    spaced = evenly_spaced(values)
+    return values if spaced is None else spaced
+
 
 NAMED = ("last_prompt", "all_prompt", "all_generated", "all")
 MAX_DESCRIBED = 64
@@ -302,3 +409,129 @@ def _selector(wanted: range | Int64Array) -> PositionSelector:
     if isinstance(wanted, range):
         return Span(wanted.start, None if wanted.stop == NO_END else wanted.stop, wanted.step)
     return Indices.of(wanted)
+
+
+MAX_SEVERAL = 64
+"""Selectors in one list."""
+
+_SPAN = frozenset(("start", "stop", "step"))
+_MESSAGE = frozenset((*_SPAN, "role", "index", "include_generated"))
+
+
+def parse_positions(
+    raw: object, field: str, context_length: int = NO_END, *, takes_several: bool = False
+) -> PositionSelector:
+    """Read a client's position selector.
+
+    Args:
+        raw: One of `NAMED`; a non-empty list of at most `MAX_LISTED` ints; ``{"start", "stop", "step"}``; or
+            ``{"role", "index", "start", "stop", "step", "include_generated"}`` for messages of a chat, of which the
+            role or the index is required.
+        field: Path of `raw` in the client's document, for errors.
+        context_length: Of the model; a list may name no position at or beyond it.
+        takes_several: A list of at most `MAX_SEVERAL` of the others is read, too: what any of them selects.
+
+    Raises:
+        RequestError: If it is none of these.
+    """
+    if isinstance(raw, str) and raw in NAMED:
+        return Named(raw)
+    if isinstance(raw, Mapping):
+        keys = set(raw) if len(raw) <= len(_MESSAGE) else set()  # a client may send any number
+        if keys and keys <= _SPAN:
+            return _parse_span(raw, field)
+        if keys <= _MESSAGE and not keys.isdisjoint(("role", "index")):
+            return _parse_message(raw, field)
+    elif isinstance(raw, Sequence) and not isinstance(raw, str | bytes | bytearray) and raw:
+        if takes_several and isinstance(raw[0], str | Mapping | Sequence):
+            return _parse_several(raw, field, context_length)
+        return _parse_list(raw, field, context_length)
+    several = ", or a list of these" if takes_several else ""
+    raise RequestError(
+        field,
+        f"unknown selector {shown(raw)}; expected one of {', '.join(NAMED)}, a non-empty list of integers, "
+        f'{{"start", "stop", "step"}} or {{"role", "index"}}{several}',
+    )
+
+
+def selector_from_wire(wire: object) -> PositionSelector:
+    """Read what `PositionSelector.to_wire` wrote; long lists are neither copied nor checked again."""
+    if isinstance(wire, bytes):
+        return Indices(wire)
+    if isinstance(wire, Sequence) and not isinstance(wire, str):
+        return Several(tuple(map(selector_from_wire, wire)))
+    return parse_positions(wire, "positions")
+
+
+def _parse_several(raw: Sequence[object], field: str, context_length: int) -> Several:
+    if len(raw) > MAX_SEVERAL:
+        raise RequestError(field, f"lists {len(raw)} selectors, at most {MAX_SEVERAL} can be")
+    return Several(tuple(parse_positions(one, f"{field}[{n}]", context_length) for n, one in enumerate(raw)))
+
+
+def _parse_list(raw: Sequence[object], field: str, context_length: int) -> Indices:
+    if len(raw) > MAX_LISTED:
+        raise RequestError(
+            field,
+            f"lists {len(raw)} positions, at most {MAX_LISTED} can be; select evenly spaced ones with "
+            '{"start", "stop", "step"}',
+        )
+    values = _int64(raw, field)
+    is_wrong = (values <= -NO_END) | (values >= context_length)
+    if is_wrong.any():
+        _listed(raw, int(is_wrong.argmax()), field, context_length)
+    return Indices.of(values)
+
+
+def _int64(raw: Sequence[object], field: str) -> Int64Array:
+    """The entries of a list, most of which nothing but numpy looks at: it may be long."""
+    if set(map(type, raw)) != {int}:
+        raw = [value if type(value) is int else _listed(raw, index, field) for index, value in enumerate(raw)]
+    try:
+        return np.array(raw, dtype=np.int64)
+    except OverflowError:
+        for index in range(len(raw)):
+            _listed(raw, index, field)
+        raise
+
+
+def _listed(raw: Sequence[object], index: int, field: str, context_length: int = NO_END) -> int:
+    """One entry of a list; the text of its field is made for an error alone."""
+    value = raw[index]
+    if type(value) is not int or not -NO_END < value < context_length:
+        value = _integer(value, f"{field}[{index}]")
+        if value >= context_length:
+            raise RequestError(f"{field}[{index}]", f"{value} is beyond the context of {context_length} tokens")
+    return value
+
+
+def _parse_span(raw: Mapping[str, Any], field: str) -> Span:
+    start, stop, step = raw.get("start"), raw.get("stop"), raw.get("step")
+    span = Span(
+        0 if start is None else _integer(start, f"{field}.start"),
+        None if stop is None else _integer(stop, f"{field}.stop"),
+        1 if step is None else _integer(step, f"{field}.step"),
+    )
+    if span.step < 1:
+        raise RequestError(f"{field}.step", f"must be at least 1, got {span.step}")
+    if span.stop is not None and (span.start < 0) == (span.stop < 0) and span.start >= span.stop:
+        raise RequestError(field, f"selects no position: start {span.start} is not below stop {span.stop}")
+    return span
+
+
+def _parse_message(raw: Mapping[str, Any], field: str) -> Message:
+    role, index, generated = raw.get("role"), raw.get("index", -1), raw.get("include_generated", False)
+    if role is not None and (not isinstance(role, str) or not role):
+        raise RequestError(f"{field}.role", f"expected the role of a message, got {shown(role)}")
+    if not isinstance(generated, bool):
+        raise RequestError(f"{field}.include_generated", f"expected true or false, got {shown(generated)}")
+    number = None if isinstance(index, str) and index == "all" else _integer(index, f"{field}.index")
+    return Message(role, number, _parse_span(raw, field), include_generated=generated)
+
+
+def _integer(value: object, field: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise RequestError(field, f"expected an integer, got {shown(value)}")
+    if abs(int(value)) > MAX_POSITION:
+        raise RequestError(field, f"{shown(value)} is beyond any context length")
+    return int(value)

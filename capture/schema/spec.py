@@ -9,8 +9,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from headgate.capture.schema.batch import SpecWire
-from headgate.capture.schema.positions import PositionSelector
-from headgate.capture.schema.selectors.parsing import selector_from_wire
+from headgate.capture.schema.positions import PositionSelector, selector_from_wire
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
 
 _Parsed = TypeVar("_Parsed")

@@ -3,6 +3,10 @@
 The memory is one ring, the arena: rows are leased in order and become free in order. `StagedRows` says what lies where.
 
 Shapes: S sites, N rows of a group, D hidden size, P outputs of a readout, A rows of the arena.
+
+Host memory that device copies go to, as the staging ring needs it.
+
+Shapes: A rows of the arena, D hidden size.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from torch import Tensor
 
 from headgate.capture.planning.step_plan import PackGroup, rows_between
 from headgate.capture.schema.batch import Int32Array
-from headgate.capture.staging.device_copy import Copied
+from headgate.capture.staging.device_copy import Copied, DeviceCopier
 from headgate.capture.staging.readouts import output_rows, row_cost
 
 GRANULARITY = 16
@@ -275,3 +279,48 @@ def numbers_at(arena_AD: Tensor, start: int, count: int, dtype: torch.dtype) -> 
     """`count` numbers of 4 bytes in the arena, from row `start` on."""
     first = start * arena_AD.shape[1] * arena_AD.element_size()
     return arena_AD.view(-1).view(torch.uint8)[first : first + 4 * count].view(dtype)
+
+
+class StagingMemory(Protocol):
+    """Memory, the bookkeeping of it, and how its reader learns that a copy has arrived.
+
+    Attributes:
+        rows_AD: ``[A, D]``, pinned where a GPU copies into it.
+    """
+
+    rows_AD: Tensor
+
+    @property
+    def arena(self) -> Arena:
+        """Leases rows of it."""
+        ...
+
+    def announce(self, lease: Lease, copied: Copied, copier: DeviceCopier) -> Copied:
+        """Say that the copies into `lease` were all enqueued; return what to wait for."""
+        ...
+
+    def prove(self, copier: DeviceCopier) -> None:
+        """Refuse if copies do not arrive; before anything is leased."""
+        ...
+
+    def close(self) -> None:
+        """Give back what must not stay behind; nothing is copied any more, and nobody else is told of rows."""
+        ...
+
+
+class PinnedMemory:
+    """Memory of this process."""
+
+    def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, *, is_pinned: bool) -> None:
+        self.arena = Arena(num_rows)
+        self.rows_AD = torch.empty(self.arena.num_rows, hidden_size, dtype=dtype, pin_memory=is_pinned)
+
+    def announce(self, lease: Lease, copied: Copied, copier: DeviceCopier) -> Copied:
+        """See `StagingMemory.announce`: an event stands behind the copies."""
+        return copied
+
+    def prove(self, copier: DeviceCopier) -> None:
+        """See `StagingMemory.prove`: an event tells."""
+
+    def close(self) -> None:
+        """See `StagingMemory.close`; it goes with the last reference to it."""

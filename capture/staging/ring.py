@@ -16,7 +16,7 @@ from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.monitoring.stats import StagingCounters
 from headgate.capture.planning.step_plan import StepPlan, joined
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.batching import RING_BYTES, RING_SHARE
+from headgate.capture.schema.config import RING_BYTES, RING_SHARE
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.readouts.readout import OUTPUT_BYTES
 from headgate.capture.schema.sites import Site
@@ -25,13 +25,14 @@ from headgate.capture.staging.host_rows import (
     GRANULARITY,
     CopyPart,
     Lease,
+    PinnedMemory,
     StagedRows,
+    StagingMemory,
     cut_into_parts,
     numbers_at,
     round_up,
 )
 from headgate.capture.staging.readouts import BoundReadout, RingReadouts
-from headgate.capture.staging.staging_memory import PinnedMemory, StagingMemory
 
 NUM_TRASH_ROWS = 64
 """Unwanted rows share this many slots: 8192 rows at one address slow a prefill by 3 % on an H200, at 64 by nothing."""

@@ -27,11 +27,10 @@ from headgate.capture.schema.actions.action_sink import (
     encode_action,
 )
 from headgate.capture.schema.errors import ConsumerError, UnsupportedError
-from headgate.capture.transport.addresses import Endpoint
 from headgate.capture.transport.channel import Channel
-from headgate.capture.transport.inbox import Inbox
-from headgate.capture.transport.listener import PREFIX, SOCKET, sweep
+from headgate.capture.transport.listener import PREFIX, SOCKET, Inbox, sweep
 from headgate.capture.transport.messages import MalformedMessage
+from headgate.capture.transport.network import Endpoint
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):

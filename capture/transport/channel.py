@@ -21,8 +21,8 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from headgate.capture.transport.addresses import Endpoint
 from headgate.capture.transport.messages import Frames
+from headgate.capture.transport.network import Endpoint
 
 logger = logging.getLogger("headgate")
 

@@ -24,7 +24,6 @@ from headgate.capture.schema.config import MIB, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock, StreamingConsumer
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult, plain_payload
-from headgate.capture.transport.addresses import endpoint_of, rows_address
 from headgate.capture.transport.channel import GIVE_UP_S, Channel
 from headgate.capture.transport.messages import (
     AbandonMessage,
@@ -37,7 +36,7 @@ from headgate.capture.transport.messages import (
     origin_of,
     select_spans,
 )
-from headgate.capture.transport.network import NetworkKeys
+from headgate.capture.transport.network import NetworkKeys, endpoint_of, rows_address
 
 logger = logging.getLogger("headgate")
 

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.positions import Message, Named, PositionSelector, Span
-from headgate.capture.schema.selectors.parsing import parse_positions
+from headgate.capture.schema.positions import Message, Named, PositionSelector, Span, parse_positions
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.consumers.datasets.index.table import Table
 

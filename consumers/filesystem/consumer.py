@@ -33,7 +33,7 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.limits import check_tag
-from headgate.capture.schema.selectors.parsing import parse_positions
+from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.sites import parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.formats.layout import Layout, LayoutName, MessagePlace
@@ -442,7 +442,7 @@ class FilesystemConsumer(StreamingConsumer):
             self._remote.close(max(deadline - time.monotonic(), 0.0))
 
     def _new_request_writer(self) -> RequestWriter:
-        from headgate.capture.delivery.buffer_pool import RowPool  # which imports torch
+        from headgate.capture.delivery.row_packets import RowPool  # which imports torch
 
         settings = self._settings
         return RequestWriter(

@@ -26,8 +26,8 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.limits import check_tag
+from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.results import ReportContext
-from headgate.capture.schema.selectors.parsing import parse_positions
 from headgate.capture.schema.sites import Site, parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.storage.store import check_name

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headgate.capture.probes.files import load
-from headgate.capture.probes.probe import Probe, ProbeError, Scores
+from headgate.capture.probes.probe import Probe, ProbeError, Scores, load
 from headgate.capture.probes.readout import ProbeReadout, keys_of
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
@@ -27,8 +26,8 @@ from headgate.capture.schema.consumer import (
     select_sites,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.readouts.readout import Readout
-from headgate.capture.schema.selectors.parsing import parse_positions
 from headgate.capture.schema.sites import Site, site_map, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 

@@ -24,7 +24,7 @@ from headgate.capture.schema.consumer import (
     parse_client_spec,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
-from headgate.capture.schema.selectors.parsing import parse_positions
+from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.sites import parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.storage.store import check_name

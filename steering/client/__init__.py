@@ -24,9 +24,7 @@ from headgate.steering.client.calls import packed_fields
 from headgate.steering.client.http import AsyncClient, Client
 from headgate.steering.client.rows import inline_rows
 from headgate.steering.client.sweep import Cell, PatchSweep
-from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
-from headgate.steering.control.probes.operations import ProbeStatus
-from headgate.steering.control.rules.operations import RuleStatus
+from headgate.steering.control.operations import ModuleStatus, ProbeStatus, RuleStatus, SaeStatus, SteeringStatus
 
 __all__ = [
     "Answer",

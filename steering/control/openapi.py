@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from headgate.capture.probes.probe import POOLINGS
+from headgate.steering.gates.gate import PID_KEYS
 from headgate.steering.programs.operations import Method
 from headgate.steering.requests.feature_fields import EDIT_KEYS
-from headgate.steering.requests.op_documents import METHOD_ALIASES
+from headgate.steering.requests.op_fields import METHOD_ALIASES
 
 Schema = dict[str, Any]
 
@@ -382,6 +384,419 @@ AUDIT: dict[str, Any] = {
                 }
             ],
             "size": 1000,
+        },
+        *(403, 404),
+    ),
+}
+
+
+_SAE: Schema = {
+    "name": TEXT,
+    "site": {**TEXT, "description": "Where it reads."},
+    "write_sites": {**list_of(TEXT), "description": "Where it writes: an SAE where it reads, a transcoder elsewhere."},
+    "width": COUNT,
+    "num_features": COUNT,
+    "activation": {"type": "string", "enum": ["relu", "jumprelu", "gated", "topk", "groupmax"]},
+    "k": {"type": ["integer", "null"]},
+    "norm": {"type": "string", "enum": ["none", "layer_norm", "constant_norm_rescale"]},
+    "decision": {
+        "type": "string",
+        "enum": ["exact", "threshold", "none"],
+        "description": "How one feature's activation is found: exactly; about, by a threshold in place of top-k; or "
+        "not at all, so that features can only be added to.",
+    },
+    "has_max_act": {"type": "boolean", "description": "Whether the unit max_act can be used."},
+    "is_encoded": {"type": "boolean", "description": "Whether sae_reconstruction can name it."},
+    "format": TEXT,
+    "model": {"type": ["string", "null"], "description": "That it was trained on, if its files tell."},
+    "source": {**TEXT, "description": "Path of its files; without the role `steer` its last name alone."},
+    "sha256": TEXT,
+}
+_SAE_EXAMPLE = {
+    "name": "gs2-17",
+    "site": "17.post_mlp",
+    "write_sites": ["17.post_mlp"],
+    "width": 2560,
+    "num_features": 16384,
+    "activation": "topk",
+    "k": 50,
+    "norm": "none",
+    "decision": "threshold",
+    "has_max_act": False,
+    "is_encoded": False,
+    "format": "saelens",
+    "model": "google/gemma-3-4b-it",
+    "source": "/data/saes/gs2-17.safetensors",
+    "sha256": HASH,
+}
+SAES: dict[str, Any] = {
+    "summary": "SAEs and transcoders whose features requests can change",
+    "responses": answers_of(
+        object_of({"saes": list_of(object_of(_SAE, required=tuple(_SAE))), "count": COUNT}, required=("saes", "count")),
+        {"saes": [_SAE_EXAMPLE], "count": 1},
+        404,
+    ),
+}
+REGISTER_SAE: dict[str, Any] = {
+    "summary": "Register an SAE or a transcoder",
+    "openapi_extra": body_of(
+        object_of(
+            {
+                "name": {**TEXT, "minLength": 1, "maxLength": 256},
+                "path": {**TEXT, "description": "A file or folder below the server's --sae-root."},
+                "site": {
+                    "type": ["string", "null"],
+                    "description": "Where it acts, if the files do not tell; not of transcoders.",
+                },
+            },
+            required=("name", "path"),
+        ),
+        {"gemma scope": {"name": "gs2-17", "path": "gs2-17.safetensors", "site": "17.post_mlp"}},
+    ),
+    "responses": answers_of(
+        object_of({"status": STATUS_OK, **_SAE}, required=("status", *_SAE)),
+        {"status": "ok", **_SAE_EXAMPLE},
+        *(400, 403, 404, 415),
+    ),
+}
+
+
+_SWEEP_EVENTS = (
+    'data: {"metric": "recovered", "sites": ["9.post_mlp"], "positions": [4], "source_positions": [4], '
+    '"tokens": [" Tower"], "skipped": [], "clean": 5.25, "corrupt": -1.5, "num_cells": 1}\n\n'
+    'data: {"site": "9.post_mlp", "position": 4, "value": 0.83}\n\ndata: [DONE]\n\n'
+)
+PATCH_SWEEP: dict[str, Any] = {
+    "summary": "Patch rows of a kept run into a prompt, one site and position at a time",
+    "openapi_extra": body_of(
+        object_of(
+            {
+                "prompt": {"anyOf": [TEXT, list_of(COUNT)], "description": "The corrupted prompt, or its tokens."},
+                "source": {
+                    "anyOf": [TEXT, object_of({"request": TEXT, "sample": COUNT}, required=("request",))],
+                    "description": "The clean run: the name under which it has kept its rows.",
+                },
+                "at": {"description": "Sites, as an operation has them."},
+                "positions": {"description": "Of the prompt, as captures select them.", "default": "all_prompt"},
+                "metric": {**TEXT, "enum": ["logprob", "logit_diff", "recovered"], "default": "logprob"},
+                "answer": {"anyOf": [TEXT, COUNT], "description": "The token whose logprob counts."},
+                "foil": {"anyOf": [TEXT, COUNT, {"type": "null"}], "description": "The token it is compared with."},
+                "alpha": {"type": "number", "default": 1.0},
+                "model": TEXT,
+            },
+            required=("prompt", "source", "at", "answer"),
+        ),
+        {
+            "recovered": {
+                "prompt": "The Colosseum is in the city of",
+                "source": "clean-1",
+                "at": {"hook": "post_mlp", "layers": "all"},
+                "metric": "recovered",
+                "answer": " Paris",
+                "foil": " Rome",
+            }
+        },
+    ),
+    "responses": {
+        **{status: answer for status, answer in answers_of({}, None, 400, 403, 404, 415).items() if status != 200},
+        200: {"description": "The grid, then its cells.", "content": {"text/event-stream": {"example": _SWEEP_EVENTS}}},
+    },
+}
+
+
+_NAME: Schema = {**TEXT, "minLength": 1, "maxLength": 256}
+_NUMBERS: Schema = list_of({"type": "number"})
+_PACKED_ROWS: Schema = object_of(
+    {
+        "dtype": {"type": "string", "enum": ["float32", "float16", "bfloat16", "float64"]},
+        "shape": {**list_of(COUNT), "description": "[hidden size], or [classes, hidden size]"},
+        "data": {**TEXT, "description": "The rows, little-endian: base64 in JSON, raw bytes in msgpack."},
+    },
+    required=("dtype", "shape", "data"),
+)
+_KIND: Schema = {"type": "string", "enum": ["linear", "cosine", "mlp"]}
+_ROWS: Schema = {"anyOf": [_NUMBERS, list_of({"anyOf": [_NUMBERS, _PACKED_ROWS]}), _PACKED_ROWS]}
+_HIDDEN: Schema = {
+    **object_of(
+        {
+            "weight": {**_ROWS, "description": "A row of the hidden size for each unit."},
+            "bias": {**_NUMBERS, "description": "A number for each unit."},
+            "activation": {"type": "string", "enum": ["relu", "gelu", "silu"]},
+        },
+        required=("weight", "bias", "activation"),
+    ),
+    "description": "The first layer of an MLP; then weight has a value for each of its units.",
+}
+_POOLING: Schema = {
+    "type": "string",
+    "enum": list(POOLINGS),
+    "description": "The rows that it was made for; gates choose for themselves.",
+}
+_PROBE: Schema = {
+    "name": TEXT,
+    "at": {**TEXT, "description": "The site that it reads."},
+    "kind": _KIND,
+    "classes": list_of(TEXT),
+    "hidden_size": COUNT,
+    "threshold": {"type": ["number", "null"]},
+    "pooling": _POOLING,
+    "model": {"type": ["string", "null"], "description": "That it was made for, if known."},
+    "metadata": {"type": "object", "additionalProperties": TEXT, "description": "About how it was made."},
+    "sha256": TEXT,
+}
+_PROBE_EXAMPLE = {
+    "name": "anger",
+    "at": "12.post_mlp",
+    "kind": "linear",
+    "classes": ["positive"],
+    "hidden_size": 3,
+    "threshold": 0.5,
+    "pooling": "token",
+    "model": "google/gemma-3-4b-it",
+    "metadata": {},
+    "sha256": HASH,
+}
+PROBES: dict[str, Any] = {
+    "summary": "Probes that gates can name",
+    "responses": answers_of(
+        object_of(
+            {"probes": list_of(object_of(_PROBE, required=tuple(_PROBE))), "count": COUNT}, required=("probes", "count")
+        ),
+        {"probes": [_PROBE_EXAMPLE], "count": 1},
+        404,
+    ),
+}
+REGISTER_PROBE: dict[str, Any] = {
+    "summary": "Register a probe",
+    "openapi_extra": body_of(
+        object_of(
+            {
+                "name": _NAME,
+                "at": {**TEXT, "description": "A site where operations can act, such as 12.post_mlp."},
+                "weight": {**_ROWS, "description": "One row of the hidden size, or one for each class."},
+                "bias": {"anyOf": [{"type": "number"}, _NUMBERS, {"type": "null"}]},
+                "kind": {"anyOf": [_KIND, {"type": "null"}], "default": "linear"},
+                "threshold": {"type": ["number", "null"], "description": "Of the score, for a probe of one row."},
+                "classes": {"anyOf": [list_of(_NAME), {"type": "null"}], "description": "A name for each row."},
+                "pooling": {"anyOf": [_POOLING, {"type": "null"}], "default": "token"},
+                "model": {"anyOf": [_NAME, {"type": "null"}]},
+                "hidden": {"anyOf": [_HIDDEN, {"type": "null"}]},
+            },
+            required=("name", "at", "weight"),
+        ),
+        {
+            "linear": {
+                "name": "anger",
+                "at": "12.post_mlp",
+                "weight": [0.5, -1.0, 0.25],
+                "bias": 0.1,
+                "threshold": 0.5,
+            },
+            "mlp of two units": {
+                "name": "mood",
+                "at": "12.post_mlp",
+                "kind": "mlp",
+                "hidden": {
+                    "weight": [[0.5, -1.0, 0.25], [0.1, 0.0, -0.3]],
+                    "bias": [0.0, 0.2],
+                    "activation": "gelu",
+                },
+                "weight": [1.0, -2.0],
+            },
+            "two classes, packed": {
+                "name": "language",
+                "at": "12.post_mlp",
+                "weight": {"dtype": "float32", "shape": [2, 3], "data": "AACAPwAAAEAAAEBAAACAPwAAAEAAAEBA"},
+                "kind": "cosine",
+                "classes": ["french", "german"],
+            },
+        },
+    ),
+    "responses": answers_of(
+        object_of({"status": STATUS_OK, **_PROBE}, required=("status", *_PROBE)),
+        {"status": "ok", **_PROBE_EXAMPLE},
+        *(400, 403, 404, 415),
+    ),
+}
+UNREGISTER_PROBE: dict[str, Any] = {
+    "summary": "Forget a probe",
+    "openapi_extra": body_of(object_of({"name": _NAME}, required=("name",)), {"anger": {"name": "anger"}}),
+    "responses": answers_of(
+        object_of({"status": STATUS_OK, "name": TEXT}, required=("status", "name")),
+        {"status": "ok", "name": "anger"},
+        *(400, 403, 404, 415),
+    ),
+}
+
+
+_APPLIES_TO: Schema = {
+    "type": "string",
+    "enum": ["all", "opt_in", "opt_out"],
+    "description": "opt_in: requests whose steering_rules name it; opt_out: beside these all without that field.",
+}
+_STRENGTH: Schema = {
+    "anyOf": [
+        {"type": "string", "enum": ["binary"]},
+        object_of({"proportional": {"type": "number"}}, required=("proportional",)),
+        object_of({"sigmoid": {"type": "number"}}, required=("sigmoid",)),
+        object_of(
+            {
+                "pid": object_of(
+                    {key: {"type": "number"} for key in PID_KEYS},
+                    required=("setpoint",),
+                )
+            },
+            required=("pid",),
+        ),
+    ]
+}
+_SCOPE: Schema = {"type": "string", "enum": ["this_token", "next_token", "rest_of_request"]}
+_RULE: Schema = {
+    "name": TEXT,
+    "applies_to": _APPLIES_TO,
+    "scope": _SCOPE,
+    "strength": _STRENGTH,
+    "probes": {**list_of(TEXT), "description": "Names of the scores that it reads, as in traces."},
+    "sites": {**list_of(TEXT), "description": "That it reads and writes."},
+    "observes": {"type": "boolean"},
+    "sha256": TEXT,
+}
+_RULE_EXAMPLE = {
+    "name": "calm-down",
+    "applies_to": "all",
+    "scope": "rest_of_request",
+    "strength": "binary",
+    "probes": ["anger"],
+    "sites": ["12.post_mlp"],
+    "observes": False,
+    "sha256": HASH,
+}
+RULES: dict[str, Any] = {
+    "summary": "Rules: gates that act on requests which did not ask",
+    "responses": answers_of(
+        object_of(
+            {"rules": list_of(object_of(_RULE, required=tuple(_RULE))), "count": COUNT}, required=("rules", "count")
+        ),
+        {"rules": [_RULE_EXAMPLE], "count": 1},
+        *(403, 404),
+    ),
+}
+REGISTER_RULE: dict[str, Any] = {
+    "summary": "Register a rule",
+    "openapi_extra": body_of(
+        object_of(
+            {
+                "name": _NAME,
+                "applies_to": _APPLIES_TO,
+                "when": {
+                    "anyOf": [{"type": "string"}, {"type": "object"}],
+                    "description": "The condition, as of a gate in steering_gates.",
+                },
+                "then": {
+                    "anyOf": [{"type": "string", "enum": ["observe"]}, {"type": "object"}],
+                    "description": "As of a gate, without attenuate: module, vectors, ops or features.",
+                },
+                "strength": {"anyOf": [_STRENGTH, {"type": "null"}], "default": "binary"},
+                "scope": {"anyOf": [_SCOPE, {"type": "null"}], "default": "this_token"},
+            },
+            required=("name", "applies_to", "when", "then"),
+        ),
+        {
+            "a rule": {
+                "name": "calm-down",
+                "applies_to": "all",
+                "when": {"probe": "anger", "above": 0.5},
+                "then": {"module": "calm", "scale": 2.0},
+                "scope": "rest_of_request",
+            },
+            "shadow mode": {
+                "name": "watch",
+                "applies_to": "opt_out",
+                "when": {"cosine": [0.5, -1.0, 0.25], "at": "12.post_mlp", "above": 0.2},
+                "then": "observe",
+            },
+        },
+    ),
+    "responses": answers_of(
+        object_of({"status": STATUS_OK, **_RULE}, required=("status", *_RULE)),
+        {"status": "ok", **_RULE_EXAMPLE},
+        *(400, 403, 404, 415),
+    ),
+}
+UNREGISTER_RULE: dict[str, Any] = {
+    "summary": "Forget a rule",
+    "openapi_extra": body_of(object_of({"name": _NAME}, required=("name",)), {"calm-down": {"name": "calm-down"}}),
+    "responses": answers_of(
+        object_of({"status": STATUS_OK, "name": TEXT}, required=("status", "name")),
+        {"status": "ok", "name": "calm-down"},
+        *(400, 403, 404, 415),
+    ),
+}
+_ACTIVITY: Schema = {
+    "name": TEXT,
+    "applies_to": _APPLIES_TO,
+    "observes": {"type": "boolean"},
+    "rows": {**COUNT, "description": "That it wrote; if it observes, on which it would have."},
+}
+_AMOUNT: Schema = {"type": "number", "minimum": 0}
+_CONTROLLER: Schema = {
+    "name": TEXT,
+    "entry_point": TEXT,
+    "applies_to": _APPLIES_TO,
+    "probes": {**list_of(TEXT), "description": "Names of the scores that it reads, as in traces."},
+    "budget_ms": {**_AMOUNT, "description": "Milliseconds that a step waits for it."},
+    "steps": {**COUNT, "description": "That it was given."},
+    "skipped": {**COUNT, "description": "Steps that came while it was busy, or after it was switched off."},
+    "over_budget": {**COUNT, "description": "Steps that took longer."},
+    "seconds": {**_AMOUNT, "description": "That it took."},
+    "actions": {"type": "object", "additionalProperties": COUNT, "description": "Submitted, and by outcome."},
+    "error": {"type": ["string", "null"], "description": "Why it was switched off."},
+}
+_DYNAMIC: Schema = {
+    "probes": list_of(TEXT),
+    "rules": list_of(object_of(_ACTIVITY, required=tuple(_ACTIVITY))),
+    "gates": {
+        "type": "object",
+        "additionalProperties": COUNT,
+        "description": "Rows that gates of requests wrote, by name; beyond 256 names all others as (others).",
+    },
+    "requests_with_gates": COUNT,
+    "controllers": list_of(object_of(_CONTROLLER, required=tuple(_CONTROLLER))),
+    "latches": {
+        **object_of({"conversations": COUNT, "bytes": COUNT}, required=("conversations", "bytes")),
+        "description": "Conversations in which gates are latched.",
+    },
+    "queue": {
+        "anyOf": [object_of({"waiting": COUNT, "dropped": COUNT}, required=("waiting", "dropped")), {"type": "null"}],
+        "description": "Actions of capture consumers; null if none are taken.",
+    },
+}
+DYNAMIC: dict[str, Any] = {
+    "summary": "Probes, gates, rules and controllers, with what these came to",
+    "responses": answers_of(
+        object_of(_DYNAMIC, required=tuple(_DYNAMIC)),
+        {
+            "probes": ["anger"],
+            "rules": [{"name": "calm-down", "applies_to": "all", "observes": False, "rows": 12}],
+            "gates": {"gate0": 3},
+            "requests_with_gates": 1,
+            "controllers": [
+                {
+                    "name": "pid",
+                    "entry_point": "pid",
+                    "applies_to": "all",
+                    "probes": ["pid.score"],
+                    "budget_ms": 5.0,
+                    "steps": 900,
+                    "skipped": 0,
+                    "over_budget": 0,
+                    "seconds": 0.04,
+                    "actions": {"submitted": 514, "applied": 512, "rejected": 0, "dropped": 2},
+                    "error": None,
+                }
+            ],
+            "latches": {"conversations": 3, "bytes": 4096},
+            "queue": {"waiting": 0, "dropped": 0},
         },
         *(403, 404),
     ),

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 from fastapi import APIRouter, Depends, HTTPException, Request
@@ -17,22 +19,219 @@ from fastapi import APIRouter, Depends, HTTPException, Request
 from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, parse_hook
-from headgate.steering.control import openapi, openapi_saes
-from headgate.steering.control.bodies import actor_of, name_in, read_fields, read_steering, short_names
+from headgate.steering.control import openapi
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.control.operations import SteeringStatus
 from headgate.steering.core.audit import SIZE, Actor
-from headgate.steering.requests.feature_fields import PhaseFeatures, read_global_features
+from headgate.steering.requests.feature_fields import (
+    MODULE_FEATURES,
+    REQUEST_FEATURES,
+    PhaseFeatures,
+    read_global_features,
+)
+from headgate.steering.requests.op_fields import MODULE_FIELDS as MODULE_OPS
+from headgate.steering.requests.op_fields import REQUEST_FIELDS as REQUEST_OPS
+from headgate.steering.requests.probe_fields import PROBE_FIELDS
 from headgate.steering.requests.request_fields import (
+    BASE,
+    DECODE,
     DOCUMENT_FIELDS,
     MODULE_FIELDS,
+    PREFILL,
     SteeringDocument,
     TierUpdate,
     read_global_ops,
     read_tier,
     read_update,
 )
+from headgate.steering.requests.rules.rule_fields import RULE_FIELDS
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, check_name
+
+_SHORT = {
+    **dict(zip((BASE, PREFILL, DECODE), MODULE_FIELDS, strict=True)),
+    **dict(zip(REQUEST_OPS.all, MODULE_OPS.all, strict=True)),
+    **dict(zip(REQUEST_FEATURES.features, MODULE_FEATURES.features, strict=True)),
+}
+"""Names in modules and in the global state, by the names of the same fields in requests."""
+
+
+async def read_fields(services: RouteServices, request: Request, known: Collection[str]) -> dict[str, Any]:
+    """Return the body, an object of the fields `known`.
+
+    Raises:
+        RequestError: If it is none, or has other fields.
+    """
+    document = await services.read_object(request)
+    for name in document:
+        if name not in known:
+            raise _unknown(name, known)
+    return document
+
+
+async def read_steering(services: RouteServices, request: Request, known: Collection[str]) -> dict[str, Any]:
+    """Return the body, an object of the fields `known` that steer; those may have their names in requests.
+
+    Raises:
+        RequestError: If it is none, or has other fields.
+    """
+    document = await services.read_object(request)
+    for name in document:
+        if _SHORT.get(name, name) not in known:
+            raise _unknown(name, known)
+    return document
+
+
+@contextmanager
+def short_names(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Give a body's fields their names in modules: ``ops`` for ``steering_ops``; in errors they are as in the body.
+
+    Raises:
+        RequestError: If a field has both names, or was raised within.
+    """
+    written: dict[str, str] = {}
+    for name in document:
+        other = written.setdefault(_SHORT.get(name, name), name)
+        if other != name:
+            raise RequestError(name, f"is the same field as {other}; give one of them")
+    try:
+        yield {short: document[name] for short, name in written.items()}
+    except RequestError as error:
+        name = re.split(r"[.\[]", error.field, maxsplit=1)[0]
+        if written.get(name, name) == name:
+            raise
+        message = str(error).removeprefix(f"{error.field}: ")
+        raise RequestError(written[name] + error.field.removeprefix(name), message) from error
+
+
+def _unknown(name: object, known: Collection[str]) -> RequestError:
+    return RequestError(shown(name)[1:-1], f"is no field of this route; it has {', '.join(known)}")
+
+
+def name_in(document: Mapping[str, Any]) -> Any:
+    """Return the field ``name`` of a body.
+
+    Raises:
+        RequestError: If it is missing.
+    """
+    if "name" not in document:
+        raise RequestError("name", "is missing")
+    return document["name"]
+
+
+def actor_of(services: RouteServices, request: Request) -> Actor:
+    """Return the client that sent a request."""
+    client = services.client(request)
+    return Actor(key=client.key, address=client.address, forwarded=client.forwarded, is_bound=client.is_bound)
+
+
+def open_probe_routes(services: RouteServices) -> APIRouter:
+    """Return the router of ``/v1/steering/probes``."""
+    routes = ProbeRoutes(services)
+    router = APIRouter(prefix="/v1/steering/probes", tags=["steering"])
+    keyed = [Depends(services.require_key)]
+    for path, answer, about in (
+        ("/register", routes.register, openapi.REGISTER_PROBE),
+        ("/unregister", routes.unregister, openapi.UNREGISTER_PROBE),
+    ):
+        router.add_api_route(path, answer, methods=["POST"], dependencies=keyed, response_model=None, **about)
+    router.add_api_route("", routes.probes, methods=["GET"], response_model=None, **openapi.PROBES)
+    return router
+
+
+class ProbeRoutes:
+    """The routes, one method each. Errors are HTTP errors, or `RequestError`s that become one."""
+
+    def __init__(self, services: RouteServices) -> None:
+        self._services = services
+
+    async def register(self, request: Request) -> dict[str, Any]:
+        """Name a probe, for gates; an earlier one of the name is replaced.
+
+        Requests that run already keep the probe that the name stood for when they were made.
+        """
+        handle = self._handle()
+        with self._services.client_errors():
+            document = await read_fields(self._services, request, ("name", *PROBE_FIELDS))
+            name = name_in(document)
+            fields = {key: value for key, value in document.items() if key != "name"}
+            probe = await handle.register_probe(name, fields, by=actor_of(self._services, request))
+        return {"status": "ok", **dataclasses.asdict(probe)}
+
+    async def unregister(self, request: Request) -> dict[str, Any]:
+        """Forget a probe; requests that run already keep it."""
+        handle = self._handle()
+        with self._services.client_errors():
+            name = check_name(name_in(await read_fields(self._services, request, ("name",))), "name", "a probe")
+            if name not in (known := await handle.probes()):
+                raise HTTPException(404, f"name: unknown probe {name!r}; registered: {', '.join(known) or 'none'}")
+            probe = await handle.unregister_probe(name, by=actor_of(self._services, request))
+        return {"status": "ok", "name": probe.name}
+
+    async def probes(self) -> dict[str, Any]:
+        """Return the probes that gates can name."""
+        found = await self._handle().probes()
+        return {"probes": [dataclasses.asdict(probe) for probe in found.values()], "count": len(found)}
+
+    def _handle(self) -> AsyncSteering:
+        return cast("AsyncSteering", self._services.handle())
+
+
+def open_rule_routes(services: RouteServices) -> APIRouter:
+    """Return the router of ``/v1/steering/rules`` and ``/v1/steering/dynamic``."""
+    routes = RuleRoutes(services)
+    router = APIRouter(prefix="/v1/steering", tags=["steering"])
+    keyed = [Depends(services.require_key)]
+    for path, answer, about in (
+        ("/rules/register", routes.register, openapi.REGISTER_RULE),
+        ("/rules/unregister", routes.unregister, openapi.UNREGISTER_RULE),
+    ):
+        router.add_api_route(path, answer, methods=["POST"], dependencies=keyed, response_model=None, **about)
+    for path, read, about in (("/rules", routes.rules, openapi.RULES), ("/dynamic", routes.dynamic, openapi.DYNAMIC)):
+        router.add_api_route(path, read, methods=["GET"], dependencies=keyed, response_model=None, **about)
+    return router
+
+
+class RuleRoutes:
+    """The routes, one method each. Errors are HTTP errors, or `RequestError`s that become one."""
+
+    def __init__(self, services: RouteServices) -> None:
+        self._services = services
+
+    async def register(self, request: Request) -> dict[str, Any]:
+        """Register a rule: a gate that acts on requests which did not ask; an earlier one of the name is replaced.
+
+        It acts from the next step on, on requests that run too.
+        """
+        handle = self._handle()
+        with self._services.client_errors():
+            document = await read_fields(self._services, request, ("name", *RULE_FIELDS))
+            name = name_in(document)
+            fields = {key: document.get(key) for key in RULE_FIELDS}
+            rule = await handle.register_rule(name, **fields, by=actor_of(self._services, request))
+        return {"status": "ok", **dataclasses.asdict(rule)}
+
+    async def unregister(self, request: Request) -> dict[str, Any]:
+        """Forget a rule; it acts on nothing from the next step on."""
+        handle = self._handle()
+        with self._services.client_errors():
+            name = check_name(name_in(await read_fields(self._services, request, ("name",))), "name", "a rule")
+            if name not in (known := await handle.rules()):
+                raise HTTPException(404, f"name: unknown rule {name!r}; registered: {', '.join(known) or 'none'}")
+            rule = await handle.unregister_rule(name, by=actor_of(self._services, request))
+        return {"status": "ok", "name": rule.name}
+
+    async def rules(self) -> dict[str, Any]:
+        """Return the registered rules."""
+        found = await self._handle().rules()
+        return {"rules": [dataclasses.asdict(rule) for rule in found.values()], "count": len(found)}
+
+    async def dynamic(self) -> dict[str, Any]:
+        """Return probes, rules and gates, with the rows that they wrote so far."""
+        return dataclasses.asdict(await self._handle().dynamic())
+
+    def _handle(self) -> AsyncSteering:
+        return cast("AsyncSteering", self._services.handle())
+
 
 Tiers = dict[str, PhaseVectors | None]
 
@@ -53,7 +252,7 @@ def open_routes(services: RouteServices) -> APIRouter:
         ("", routes.status, openapi.STATUS),
         ("/layers", routes.layers, openapi.LAYERS),
         ("/modules", routes.modules, openapi.MODULES),
-        ("/saes", routes.saes, openapi_saes.SAES),
+        ("/saes", routes.saes, openapi.SAES),
     ):
         router.add_api_route(path, read, methods=["GET"], response_model=None, **about)
     admin = [Depends(services.require_admin)]
@@ -66,7 +265,7 @@ def open_routes(services: RouteServices) -> APIRouter:
         methods=["POST"],
         dependencies=admin,
         response_model=None,
-        **openapi_saes.REGISTER_SAE,
+        **openapi.REGISTER_SAE,
     )
     return router
 

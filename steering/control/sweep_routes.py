@@ -1,6 +1,12 @@
 """The HTTP route ``/v1/patch_sweep`` on vLLM's server: its cells, as server-sent events.
 
 Servers alone load this module, which uses their FastAPI.
+
+A sweep of activation patching: rows of a kept clean run, one at a time, in a corrupted prompt. No transport.
+
+Each cell of the grid is one generation of one token, with the row of one site and position replaced. Its value says
+how far the answer moved. The prompts are compared first: rows of the same distance from the start, or from the end
+where the prompts differ in length, belong together.
 """
 
 from __future__ import annotations
@@ -8,18 +14,303 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import StreamingResponse
 
 from headgate.capture.engine.contracts.route_part import RouteServices, Vocabulary
-from headgate.capture.schema.errors import OverloadedError, RequestError
+from headgate.capture.schema.errors import OverloadedError, RequestError, shown
+from headgate.capture.schema.positions import parse_positions
+from headgate.capture.schema.results import FindKept, KeptRequest
+from headgate.capture.schema.sites import Site
 from headgate.steering.control.handle import AsyncSteering
-from headgate.steering.control.openapi_sweep import PATCH_SWEEP
-from headgate.steering.control.patch_sweep import Baselines, Cell, Sweep, measure, read_cells, read_sweep, run
+from headgate.steering.control.openapi import PATCH_SWEEP
+from headgate.steering.programs.operations import Float32Row, Method
+from headgate.steering.requests.op_fields import REQUEST_FIELDS, RowSource, float32_row, read_at, read_source
+from headgate.steering.requests.vector_forms import check_scale
+from headgate.steering.vectors.phase_vectors import Steerable
+
+MAX_CELLS = 4096
+"""Cells of one sweep, at most: each is a generation."""
+
+MAX_IN_FLIGHT = 16
+"""Generations of one sweep at a time, so that others' requests find room beside them."""
+
+FIELDS = ("prompt", "source", "at", "positions", "metric", "answer", "foil", "alpha", "model")
+METRICS = ("logprob", "logit_diff", "recovered")
+
+Score = Callable[[Sequence[int], Sequence[int], Mapping[str, Any]], Awaitable[Sequence[float]]]
+"""Scores one generation: tokens of the prompt, tokens to score, fields of the request. Returns their logprobs."""
+
+
+class Cell(NamedTuple):
+    """One generation of a sweep.
+
+    Attributes:
+        site: Where the row is replaced.
+        position: Of the row in the corrupted prompt.
+        row: The clean run's.
+    """
+
+    site: Site
+    position: int
+    row: Float32Row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """A sweep, read and checked.
+
+    Attributes:
+        prompt: Tokens of the corrupted prompt.
+        clean_prompt: Tokens of the clean one.
+        sites: In the order of the forward pass.
+        positions: Of the corrupted prompt, ascending; each with its partner in the clean one.
+        skipped: Positions that were asked for and have no partner.
+        kept: The clean run's rows.
+        metric: One of `METRICS`.
+        scored: The answer's token, and the foil's if there is one.
+        alpha: As for the method ``replace``.
+    """
+
+    prompt: tuple[int, ...]
+    clean_prompt: tuple[int, ...]
+    sites: tuple[Site, ...]
+    positions: Mapping[int, int]
+    skipped: tuple[int, ...]
+    kept: KeptRequest = field(repr=False)
+    metric: str
+    scored: tuple[int, ...]
+    alpha: float
+
+    def fields(self, cell: Cell) -> dict[str, Any]:
+        """Return the fields of a cell's request."""
+        operation = {
+            "at": cell.site,
+            "method": Method.REPLACE.value,
+            "vector": cell.row,
+            "alpha": self.alpha,
+            "positions": [cell.position],
+        }
+        return {REQUEST_FIELDS.ops[1]: [operation]}
+
+
+def read_sweep(document: Mapping[str, Any], steerable: Steerable, find: FindKept, vocabulary: Vocabulary) -> Sweep:
+    """Read the body of a sweep.
+
+    Raises:
+        RequestError: Naming the field that is wrong.
+    """
+    unknown = next((name for name in document if name not in FIELDS), None)
+    if unknown is not None:
+        raise RequestError(shown(unknown)[1:-1], f"is no field of this route; it has {', '.join(FIELDS)}")
+    metric, scored = _metric(document, vocabulary)
+    alpha = 1.0 if document.get("alpha") is None else check_scale(document["alpha"], "alpha")
+    if not 0 < alpha <= 1:
+        raise RequestError("alpha", f"lies above 0 and at most at 1, got {alpha}")
+    sites = _sites(document, steerable)
+    prompt = _tokens(document.get("prompt"), vocabulary, "prompt")
+    source = _source(document.get("source"))
+    kept = find(source.request, source.sample, "source")
+    clean = tuple(kept.prompt_token_ids.tolist())
+    wanted = _positions(document.get("positions"), len(prompt))
+    partners = align(clean, prompt)
+    positions = {position: partners[position] for position in wanted if position in partners}
+    if not positions:
+        raise RequestError("positions", "none of them has a partner in the clean prompt: the prompts differ too much")
+    if len(sites) * len(positions) > MAX_CELLS:
+        cells = f"{len(sites)} sites and {len(positions)} positions"
+        raise RequestError("positions", f"{cells} are more than {MAX_CELLS} cells: sweep fewer at a time")
+    return Sweep(
+        prompt=prompt,
+        clean_prompt=clean,
+        sites=sites,
+        positions=positions,
+        skipped=tuple(position for position in wanted if position not in partners),
+        kept=kept,
+        metric=metric,
+        scored=scored,
+        alpha=alpha,
+    )
+
+
+def read_cells(sweep: Sweep) -> tuple[Cell, ...]:
+    """Return a cell for each site and position, the sites of one position together; thousands take a while.
+
+    Raises:
+        RequestError: If a row was not captured, or is not finite.
+    """
+    return tuple(
+        Cell(site, position, float32_row(sweep.kept.row(site, partner, "source"), "source"))
+        for position, partner in sweep.positions.items()
+        for site in sweep.sites
+    )
+
+
+def align(clean: Sequence[int], corrupt: Sequence[int]) -> dict[int, int]:
+    """Return for each position of the corrupted prompt its partner in the clean one, as far as there is one.
+
+    In prompts of one length the same positions belong together. Otherwise the tokens that both begin with do, and
+    those that both end with; what lies between has no partner.
+    """
+    if len(clean) == len(corrupt):
+        return {position: position for position in range(len(corrupt))}
+    shortest = min(len(clean), len(corrupt))
+    begin = next((i for i in range(shortest) if clean[i] != corrupt[i]), shortest)
+    rest = shortest - begin
+    end = next((i for i in range(rest) if clean[-1 - i] != corrupt[-1 - i]), rest)
+    shift = len(clean) - len(corrupt)
+    behind = range(len(corrupt) - end, len(corrupt))
+    return {position: position for position in range(begin)} | {position: position + shift for position in behind}
+
+
+class Baselines(NamedTuple):
+    """The metric without patches.
+
+    Attributes:
+        clean: Of the clean prompt.
+        corrupt: Of the corrupted one.
+    """
+
+    clean: float
+    corrupt: float
+
+
+class Value(NamedTuple):
+    """The value of one cell."""
+
+    cell: Cell
+    value: float
+
+
+async def measure(sweep: Sweep, score: Score) -> Baselines:
+    """Score both prompts as they are.
+
+    Raises:
+        RequestError: If they score alike, and the metric is ``recovered``.
+    """
+    clean, corrupt = [raw_value(await score(prompt, sweep.scored, {})) for prompt in (sweep.clean_prompt, sweep.prompt)]
+    if sweep.metric == "recovered" and clean == corrupt:
+        raise RequestError("metric", f"the clean and the corrupted prompt score alike, {clean}: nothing is to recover")
+    return Baselines(clean, corrupt)
+
+
+async def run(sweep: Sweep, cells: Sequence[Cell], baselines: Baselines, score: Score) -> AsyncGenerator[Value, None]:
+    """Yield the values of cells as they come; closing it ends the generations that run.
+
+    Raises:
+        Exception: What a generation raises; the others are ended.
+    """
+    waiting = iter(cells)
+    running: dict[asyncio.Task[Sequence[float]], Cell] = {}
+
+    def start(count: int) -> None:
+        for _, cell in zip(range(count), waiting, strict=False):
+            running[asyncio.ensure_future(_scored(score, sweep, cell))] = cell
+
+    start(MAX_IN_FLIGHT)
+    try:
+        while running:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            start(len(done))
+            for task in done:
+                cell = running.pop(task)
+                yield Value(cell, value_of(sweep, baselines, task.result()))
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _scored(score: Score, sweep: Sweep, cell: Cell) -> Sequence[float]:
+    return await score(sweep.prompt, sweep.scored, sweep.fields(cell))
+
+
+def raw_value(logprobs: Sequence[float]) -> float:
+    """Return the answer's logprob, less the foil's if there is one: that is the difference of their logits."""
+    return logprobs[0] - (logprobs[1] if len(logprobs) > 1 else 0.0)
+
+
+def value_of(sweep: Sweep, baselines: Baselines, logprobs: Sequence[float]) -> float:
+    """Return a cell's value; of ``recovered``, the part of the way from the corrupted to the clean prompt."""
+    value = raw_value(logprobs)
+    if sweep.metric != "recovered":
+        return value
+    return (value - baselines.corrupt) / (baselines.clean - baselines.corrupt)
+
+
+def _metric(document: Mapping[str, Any], vocabulary: Vocabulary) -> tuple[str, tuple[int, ...]]:
+    metric = document.get("metric") or METRICS[0]
+    if metric not in METRICS:
+        raise RequestError("metric", f"expected one of {', '.join(METRICS)}; got {shown(metric)}")
+    if document.get("answer") is None:
+        raise RequestError("answer", "is missing: the token to score, as a text or an id")
+    scored = [_token(document["answer"], vocabulary, "answer")]
+    foil = document.get("foil")
+    if metric == "logprob" and foil is not None:
+        raise RequestError("foil", "logprob is that of the answer alone; for the difference, set the metric logit_diff")
+    if metric == "logit_diff" and foil is None:
+        raise RequestError("foil", "is missing: the token that logit_diff compares the answer with")
+    if foil is not None:
+        scored.append(_token(foil, vocabulary, "foil"))
+        if scored[0] == scored[1]:
+            raise RequestError("foil", "is the answer's own token")
+    return metric, tuple(scored)
+
+
+def _token(value: object, vocabulary: Vocabulary, where: str) -> int:
+    if type(value) is int and _is_token(value, vocabulary):
+        return value
+    if not isinstance(value, str):
+        raise RequestError(where, f"expected a token, as a text or an id below {vocabulary.size}; got {shown(value)}")
+    tokens = vocabulary.encode(value, is_prompt=False)
+    if len(tokens) != 1:
+        raise RequestError(where, f"{shown(value)} is {len(tokens)} tokens, {shown(list(tokens))}; give one")
+    return tokens[0]
+
+
+def _tokens(value: object, vocabulary: Vocabulary, where: str) -> tuple[int, ...]:
+    if isinstance(value, str):
+        value = list(vocabulary.encode(value, is_prompt=True))
+    if not isinstance(value, list) or not value or not all(_is_token(token, vocabulary) for token in value):
+        raise RequestError(where, f"expected a text or a non-empty list of token ids, got {shown(value)}")
+    return tuple(value)
+
+
+def _is_token(value: object, vocabulary: Vocabulary) -> bool:
+    return type(value) is int and 0 <= value < vocabulary.size
+
+
+def _source(value: object) -> RowSource:
+    named = value if isinstance(value, Mapping) else {"request": value}
+    return read_source({**named, "position": 0}, "source")
+
+
+def _sites(document: Mapping[str, Any], steerable: Steerable) -> tuple[Site, ...]:
+    if document.get("at") is None:
+        raise RequestError("at", 'is missing: sites, such as {"hook": "post_mlp", "layers": "all"}')
+    sites = read_at(document["at"], steerable.num_layers, "at")
+    missing = next((site for site in sites if site not in steerable.op_sites), None)
+    if missing is not None:
+        known = shown([site.name for site in steerable.op_sites])
+        raise RequestError(
+            "at", f"{missing.name} takes no operations on this server (--steering-op-sites); declared: {known}"
+        )
+    return sites
+
+
+def _positions(value: object, num_prompt: int) -> list[int]:
+    selector = parse_positions("all_prompt" if value is None else value, "positions").resolve(num_prompt, "positions")
+    wanted = selector.wanted(num_prompt)
+    found = [int(position) for position in wanted[: num_prompt + 1] if position < num_prompt]
+    if not found or int(wanted[min(len(wanted), num_prompt + 1) - 1]) >= num_prompt:
+        raise RequestError("positions", f"only positions of the prompt can be patched, and it has {num_prompt}")
+    return found
+
 
 END = "data: [DONE]\n\n"
 

@@ -12,11 +12,11 @@ from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import BY, OPERATOR, OWNED, Actor, Audit
 from headgate.steering.core.content import demand_of
 from headgate.steering.core.controllers.controllers import Controllers
-from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeCalls
+from headgate.steering.core.resolved import Module
 from headgate.steering.core.rules.calls import RuleCalls
 from headgate.steering.core.rules.step_readings import StepReadings
-from headgate.steering.core.saes.calls import SaeCalls
+from headgate.steering.core.saes.registry import SaeCalls
 from headgate.steering.core.state import PROGRAMS, GlobalTiers, SteeringState
 from headgate.steering.spec import SteeringSpec, SteeringWire, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name

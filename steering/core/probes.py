@@ -7,8 +7,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from headgate.capture.probes.files import load
-from headgate.capture.probes.probe import Probe, ProbeError
+from headgate.capture.probes.probe import Probe, ProbeError, load
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.gates.names import probe_key
 from headgate.steering.probes.wire import ProbeWire, from_wire, to_wire

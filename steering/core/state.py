@@ -22,9 +22,16 @@ from headgate.steering.core.content import (
     described,
 )
 from headgate.steering.core.gates import GateContent, LoweredGates, Owned, Ungated, gated
-from headgate.steering.core.modules import Module, ModuleRegistry
 from headgate.steering.core.probes import ProbeRegistry
-from headgate.steering.core.resolved import Brought, Resolved, check_positions, check_scales, resolved_of
+from headgate.steering.core.resolved import (
+    Brought,
+    Module,
+    ModuleRegistry,
+    Resolved,
+    check_positions,
+    check_scales,
+    resolved_of,
+)
 from headgate.steering.core.rules.registry import RuleRegistry
 from headgate.steering.core.saes.registry import SaeRegistry
 from headgate.steering.gates.conversations import ConversationLatches

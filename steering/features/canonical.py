@@ -17,9 +17,8 @@ import numpy as np
 
 from headgate.capture.files.tensors import SAFETENSORS
 from headgate.capture.schema.sites import Site
-from headgate.steering.features.folding import Encoding, FoldedWeights
 from headgate.steering.features.source_coder import Hints, Kind, Norm, SourceCoder
-from headgate.steering.features.sparse_coder import digest
+from headgate.steering.features.sparse_coder import Encoding, FoldedWeights, digest
 from headgate.steering.features.tensors import Array, FeatureFileError, open_tensors
 
 RowType = Literal["bfloat16", "float16", "float32"]

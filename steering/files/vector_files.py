@@ -29,11 +29,12 @@ from headgate.capture.files.tensors import open_safetensors
 from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HOOK_NAMES, HookPoint, Site, sort_sites
 from headgate.steering.files import gguf_files, tensor_bytes
-from headgate.steering.files.converters import PICKLE_SUFFIXES, advice
 from headgate.steering.files.foreign_files import (
     ARRAY_SUFFIXES,
     FOREIGN_FORMATS,
+    PICKLE_SUFFIXES,
     TORCH_SUFFIXES,
+    advice,
     recognise,
     row_of,
     unnamed_tensors,
@@ -42,8 +43,7 @@ from headgate.steering.files.vector_source import MAX_LAYERS, VectorSource
 from headgate.steering.requests.request_fields import MODULE_FIELDS, read_tier, sum_tiers
 from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.dtypes import StoredType
-from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable
-from headgate.steering.vectors.vector_table import vectors_html
+from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, vectors_html
 
 if TYPE_CHECKING:
     from headgate.steering.probes.groups import GroupDirections

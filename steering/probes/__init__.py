@@ -20,12 +20,10 @@
 
 from __future__ import annotations
 
-from headgate.capture.probes.files import load, save
-from headgate.capture.probes.probe import Activation, HiddenLayer, Pooling, Probe, ProbeError, ProbeKind
-from headgate.steering.probes.fitting import fit
-from headgate.steering.probes.from_others import from_direction, from_sklearn
+from headgate.capture.probes.probe import Activation, HiddenLayer, Pooling, Probe, ProbeError, ProbeKind, load, save
+from headgate.steering.probes.examples import read_labels
+from headgate.steering.probes.fitting import fit, from_direction, from_sklearn
 from headgate.steering.probes.judging import Evaluation, evaluate
-from headgate.steering.probes.labels import read_labels
 
 __all__ = [
     "Activation",

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from headgate.capture.probes.files import load, save
-from headgate.capture.probes.probe import POOLINGS, ProbeError
+from headgate.capture.probes.probe import POOLINGS, ProbeError, load, save
 from headgate.capture.schema.errors import HeadgateError
 from headgate.steering.features.commands import fail
+from headgate.steering.probes.examples import read_labels
 from headgate.steering.probes.fitting import fit
 from headgate.steering.probes.judging import Evaluation, Rates, judge, named_examples, plot
-from headgate.steering.probes.labels import read_labels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,18 +18,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.engine.contracts.captures import StoredRequest
-from headgate.capture.engine.contracts.parts import stored_requests
+from headgate.capture.engine.contracts.parts import StoredRequest, stored_requests
 from headgate.capture.probes.probe import POOLINGS, FloatArray, ProbeError
 from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.steering.probes.examples import Captures, Examples, RowPooling, finite, pooled
-from headgate.steering.probes.fitting import split
-from headgate.steering.probes.from_others import site_of
-from headgate.steering.probes.rating import roc
+from headgate.steering.probes.fitting import site_of, split
+from headgate.steering.probes.judging import roc
 from headgate.steering.vectors.directions import mean_difference
-from headgate.steering.vectors.phase_vectors import PhaseVectors
-from headgate.steering.vectors.vector_table import vectors_html
+from headgate.steering.vectors.phase_vectors import PhaseVectors, vectors_html
 
 Groups = Captures | Mapping[str, Any]
 """A root of captures, or requests of one, whose tags are the groups; or rows by the name of a group: arrays

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.batch import BoolArray
-from headgate.capture.schema.positions import PositionSelector
-from headgate.capture.schema.selectors.parsing import selector_from_wire
+from headgate.capture.schema.positions import PositionSelector, selector_from_wire
 from headgate.capture.schema.sites import HookPoint, Site
 
 Float32Row = npt.NDArray[np.float32]

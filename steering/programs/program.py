@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.batch import BoolArray, Int32Array
-from headgate.capture.schema.positions import PositionSelector
-from headgate.capture.schema.selectors.parsing import selector_from_wire
+from headgate.capture.schema.positions import PositionSelector, selector_from_wire
 from headgate.capture.schema.sites import HookPoint, Site, sort_sites
 from headgate.steering.programs.codes import (
     CODE,

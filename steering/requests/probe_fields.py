@@ -10,7 +10,7 @@ import numpy as np
 
 from headgate.capture.probes.probe import MAX_CLASSES, MAX_UNITS, FloatArray, HiddenLayer, Probe, ProbeError
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.steering.requests.op_documents import read_site
+from headgate.steering.requests.op_fields import read_site
 from headgate.steering.requests.vector_forms import check_scale, packed_rows, packed_type, read_single
 from headgate.steering.vectors.dtypes import StoredType, widen
 

@@ -27,8 +27,7 @@ from headgate.capture.engine.contracts.core_part import CoreFacts
 from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, WIRE_KEY
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, direct_calls, make_hooks
 from headgate.capture.engine.core.part_services import PartServices
-from headgate.capture.engine.core.step_notes import StepNotes
-from headgate.capture.engine.core.step_orders import attach_orders
+from headgate.capture.engine.core.step_notes import StepNotes, attach_orders
 from headgate.capture.schema.batch import BatchView, Int64Array, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.sites import HookPoint, Site

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import zmq
 
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport import addresses
-from headgate.capture.transport.addresses import endpoint_of
+from headgate.capture.transport import network
 from headgate.capture.transport.channel import Channel
 from headgate.capture.transport.listener import Doors
-from headgate.capture.transport.network import Listening, NetworkKeys
+from headgate.capture.transport.network import Listening, NetworkKeys, endpoint_of
 from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import ZmqResultSender
 
@@ -43,7 +42,7 @@ class Taken(NamedTuple):
 
 def elsewhere() -> None:
     """Make this process one of another host."""
-    addresses.host_id = lambda: "another host"  # type: ignore[assignment]
+    network.host_id = lambda: "another host"  # type: ignore[assignment]
 
 
 def send_results(reply: str, num_hosts: int, is_far: bool, begin: Any) -> None:

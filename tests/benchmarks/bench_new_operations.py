@@ -39,15 +39,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
-from headgate.capture.engine.core.frames import lift
+from headgate.capture.engine.core.core_calls import lift
 from headgate.capture.engine.server.bodies.parsing import extract_json
 from headgate.capture.engine.server.loop_threads import in_turn, run_in_thread
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.steering.config import SteeringConfig
-from headgate.steering.core.opening import GATHERED_BYTES
 from headgate.steering.core.saes.registry import Sae, open_sae
-from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.core.steering_core import GATHERED_BYTES, SteeringCore
 from headgate.steering.features.sparse_coder import gathered
 from headgate.steering.programs.feature_edits import sae_key
 from headgate.steering.requests.reader import FIELD_DOCS, SteeringReader

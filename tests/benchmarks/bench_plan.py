@@ -15,9 +15,7 @@ import numpy as np
 
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.schema.batch import BatchView
-from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
-from headgate.capture.schema.selectors.parsing import parse_positions
-from headgate.capture.schema.selectors.union import MAX_LISTED
+from headgate.capture.schema.positions import MAX_LISTED, Indices, Named, PositionSelector, Span, parse_positions
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec, SpecReader
 

@@ -87,13 +87,13 @@ def install(variant: str) -> dict[str, Any]:
 
     from headgate.capture.engine.contracts.worker_hooks import SiteAction
     from headgate.capture.engine.model.find_layers import find_decoder_stack
-    from headgate.capture.engine.worker import capture_ops
+    from headgate.capture.engine.worker import capture_part
     from headgate.capture.engine.worker.capture_part import unaliased
     from headgate.capture.engine.worker.install import install_actions
     from headgate.capture.schema.sites import HookPoint, Site
 
     shared: dict[str, Any] = {}
-    run = capture_ops.capture_traced if variant == "traced" else run_opaque
+    run = capture_part.capture_traced if variant == "traced" else run_opaque
     if variant == "opaque":
         define_op()
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from headgate.capture.delivery.buffer_pool import RowPool
+from headgate.capture.delivery.row_packets import RowPool
 from headgate.capture.schema.config import MIB
 from headgate.capture.schema.consumer import (
     FinishedRequest,

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.capture.probes.files import save
-from headgate.capture.probes.probe import HiddenLayer, Probe
+from headgate.capture.probes.probe import HiddenLayer, Probe, save
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.reader import open_captures

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from headgate.capture.engine.commands.verify import environment, run_engine
-from headgate.capture.engine.commands.verify_capture import CAPTURED, judge_complete
+from headgate.capture.engine.commands.verify_engine import CAPTURED, judge_complete
 from headgate.capture.engine.commands.verify_stock import judge_graphs
 from headgate.capture.engine.contracts.parts import check_parts
 from headgate.capture.monitoring.verify_checks import SERVED, Recording, Status

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from headgate.capture.engine.requests.call_context import taken
-from headgate.capture.engine.server.bodies.in_flight import BytesInFlight
-from headgate.capture.engine.server.bodies.middleware import Bodies
+from headgate.capture.engine.server.bodies.middleware import Bodies, BytesInFlight
 
 MAX_BYTES = 1 << 20
 MAX_UPLOAD = 3 << 20

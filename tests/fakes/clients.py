@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from headgate.capture.engine.access.access_key import AccessKey
-from headgate.capture.engine.access.caller import Caller, serve_for
-from headgate.capture.engine.access.usage import Usage
+from headgate.capture.engine.access.caller import Caller, Usage, serve_for
 
 
 class ShownKeys:

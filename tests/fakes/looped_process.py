@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headgate.capture.local_delivery import LocalDelivery, Place
-from headgate.capture.process.capture_process import CaptureProcess
+from headgate.capture.process.capture_process import CaptureProcess, Ledger
 from headgate.capture.process.connection import Connection
-from headgate.capture.process.ledger import Ledger
-from headgate.capture.process.program import Child
-from headgate.capture.process.serving import CaptureServer
+from headgate.capture.process.program import CaptureServer, Child
 from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.schema.registry import OpenConsumer
 from headgate.capture.schema.sites import Site

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headgate.capture.engine.worker.step_readings import with_readings
+from headgate.capture.engine.worker.runner import with_readings
 from tests.fakes.reading_part import PART
 from tests.fakes.worker import FakeWorker
 

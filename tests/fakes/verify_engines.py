@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from headgate.capture.engine.commands.verify_capture import CaptureChecks
+from headgate.capture.engine.commands.verify_engine import CaptureChecks
 from headgate.capture.engine.commands.verify_stock import plain_requests
 from headgate.capture.monitoring.verify_checks import (
     EAGER,

@@ -20,8 +20,8 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from headgate.capture.engine.setup.hosts import worker_setup
 from headgate.capture.schema.batch import RequestWire
+from headgate.capture.schema.positions import selector_from_wire
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.schema.selectors.parsing import selector_from_wire
 from headgate.capture.transport.result_sender import ZmqResultSender
 
 STEP_S = 0.002

@@ -19,11 +19,11 @@ import pytest
 from headgate.capture.engine import plugin
 from headgate.capture.engine.contracts.core_part import CoreFacts
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.frontends import engine_handles
+from headgate.capture.engine.frontends import lazy_capture
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ForbiddenError, RequestError
-from headgate.steering.core.opening import open_core
+from headgate.steering.core.steering_core import open_core
 
 pytestmark = pytest.mark.engine
 
@@ -98,7 +98,7 @@ class Engine:
         self.vllm_config = Namespace(additional_config=ours, parallel_config=Namespace(_api_process_rank=0))
 
 
-engine_handles.add_async_handles(SimpleNamespace(AsyncLLM=Engine))  # type: ignore[arg-type]
+lazy_capture.add_async_handles(SimpleNamespace(AsyncLLM=Engine))  # type: ignore[arg-type]
 
 
 class Server:

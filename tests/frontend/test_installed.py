@@ -14,7 +14,7 @@ import pytest
 from headgate.capture.engine.compiler import graph_code
 from headgate.capture.engine.compiler.graph_code import traced_modules
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerHooks
-from headgate.capture.engine.worker import capture_ops, install
+from headgate.capture.engine.worker import capture_part, install
 from headgate.capture.schema.part_hooks import checked_hooks
 from headgate.capture.schema.sites import HookPoint, Site
 from tests.deadlines import patience
@@ -85,9 +85,9 @@ def test_graphs_that_other_code_of_headgate_was_compiled_into_are_never_loaded(
     """vLLM's caches of compiled graphs are keyed by a hash of the configuration: each module in a graph changes it."""
     from vllm.config import VllmConfig
 
-    actions = {Site(0, HookPoint.POST_MLP): [SiteAction(run=capture_ops.capture_traced, tensors={}, order=0)]}
+    actions = {Site(0, HookPoint.POST_MLP): [SiteAction(run=capture_part.capture_traced, tensors={}, order=0)]}
     hooks = checked_hooks(WorkerHooks, {})
-    modules = traced_modules([capture_ops.capture_traced])
+    modules = traced_modules([capture_part.capture_traced])
     for name in modules:
         shutil.copy(graph_code._path(name), tmp_path / name)
     monkeypatch.setattr(graph_code, "_path", tmp_path.joinpath)
@@ -104,5 +104,5 @@ def test_graphs_that_other_code_of_headgate_was_compiled_into_are_never_loaded(
         (tmp_path / name).write_text(source + "# of another version\n")
         assert key() != before, name
         (tmp_path / name).write_text(source)
-    assert "headgate.capture.engine.worker.capture_ops" in modules
+    assert "headgate.capture.engine.worker.capture_part" in modules
     assert key() == before

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from headgate.capture.engine.requests.stray_fields import PREFIXES, is_ours
-from headgate.capture.engine.server.bodies.route_table import ROUTES, Kind
+from headgate.capture.engine.requests.sampling_params import PREFIXES, is_ours
+from headgate.capture.engine.server.bodies.field_guard import ROUTES, Kind
 from tests.fakes.server import known_flags
 from tests.frontend.test_app import Server, started  # noqa: F401  (a fixture)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.core import frames
+from headgate.capture.engine.core import core_calls
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.sums import peak
 from tests.fakes.steered_core import PART, engine_config, engine_request, naming, vectors
@@ -128,21 +128,21 @@ def test_a_pause_that_aborts_ends_those_that_wait_too(client: Client) -> None:
 
 
 def test_long_vectors_travel_in_frames_of_their_own(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "LONG", 64)
+    monkeypatch.setattr(core_calls, "LONG", 64)
     spec = client.five(1.0)
-    wire = frames.lift(to_wire(spec))
-    assert isinstance(wire["prefill"]["payload"], frames.Frame)
+    wire = core_calls.lift(to_wire(spec))
+    assert isinstance(wire["prefill"]["payload"], core_calls.Frame)
 
     described = client.call("register", name="calm", spec=wire)["ok"]
     assert described["hash"]["prefill"] == wire["prefill"]["key"].hex()
     exported = client.call("export_module", name="calm")["ok"]
-    assert isinstance(exported["prefill"]["payload"], frames.Frame)
+    assert isinstance(exported["prefill"]["payload"], core_calls.Frame)
     assert from_wire(exported) == spec
     assert bytes(exported["prefill"]["payload"]) == to_wire(spec)["prefill"]["payload"]
     client.call("unregister", name="calm")
 
     request = client.request("long", spec)
-    request.sampling_params.extra_args = frames.lift(request.sampling_params.extra_args)
+    request.sampling_params.extra_args = core_calls.lift(request.sampling_params.extra_args)
     client.client.add_request(request)
     client.wait_for("long")
     assert client.ended == {"long": "length"}

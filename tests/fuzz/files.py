@@ -30,9 +30,9 @@ import pyarrow.parquet
 import safetensors.numpy
 import torch
 
-from headgate.capture.engine.access.keys_file import read_keys
-from headgate.capture.engine.access.usage import Usage
-from headgate.capture.probes import files as probe_files
+from headgate.capture.engine.access.caller import Usage
+from headgate.capture.engine.access.key_ring import read_keys
+from headgate.capture.probes import probe as probe_files
 from headgate.capture.probes.probe import Probe
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.capture.schema.errors import HeadgateError
@@ -47,10 +47,10 @@ from headgate.steering import load
 from headgate.steering.features.canonical import write_coder
 from headgate.steering.features.importing import open_coder, read_source
 from headgate.steering.features.source_coder import Hints
-from headgate.steering.files.report import describe
+from headgate.steering.files.commands import describe
 from headgate.steering.files.vector_files import save
 from headgate.steering.files.vector_source import VectorSource
-from headgate.steering.probes.labels import read_labels
+from headgate.steering.probes.examples import read_labels
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.capturing import capturing
 from tests.source_tree import ROOT

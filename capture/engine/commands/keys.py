@@ -9,8 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from headgate.capture.engine.access.access_key import digest_of, make_key
-from headgate.capture.engine.access.key_ring import known_roles
-from headgate.capture.engine.access.keys_file import add_entry, read_keys
+from headgate.capture.engine.access.key_ring import add_entry, known_roles, read_keys
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.transport.network import NetworkKeys, write_keys
 

@@ -19,7 +19,7 @@ ALWAYS = (
     "headgate.capture.engine.compiler.graph_code",
     "headgate.capture.engine.compiler.inductor",
     "headgate.capture.engine.compiler.inductor_heuristics",
-    "headgate.capture.engine.compiler.prefetch",
+    "headgate.capture.engine.compiler.rewrites",
     "headgate.capture.engine.compiler.rewrites",
     "headgate.capture.engine.compiler.unfused_copy",
 )

@@ -2,19 +2,47 @@
 
 Requests that wait for the part are not known to the scheduler. They cannot be left over: each fits in alone, so one
 waits only while another holds what it waits for, and that one is in the scheduler.
+
+How requests ended: noted in the engine core, told to the worker with the next step.
+
+The worker sees ids only. Three parties know more: the scheduler (the tokens, and why it stopped), and for stop
+strings the front end alone, since it has the text. While it looks, the engine runs ahead and may even end the request
+for a reason of its own; so the final state of a request with stop strings is held back until the front end has said
+how many tokens it kept.
+
+The same goes for requests that the front end aborts: the user has fewer tokens than the engine.
+
+The messages of all three are those of `contracts.end_messages`.
+
+The start of an engine core: it opens the part that is configured there, or refuses to start.
+
+In a process of its own an engine core loads plugins inside its constructor, when it is too late to wrap that. So two
+of the constructor's calls are wrapped: the one after plugins were loaded and workers started notes the engine core,
+and the last one opens it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from functools import wraps
-from typing import cast
+from typing import NamedTuple, cast
 
-from headgate.capture.engine.contracts.core_part import CoreAnswer, CoreFacts, CorePart
-from headgate.capture.engine.contracts.parts import Part, core_part_names
+from headgate.capture.engine.contracts.core_part import (
+    FINAL_ATTRIBUTE,
+    CoreAnswer,
+    CoreFacts,
+    CorePart,
+    Final,
+    KeptTokens,
+    is_mark,
+    split_marks,
+)
+from headgate.capture.engine.contracts.parts import Part, core_part_names, load_part
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
+    AsyncEngineClient,
     EngineCore,
     EngineCoreProc,
     EngineCoreRequest,
@@ -24,20 +52,22 @@ from headgate.capture.engine.contracts.vllm_engine import (
     RunnerOutput,
     Scheduler,
     SchedulerOutput,
+    VllmConfig,
 )
-from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY, wire_of
-from headgate.capture.engine.core import block_keys, step_orders
+from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY, is_captured, wire_of
+from headgate.capture.engine.core import block_keys, part_services, step_notes, steps_in_flight
 from headgate.capture.engine.core.fan_out import SharedWires
-from headgate.capture.engine.core.overload import SentAway, send_away
-from headgate.capture.engine.core.part_services import SERVICES, PartServices
-from headgate.capture.engine.core.step_notes import StepNotes
+from headgate.capture.engine.core.part_services import SERVICES, PartServices, SentAway, after_step, send_away
+from headgate.capture.engine.core.step_notes import StepNotes, check_carrier, nothing_noted
 from headgate.capture.engine.core.steps_in_flight import StepsInFlight
-from headgate.capture.engine.setup.action_target import action_target
 from headgate.capture.engine.setup.client_errors import as_client_error
-from headgate.capture.engine.setup.settings import model_info, section
+from headgate.capture.engine.setup.hosts import SETUP_RPC, action_target, check_agreement
+from headgate.capture.engine.setup.logs import speak_through_vllm
+from headgate.capture.engine.setup.settings import model_info, section, sections
+from headgate.capture.engine.setup.startup_checks import check_servable
 from headgate.capture.monitoring.rate_limited_log import ReasonLog
 from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
-from headgate.capture.schema.errors import ForbiddenError, OverloadedError, RequestError
+from headgate.capture.schema.errors import ForbiddenError, OverloadedError, RequestError, UnsupportedError
 from headgate.capture.transport.action_channel import ActionInbox
 
 _refusals = ReasonLog("headgate: requests are refused")
@@ -166,7 +196,7 @@ class EngineCoreAdapter:
     def attach_orders(self, scheduler_output: SchedulerOutput) -> None:
         """Attach what the part has decided to a step that was just scheduled."""
         if self.notes.deciding is not None:
-            step_orders.attach_orders(self._name, self.notes.deciding, scheduler_output)
+            step_notes.attach_orders(self._name, self.notes.deciding, scheduler_output)
 
     def withdraw(self, req_ids: Collection[str] | None, status: object) -> list[Request]:
         """End those of `req_ids` (None: all) that wait; return them, as the scheduler returns its own."""
@@ -369,3 +399,226 @@ def update_from_output(original: Function) -> Function:
         return adapter.notes.update(original, scheduler_output, model_runner_output)
 
     return wrapped
+
+
+_ENDS = "_headgate_ends"
+
+
+class Ended(NamedTuple):
+    """A request as the scheduler freed it.
+
+    Attributes:
+        num_prompt: Tokens of its prompt.
+        token_ids: All of its tokens.
+        status: The finish reason.
+        describe: Returns the notes on the rows of its first tokens, given how many of these were kept.
+        num_outdated: As of `FinalState`.
+    """
+
+    num_prompt: int
+    token_ids: list[int]
+    status: str
+    describe: Callable[[int], Document]
+    num_outdated: int
+
+    def final(self, kept: KeptTokens | None) -> Final:
+        """Cut it to what the front end kept, unless the engine ended the request at the very same token."""
+        token_ids, status = self.token_ids, self.status
+        if kept is not None and (kept.num_tokens < len(token_ids) or status == "abort"):
+            token_ids, status = token_ids[: kept.num_tokens], kept.status
+        return self.num_prompt, token_ids, status, self.describe(len(token_ids)), self.num_outdated
+
+
+class RequestEnds:
+    """The ends of one scheduler's requests. Used on the engine core's thread only.
+
+    Attributes:
+        finals: Final states to be told with the next step, by request id.
+    """
+
+    def __init__(self) -> None:
+        self.finals: dict[str, Final | None] = {}
+        self._kept: dict[str, KeptTokens] = {}
+        self._held: dict[str, Ended] = {}
+
+    def end(self, req_id: str, ended: Ended, *, is_decided: bool) -> None:
+        """Note the end of a request that was freed; if not `is_decided`, the front end's count is waited for."""
+        kept = self._kept.pop(req_id, None)
+        if kept is not None or is_decided:
+            self.finals[req_id] = ended.final(kept)
+        else:
+            self._held[req_id] = ended
+            self.finals[req_id] = None
+
+    def front_end_kept(self, req_id: str, kept: KeptTokens, *, is_running: bool) -> None:
+        """Note how much the front end kept of `req_id`. A second time is ignored: vLLM delivers aborts twice."""
+        if req_id in self._held:
+            self.finals[req_id] = self._held.pop(req_id).final(kept)
+        elif is_running:
+            self._kept[req_id] = kept
+
+    def front_end_left(self, req_id: str) -> None:
+        """Note that the front end gave up on `req_id` and sends nothing more about it."""
+        if req_id in self._held:
+            self.finals[req_id] = self._held.pop(req_id).final(None)
+
+    def pop_finals(self) -> dict[str, Final | None]:
+        """Return what is to be told now, once."""
+        finals, self.finals = self.finals, {}
+        return finals
+
+
+def _ends(scheduler: Scheduler) -> RequestEnds:
+    found: RequestEnds | None = vars(scheduler).get(_ENDS)
+    if found is None:
+        found = RequestEnds()
+        setattr(scheduler, _ENDS, found)
+    return found
+
+
+def free_request(original: Function) -> Function:
+    """Wrap ``Scheduler._free_request``: note how a capturing request ended, and free what `core` keeps for any."""
+
+    @wraps(original)
+    def _free_request(self: Scheduler, request: Request, *args: object, **kwargs: object) -> object:
+        params = request.sampling_params
+        adapter, steps = adapter_of(self), steps_in_flight.steps_of(self)
+        num_outdated = 0 if steps is None else steps.release(request.request_id)
+        if is_captured(params):
+            status = str(request.get_finished_reason())
+            describe = nothing_noted if adapter is None else adapter.notes.description(request.request_id)
+            tokens = int(request.num_prompt_tokens), list(request.all_token_ids)
+            ended = Ended(*tokens, status, describe, num_outdated)
+            _ends(self).end(request.request_id, ended, is_decided=status == "abort" or not params.stop)
+        result = original(self, request, *args, **kwargs)
+        if adapter is not None:
+            adapter.release(request.request_id)
+        return result
+
+    return _free_request
+
+
+def update_after_schedule(original: Function) -> Function:
+    """Wrap ``Scheduler._update_after_schedule``: attach the finals to the step that carries the finished ids, and what
+    the part decided to the step whose requests follow it.
+    """
+
+    @wraps(original)
+    def _update_after_schedule(self: Scheduler, scheduler_output: SchedulerOutput) -> object:
+        if _ENDS in vars(self) and (finals := _ends(self).pop_finals()):
+            setattr(scheduler_output, FINAL_ATTRIBUTE, finals)
+        if (adapter := adapter_of(self)) is not None:
+            adapter.attach_orders(scheduler_output)
+        return original(self, scheduler_output)
+
+    return _update_after_schedule
+
+
+def has_finished_requests(original: Function) -> Function:
+    """Wrap ``Scheduler.has_finished_requests``: an idle engine takes one more step while a final is to be told."""
+
+    @wraps(original)
+    def wrapped(self: Scheduler) -> bool:
+        return bool(original(self)) or (_ENDS in vars(self) and bool(_ends(self).finals))
+
+    return wrapped
+
+
+def abort_requests(original: Function) -> Function:
+    """Wrap ``EngineCore.abort_requests``: take out what the front end said about requests that it ended."""
+
+    @wraps(original)
+    def wrapped(self: EngineCore, request_ids: Sequence[str]) -> object:
+        ids, kept, sent = split_marks(request_ids)
+        if sent and (adapter := adapter_of(self)) is not None:
+            for key in sent:
+                adapter.shared_wires.forget(key)
+        if kept or _ENDS in vars(self.scheduler):
+            ends = _ends(self.scheduler)
+            for req_id, said in kept.items():
+                request = self.scheduler.requests.get(req_id)
+                is_running = request is not None and not request.is_finished()
+                ends.front_end_kept(req_id, said, is_running=is_running)
+            for req_id in ids:
+                ends.front_end_left(req_id)
+        return original(self, ids)
+
+    return wrapped
+
+
+def route_marks(original: Function) -> Function:
+    """Wrap ``DPLBAsyncMPClient.abort_requests_async``: it drops ids it does not know; marks go to every engine."""
+
+    @wraps(original)
+    async def wrapped(self: AsyncEngineClient, request_ids: Sequence[str]) -> object:
+        marks = [entry for entry in request_ids if is_mark(entry)]
+        if marks and not self.resources.engine_dead:
+            for engine in self.core_engines:
+                await self._abort_requests(marks, engine)
+        return await original(self, [entry for entry in request_ids if not is_mark(entry)])
+
+    return wrapped
+
+
+_noted: weakref.ref[EngineCore] | None = None
+"""The ``EngineCore`` of this process that is in its constructor."""
+
+
+def initialize_kv_caches(original: Function) -> Function:
+    """Wrap ``EngineCore._initialize_kv_caches``: refuse in this process too, and make sure every worker took part
+    and is configured alike.
+
+    It is what an engine core calls next after it has loaded plugins and started its workers.
+    """
+
+    @wraps(original)
+    def wrapped(self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object) -> object:
+        global _noted
+        check_servable(vllm_config)
+        if sections(vllm_config):
+            check_agreement(vllm_config, self.model_executor.collective_rpc(SETUP_RPC))
+            _noted = weakref.ref(self)
+        return original(self, vllm_config, *args, **kwargs)
+
+    return wrapped
+
+
+def open_noted(original: Function) -> Function:
+    """Wrap ``enable_envs_cache`` as ``EngineCore.__init__`` calls it, last: open what is configured, or refuse."""
+
+    @wraps(original)
+    def wrapped(*args: object, **kwargs: object) -> object:
+        global _noted
+        result = original(*args, **kwargs)
+        core, _noted = _noted() if _noted is not None else None, None
+        if core is not None:
+            _open_configured(core)
+        return result
+
+    return wrapped
+
+
+def _open_configured(core: EngineCore) -> None:
+    steps = StepsInFlight(core)
+    names = [name for name in sections(core.vllm_config) if name in core_part_names()]
+    if not names:
+        return
+    try:
+        _open(core, steps, names)
+    except BaseException:
+        core.shutdown()
+        raise
+
+
+def _open(core: EngineCore, steps: StepsInFlight, names: list[str]) -> None:
+    if len(names) > 1:
+        raise UnsupportedError(f"an engine core has room for one part, but {', '.join(names)} are configured")
+    speak_through_vllm()
+    part_services.check_support(core.scheduler)
+    check_carrier()
+    block_keys.verify_block_keys(core.request_block_hasher, core.scheduler.hash_block_size)
+    adapter = EngineCoreAdapter(core, steps, load_part(names[0]))
+    core.headgate_call = adapter.call
+    core.step_fn = after_step(core.step_fn, adapter.end_overdue)
+    setattr(core, CORE_ADAPTER, adapter)
+    setattr(core.scheduler, CORE_ADAPTER, adapter)

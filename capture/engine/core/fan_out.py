@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
-from headgate.capture.engine.contracts.end_messages import mark_sent
+from headgate.capture.engine.contracts.core_part import mark_sent
 from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest, Function, RequestType, SendingClient
 from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
 from headgate.capture.schema.batch import WIRE_VERSION, RequestWire

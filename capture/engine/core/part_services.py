@@ -1,22 +1,144 @@
-"""The services of an engine core to its part: calls to the workers, and block keys of requests that run."""
+"""The services of an engine core to its part: calls to the workers, and block keys of requests that run.
+
+Requests that an engine core sends away unserved, since too many wait or since they have waited too long.
+
+Each ends with the finish reason "error" and, as its stop reason, the cause, which its front end recognises
+(`headgate.capture.engine.requests.request_reader.overload_of`).
+
+Restarting the requests of a scheduler, as stock ``reset_prefix_cache(reset_running_requests=True)`` does.
+
+Unlike there, the cache is not emptied: the keys of blocks say what their KV depends on, so blocks that
+still hold are used again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from headgate.capture.engine.contracts.core_part import Actions, BlockKeys, CorePart, Progress
+from headgate.capture.engine.contracts.core_part import OVERLOADED, Actions, BlockKeys, CorePart, Progress
 from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import EngineCore, Function, Request, Scheduler
-from headgate.capture.engine.core import block_keys, restart
+from headgate.capture.engine.contracts.vllm_engine import EngineCore, EngineCoreProc, Function, Request, Scheduler
+from headgate.capture.engine.core import block_keys
 from headgate.capture.engine.core.block_keys import SaltedKeys
 from headgate.capture.engine.core.steps_in_flight import StepsInFlight, end_engine, steps_of
+from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.errors import UnsupportedError
+
+SentAway = tuple[Request, str]
+"""A request, and why it was not served."""
+
+
+def after_step(original: Function, end_overdue: Callable[[], Iterable[SentAway]]) -> Function:
+    """Wrap ``EngineCore.step_fn``: the outputs of a step tell those who have waited too long, too.
+
+    Args:
+        original: Returns a step's outputs by client, or None, and whether the model ran.
+        end_overdue: Ends those requests, and returns them.
+    """
+
+    @wraps(original)
+    def step() -> tuple[Any, bool]:
+        outputs, is_executed = original()
+        for request, why in end_overdue():
+            outputs = outputs or {}
+            told = _outputs(request, why)
+            if (known := outputs.get(request.client_index)) is None:
+                outputs[request.client_index] = told
+            else:
+                known.outputs.extend(told.outputs)
+                known.finished_requests = {*(known.finished_requests or ()), request.request_id}
+        return outputs, is_executed
+
+    return step
+
+
+def send_away(core: EngineCoreProc, request: Request, why: str) -> None:
+    """Tell the client of `request` that it was not taken."""
+    core.output_queue.put_nowait((request.client_index, _outputs(request, why)))
+
+
+def _outputs(request: Request, why: str) -> Any:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    told = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=OVERLOADED + why)
+    return EngineCoreOutputs(outputs=[told], finished_requests={request.request_id})
+
+
+SESSION_ENDED = (
+    "this streaming-input session was ended: global vectors or rules that were set meanwhile act on it, and what it "
+    "has computed cannot be computed anew; send the whole prompt at once"
+)
+
+
+def check_support(scheduler: Scheduler) -> None:
+    """Refuse a scheduler whose requests cannot be held back or restarted.
+
+    Raises:
+        UnsupportedError: Naming what differs.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    name = type(scheduler).__name__
+    if not isinstance(scheduler, Scheduler):
+        raise UnsupportedError(f"the scheduler {name} does not inherit from vLLM's own; start without --scheduler-cls")
+    parameters = tuple(inspect.signature(scheduler._preempt_request).parameters)
+    if parameters[:2] != ("request", "timestamp"):
+        raise UnsupportedError(f"{name}._preempt_request takes ({', '.join(parameters)}). {WORKS_WITH}")
+    for attribute in ("running", "requests", "prev_step_scheduled_req_ids", "finished_req_ids_dict"):
+        if not hasattr(scheduler, attribute):
+            raise UnsupportedError(f"{name} has no attribute {attribute!r}. {WORKS_WITH}")
+
+
+def end_sessions(core: EngineCore, acts: Callable[[str], bool]) -> None:
+    """End the streaming-input sessions that something acts on now: their rows cannot be computed anew under it.
+
+    Args:
+        core: vLLM's ``EngineCore``.
+        acts: Tells whether anything acts on a request.
+    """
+    from vllm.v1.request import RequestStatus
+
+    open_now = [one for one in core.scheduler.requests.values() if one.resumable and not one.is_finished()]
+    for request in open_now:
+        if acts(request.request_id):
+            core.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+            if hasattr(core, "output_queue"):
+                send_away(cast("EngineCoreProc", core), request, SESSION_ENDED)
+
+
+def restart_running(scheduler: Scheduler) -> None:
+    """Preempt whatever runs; no step is in flight."""
+    timestamp = time.monotonic()
+    while scheduler.running:
+        # From the last to the first: each goes to the front of the queue.
+        scheduler._preempt_request(scheduler.running.pop(), timestamp)
+    # Resumed in the very next step: the model runner is to take them for requests that were not in the last one.
+    scheduler.prev_step_scheduled_req_ids.clear()
+
+
+def are_unfinished(requests: Sequence[Request]) -> bool:
+    """Whether requests that all have one status, as those of a step nearly always do, are not finished.
+
+    Args:
+        requests: vLLM's. If they differ in their status the answer is False, whatever they are.
+    """
+    if not requests:
+        return True
+    statuses = list(map(_status, requests))
+    return statuses.count(statuses[0]) == len(statuses) and not requests[0].is_finished()
+
+
+_status = attrgetter("status")
+
 
 SERVICES = "_headgate_services"
 """Attribute of a scheduler; absent where no part is open."""
@@ -54,7 +176,7 @@ _num_computed = attrgetter("num_computed_tokens")
 def _find_going_on(known: Mapping[str, Request], req_ids: tuple[str, ...]) -> _GoingOn | None:
     """Return requests that are all in the scheduler, and compute nothing again; None if they are not such."""
     found = [one for req_id in req_ids if (one := known.get(req_id)) is not None]
-    if len(found) < len(req_ids) or not restart.are_unfinished(found):
+    if len(found) < len(req_ids) or not are_unfinished(found):
         return None
     if any(_position(request) > max(request.num_computed_tokens, request.num_prompt_tokens) for request in found):
         return None
@@ -114,7 +236,7 @@ class PartServices:
         for req_id, request in _live(self._scheduler.requests):
             if not self._has_same_prompt(request, req_id):
                 self._steps.outdate(request)
-        restart.restart_running(self._scheduler)
+        restart_running(self._scheduler)
         for req_id, request in _live(self._scheduler.requests, self._waiting):
             block_keys.rehash(request, self.keys(req_id))
 
@@ -197,7 +319,7 @@ class PartServices:
 
     def _end_sessions(self) -> None:
         if self._part is not None:
-            restart.end_sessions(self._core, self._part.acts_on)
+            end_sessions(self._core, self._part.acts_on)
 
     def _present(self, req_id: str) -> BlockKeys | None:
         return None if self._part is None else self._part.block_keys(req_id)

@@ -17,11 +17,40 @@ from headgate.capture.engine.contracts.vllm_engine import (
     Scheduler,
     SchedulerOutput,
 )
-from headgate.capture.engine.contracts.wire_format import NOTES_KEY, READINGS_ATTRIBUTE, wants_notes
-from headgate.capture.engine.core import restart
-from headgate.capture.engine.core.step_orders import end_requests
+from headgate.capture.engine.contracts.wire_format import NOTES_KEY, ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, wants_notes
+from headgate.capture.engine.core import part_services
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.errors import UnsupportedError
+
+
+def attach_orders(name: str, part: DecidingCore, scheduler_output: SchedulerOutput) -> None:
+    """Attach to a step that was just scheduled what the part of that name has decided for its requests."""
+    orders = part.orders(scheduler_output.num_scheduled_tokens)
+    if orders is not None:
+        setattr(scheduler_output, ORDERS_ATTRIBUTE, {name: orders})
+
+
+def end_requests(scheduler: Scheduler, endings: Mapping[str, str], made: dict[int, CoreOutputs]) -> None:
+    """End requests behind a step, whose last token stays theirs.
+
+    Args:
+        scheduler: vLLM's.
+        endings: The requests, each with its ``stop_reason``; those that have ended are passed over.
+        made: The outputs of the step by front end, completed here. A request gets an output of its own that ends it,
+            behind that of its last token: vLLM drops the token of an output that both has one and ends by a stop.
+    """
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    from vllm.v1.request import RequestStatus
+
+    for req_id, reason in endings.items():
+        request = scheduler.requests.get(req_id)
+        if request is None or request.is_finished():
+            continue
+        scheduler.finish_requests(req_id, RequestStatus.FINISHED_STOPPED)
+        told = EngineCoreOutput(req_id, [], finish_reason=FinishReason.STOP, stop_reason=reason)
+        if (outputs := made.get(request.client_index)) is None:
+            outputs = made[request.client_index] = EngineCoreOutputs()
+        outputs.outputs.append(told)
 
 
 def check_carrier() -> None:
@@ -165,7 +194,7 @@ class StepNotes:
             return True
         known = self._scheduler.requests
         requests = [one for req_id in req_ids if (one := known.get(req_id)) is not None]
-        if len(requests) < len(req_ids) or not restart.are_unfinished(requests):
+        if len(requests) < len(req_ids) or not part_services.are_unfinished(requests):
             return False
         self._running = req_ids
         return True

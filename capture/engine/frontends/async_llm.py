@@ -15,8 +15,8 @@ from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.core.core_calls import worker_setups
 from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
-from headgate.capture.engine.frontends.noted_outputs import with_values
-from headgate.capture.engine.frontends.unsent_renderings import forget_unsent
+from headgate.capture.engine.frontends.output_processor import with_values
+from headgate.capture.engine.frontends.prompt_tokens import forget_unsent
 from headgate.capture.engine.requests.call_context import Call, Slot, current_call, noting_refusals
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
@@ -29,8 +29,8 @@ from headgate.capture.engine.requests.sampling_params import (
     read_fields,
     refuse_made,
     refuse_streamed_input,
+    refuse_unknown_in,
 )
-from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
 from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field, overloaded
 from headgate.capture.engine.setup.hosts import check_agreement, has_far_engines
 from headgate.capture.engine.setup.settings import sections

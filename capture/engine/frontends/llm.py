@@ -1,23 +1,31 @@
-"""`LLM` and `LLMEngine`: finished requests wait for their results before they are handed to the user."""
+"""`LLM` and `LLMEngine`: finished requests wait for their results before they are handed to the user.
+
+A script's own error is the last thing that its user sees.
+
+Python prints an uncaught error first and ends vLLM's processes afterwards, which log what they do, and that they were
+ended. So engines with requests of headgate's are shut down before the error is printed, and deliver what they captured.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import cast
+from types import TracebackType
+from typing import Protocol, cast
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import LLM, LLMEngine, RequestOutput, SamplingParams
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
-from headgate.capture.engine.frontends.last_words import shut_down_before_errors
 from headgate.capture.engine.frontends.lazy_capture import note_chat
-from headgate.capture.engine.frontends.noted_outputs import put_values
-from headgate.capture.engine.frontends.unsent_renderings import forget_unsent, looking_up
+from headgate.capture.engine.frontends.output_processor import put_values
+from headgate.capture.engine.frontends.prompt_tokens import forget_unsent, looking_up
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.chat_messages import ENGINE_GONE, EngineGoneError, LLMChat, Tokens
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
@@ -27,10 +35,42 @@ from headgate.capture.engine.requests.sampling_params import (
     attach,
     is_made,
     refuse_made,
+    refuse_unknown_in,
 )
-from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.errors import OverloadedError, RequestError
+
+logger = logging.getLogger("headgate")
+
+
+class Closable(Protocol):
+    """A client of an engine core."""
+
+    def shutdown(self) -> object: ...
+
+
+_running: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def shut_down_before_errors(client: Closable) -> None:
+    """Shut `client` down before an error that ends the program is printed; idempotent, and keeps nothing alive."""
+    _running.add(client)
+    show = sys.excepthook
+    if show.__module__ == __name__:
+        return
+
+    def shut_down_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            for client in list(_running):
+                _running.discard(client)
+                client.shutdown()
+        except Exception as failure:  # noqa: BLE001  (the error that ends the program is what matters)
+            logger.warning("headgate: an engine could not be shut down: %r", failure)
+        finally:
+            show(kind, error, trace)
+
+    sys.excepthook = shut_down_and_show
+
 
 _PENDING_RESULTS = "_headgate_desk"
 

@@ -6,12 +6,11 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator
 
-from headgate.capture.engine.access.caller import current_caller
-from headgate.capture.engine.access.usage import Charge
+from headgate.capture.engine.access.caller import Charge, current_caller
 from headgate.capture.engine.contracts.vllm_frontend import RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
-from headgate.capture.engine.requests.permissions import capturing_key
+from headgate.capture.engine.requests.capture_request import capturing_key
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.errors import RequestError
 

@@ -1,23 +1,215 @@
 """Tells the engine core how many tokens the front end kept of requests that it ended itself; see `scheduler`.
 
 Notes that come with the engine core's outputs are taken out on the way; see `noted_outputs`.
+
+Outputs with the notes of their steps: from the engine core's outputs to the values that a user finds on them.
+
+An `AsyncLLM` makes outputs faster than they are read, at times, and merges them. So an output carries notes until it
+is handed out, and values are made of them then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+import inspect
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from functools import cache, wraps
+from types import ModuleType
+from typing import TypeVar, cast
 
-from headgate.capture.engine.contracts.end_messages import KeptTokens, mark_kept
+from headgate.capture.engine.contracts.core_part import KeptTokens, mark_kept
 from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest, Function
 from headgate.capture.engine.contracts.vllm_frontend import (
+    CompletionOutput,
     EngineCoreOutput,
     OutputProcessor,
+    OutputQueue,
     ProcessedOutputs,
+    RequestOutput,
     RequestState,
 )
-from headgate.capture.engine.contracts.wire_format import is_captured
-from headgate.capture.engine.frontends.noted_outputs import expect_notes, take_notes
+from headgate.capture.engine.contracts.wire_format import NOTES_KEY, is_captured, wants_notes
+from headgate.capture.engine.requests.call_context import Slot
+from headgate.capture.engine.requests.notes import Notes, UntoldNotes
+from headgate.capture.engine.requests.request_reader import RequestReader, read_notes
+from headgate.capture.engine.requests.sampling_params import HeadgateRequest, answer_fields
+
+_IS_NOTED = "_headgate_is_noted"
+"""Attribute of `OutputProcessor`: true once a request has come whose notes are wanted."""
+_NOTES = "_headgate_notes"
+"""Attribute of a `RequestState`: its `Notes` that no output has yet or, unless outputs are deltas, all. Also of a
+`CompletionOutput` until it is handed out: its own."""
+_IS_OURS = "_headgate_is_noting"
+"""Attribute of the subclasses that are made here."""
+
+
+def add_values(module: ModuleType) -> None:
+    """Give every output of ``vllm.outputs`` the values that requests may ask for, None unless one did."""
+    for name in answer_fields().values():
+        if getattr(module.CompletionOutput, name, None) is not None:
+            raise TypeError(f"vLLM's CompletionOutput has an attribute {name!r} of its own")
+        setattr(module.CompletionOutput, name, None)
+
+
+def expect_notes(processor: OutputProcessor, request: EngineCoreRequest) -> None:
+    """Follow a request that was added to an `OutputProcessor`, if its notes are wanted."""
+    if wants_notes(request.sampling_params):
+        setattr(processor, _IS_NOTED, True)
+        _follow(processor.request_states[request.request_id])
+
+
+def take_notes(processor: OutputProcessor, outputs: Iterable[EngineCoreOutput]) -> None:
+    """Take the notes out of the engine core's outputs before vLLM looks at these; keep those of running requests."""
+    if not getattr(processor, _IS_NOTED, False):  # `vars` would make its attributes slower to find
+        return
+    for output in outputs:
+        carrier = output.kv_transfer_params
+        if carrier is None or NOTES_KEY not in carrier:
+            continue
+        found = cast("dict[str, list[object]]", carrier[NOTES_KEY])
+        output.kv_transfer_params = {key: value for key, value in carrier.items() if key != NOTES_KEY} or None
+        if (state := processor.request_states.get(output.request_id)) is not None:
+            vars(state).setdefault(_NOTES, Notes()).add(found)
+
+
+def _follow(state: RequestState) -> None:
+    """Let a running request, and the queue of its outputs, carry notes from now on; those of others stay vLLM's own."""
+    # A subclass, and no method of the object: that would lead back to it, and hold its tokens in a circle.
+    state.__class__ = _noting(state.__class__)
+    if state.queue is not None:
+        state.queue.__class__ = _merging(state.queue.__class__)
+
+
+@cache
+def _noting(kind: type[RequestState]) -> type[RequestState]:
+    """Make the subclass of ``RequestState`` for requests whose notes are wanted; one of those is its own."""
+    if getattr(kind, _IS_OURS, False):
+        return kind
+
+    class Noting(kind):  # type: ignore[misc, valid-type]
+        """A request whose outputs have the notes since the last one, or all of them."""
+
+        def _new_completion_output(
+            self, token_ids: object, finish_reason: object, *args: object, **kwargs: object
+        ) -> CompletionOutput:
+            output: CompletionOutput = super()._new_completion_output(token_ids, finish_reason, *args, **kwargs)
+            return _with_notes(self, output, has_ended=finish_reason is not None)
+
+    return _named_like(kind, Noting)
+
+
+@cache
+def _merging(kind: type[OutputQueue]) -> type[OutputQueue]:
+    """Make the subclass of ``RequestOutputCollector`` for the same requests."""
+    if getattr(kind, _IS_OURS, False):
+        return kind
+
+    class Merging(kind):  # type: ignore[misc, valid-type]
+        """A queue that appends notes, too, where it appends new tokens to those of an output that nobody has read."""
+
+        def put(self, output: object) -> None:
+            earlier = self.output if self.aggregate else None
+            super().put(output)
+            if hasattr(earlier, "outputs") and hasattr(output, "outputs"):  # neither is an error
+                _merge(cast("RequestOutput", earlier), cast("RequestOutput", output))
+
+    return _named_like(kind, Merging)
+
+
+_Kind = TypeVar("_Kind", bound=type)
+
+
+def _named_like(kind: type, made: _Kind) -> _Kind:
+    made.__name__, made.__qualname__ = kind.__name__, kind.__qualname__
+    setattr(made, _IS_OURS, True)
+    return made
+
+
+def check_methods(module: ModuleType) -> None:
+    """Refuse a ``vllm.v1.engine.output_processor`` in which `expect_notes` would not be enough.
+
+    Raises:
+        TypeError: Naming the method.
+    """
+    needed = (
+        (module.RequestState, "_new_completion_output", ("self", "token_ids", "finish_reason", "stop_reason")),
+        (module.RequestOutputCollector, "put", ("self", "output")),
+    )
+    for owner, name, expected in needed:
+        found = tuple(inspect.signature(getattr(owner, name)).parameters)
+        if found[: len(expected)] != expected:
+            raise TypeError(
+                f"{owner.__name__}.{name} takes ({', '.join(found)}), expected ({', '.join(expected)}, ...)"
+            )
+
+
+def _with_notes(state: RequestState, output: CompletionOutput, *, has_ended: bool) -> CompletionOutput:
+    held: Notes | None = vars(state).get(_NOTES)
+    if held is None:
+        return output
+    if is_delta(state.output_kind):
+        del vars(state)[_NOTES]
+    else:
+        held = Notes({part: list(notes) for part, notes in held.by_part.items()})
+    if has_ended:
+        held.end = state.prompt_len + state.detokenizer.num_output_tokens()
+    setattr(output, _NOTES, held)
+    return output
+
+
+def _merge(earlier: RequestOutput, later: RequestOutput) -> None:
+    """Append the notes of an output that was merged with one before it."""
+    samples = {sample.index: sample for sample in earlier.outputs}
+    for sample in later.outputs:
+        held: Notes | None = vars(sample).get(_NOTES)
+        if held is not None and samples[sample.index] is not sample:
+            merged: Notes = vars(samples[sample.index]).setdefault(_NOTES, Notes())
+            merged.add(held.by_part)
+            merged.end = held.end
+
+
+def is_delta(kind: object) -> bool:
+    """Whether outputs of this kind hold new tokens alone."""
+    return getattr(kind, "name", None) == "DELTA"
+
+
+def put_values(output: RequestOutput, reader: RequestReader, headgate_request: HeadgateRequest) -> None:
+    """Put the values that a request asked for on an output that is handed out."""
+    for completion in output.outputs:
+        held: Notes | None = vars(completion).pop(_NOTES, None)
+        for name, value in read_notes(reader, headgate_request, held or Notes()).items():
+            setattr(completion, name, value)
+
+
+async def with_values(
+    outputs: AsyncGenerator[RequestOutput, None],
+    reader: RequestReader,
+    headgate_request: HeadgateRequest,
+    kind: object,
+    slot: Slot | None,
+) -> AsyncGenerator[RequestOutput, None]:
+    """Put the values on each output of an `AsyncLLM`.
+
+    Args:
+        outputs: Of one request.
+        reader: Of the engine.
+        headgate_request: The request.
+        kind: Of its outputs.
+        slot: Its place in an HTTP call, which gets the notes instead; its answer makes values of them.
+    """
+    if slot is not None:
+        slot.notes = UntoldNotes(lambda notes: read_notes(reader, headgate_request, notes))
+    try:
+        async for output in outputs:
+            if slot is None or slot.notes is None:
+                put_values(output, reader, headgate_request)
+            else:
+                for completion in output.outputs:
+                    if (held := vars(completion).pop(_NOTES, None)) is not None:
+                        slot.notes.put(completion.index, held, is_piece=is_delta(kind))
+            yield output
+    finally:
+        await outputs.aclose()
+
 
 _WATCHED = "_headgate_watched"
 """Attribute of `OutputProcessor`: the `RequestState` of each capturing request that runs, and whether it has stop

@@ -16,15 +16,16 @@ from msgspec.structs import replace
 from headgate.capture.engine.access.caller import current_client, owner_of_request
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
-from headgate.capture.engine.requests import hidden_states
+from headgate.capture.engine.requests import call_context
 from headgate.capture.engine.requests.call_context import Call, current_call
 from headgate.capture.engine.requests.capture_request import (
     CaptureRequestReader,
+    check_length,
+    check_use,
     resolve,
     tell_messages,
 )
 from headgate.capture.engine.requests.chat_messages import ChatMessages
-from headgate.capture.engine.requests.permissions import check_length, check_use
 from headgate.capture.engine.requests.sampling_params import CAPTURE_MESSAGES, CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
@@ -376,7 +377,7 @@ def attach_results(output: RequestOutput, results: CaptureResults, states: str |
     for completion in output.outputs:
         found = completion.capture_results = results.per_sample[completion.index]
         if states in found:
-            setattr(completion, hidden_states.ATTRIBUTE, hidden_states.tensor_of(found[states]))
+            setattr(completion, call_context.ATTRIBUTE, call_context.tensor_of(found[states]))
 
 
 def front_end_of(engine: Engine) -> FrontEnd | None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import msgspec
 
+from headgate.capture.engine.access.access_key import AccessKey
 from headgate.capture.engine.access.caller import current_caller, owner_of_request
 from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
-from headgate.capture.engine.requests import hidden_states
+from headgate.capture.engine.requests import call_context
 from headgate.capture.engine.requests.call_context import current_call
 from headgate.capture.engine.requests.chat_messages import ChatMessages
-from headgate.capture.engine.requests.permissions import check_consumer, check_spec, with_tag
 from headgate.capture.engine.requests.sampling_params import (
     CAPTURE_FIELDS,
     CAPTURE_MESSAGES,
@@ -26,9 +26,85 @@ from headgate.capture.engine.requests.sampling_params import (
 )
 from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, SpecContext
-from headgate.capture.schema.errors import ConsumerError, RequestError, shown
+from headgate.capture.schema.errors import ConsumerError, ForbiddenError, RequestError, shown
+from headgate.capture.schema.limits import CaptureLimits, CaptureUse
 from headgate.capture.schema.positions import Message, PositionSelector, Several, parts_of
 from headgate.capture.schema.spec import CaptureSpec, Memo
+
+
+def capturing_key() -> AccessKey | None:
+    """Return the key that lets the client at hand capture; None if it needs none, and where no client is."""
+    caller = current_caller()
+    return None if caller is None else caller.key_with(CAPTURE)
+
+
+def check_consumer(instance: str, field: str) -> None:
+    """Refuse a consumer that the client's key does not allow.
+
+    Raises:
+        ForbiddenError: For `field`.
+    """
+    key = capturing_key()
+    if key is not None and not key.allows_consumer(instance):
+        known = ", ".join(key.consumers or ()) or "none"
+        raise ForbiddenError(f"the key {key.name!r} may not use this consumer; it may use {known}", field)
+
+
+def with_tag(consumer: type[CaptureConsumer], wanted: object) -> object:
+    """Add the tag of the client's key to a spec, as the client wrote it, that names none."""
+    key = capturing_key()
+    if key is None or key.default_tag is None or not consumer.takes_tag or not isinstance(wanted, Mapping):
+        return wanted
+    return wanted if "tag" in wanted else {**wanted, "tag": key.default_tag}
+
+
+def check_spec(consumer: type[CaptureConsumer], spec: CaptureSpec, field: str) -> None:
+    """Refuse sites, and a tag, that the client's key does not allow.
+
+    Raises:
+        ForbiddenError: Naming the field.
+    """
+    key = capturing_key()
+    if key is None:
+        return
+    key.check_sites(spec.sites, field)
+    tag = str(spec.options.get("tag"))
+    if consumer.takes_tag and not key.allows_tag(tag):
+        known = ", ".join(key.tags or ()) or "none"
+        message = f"the key {key.name!r} may not write under the tag {tag!r}, but under {known}"
+        raise ForbiddenError(message, f"{field}.tag")
+
+
+def check_use(use: CaptureUse, answered: Collection[str]) -> None:
+    """Refuse a call that could capture more than the client's key allows at once.
+
+    Args:
+        use: Of the call so far.
+        answered: Consumers whose rows are part of the answer.
+
+    Raises:
+        RequestError: Naming the consumer.
+    """
+    key = capturing_key()
+    if key is None:
+        return
+    limits = key.limits
+    CaptureLimits(max_rows=limits.max_request_rows, max_bytes=limits.max_request_bytes).check(use)
+    if limits.max_inline_bytes is not None:
+        inline = {instance: count for instance, count in use.num_bytes.items() if instance in answered}
+        CaptureLimits(max_bytes=limits.max_inline_bytes).check(CaptureUse(num_bytes=inline))
+
+
+def check_length(max_tokens: int | None) -> None:
+    """Refuse a request whose length is not known, and so not what it could capture, if its key has limits.
+
+    Raises:
+        RequestError: If it is so.
+    """
+    key = capturing_key()
+    if key is not None and max_tokens is None and key.limits.are_set:
+        raise RequestError("max_tokens", f"the key {key.name!r} has limits: say how much may be generated")
+
 
 NO_CAPTURE = "this engine was started without capture."
 HOW_TO_CAPTURE = (
@@ -84,8 +160,8 @@ class CaptureRequestReader:
         specs = {} if raw is None else self._client_specs(raw, request_id)
         named = frozenset(specs)
         tells_messages = _tells_messages(params, named)
-        if hidden_states.read_form(read_field(params, RETURN_HIDDEN_STATES)) is not None:
-            specs[self._hidden_states()] = hidden_states.SPEC
+        if call_context.read_form(read_field(params, RETURN_HIDDEN_STATES)) is not None:
+            specs[self._hidden_states()] = call_context.SPEC
         is_explicit = bool(specs)
         if wait is None:
             wait = any(self._consumers[instance].awaits(spec) for instance, spec in specs.items())
@@ -122,7 +198,7 @@ class CaptureRequestReader:
         if self.hidden_states is None:
             raise RequestError(RETURN_HIDDEN_STATES, f"this engine does not return them. {HOW_HIDDEN_STATES}")
         check_consumer(self.hidden_states, RETURN_HIDDEN_STATES)
-        check_spec(self._consumers[self.hidden_states], hidden_states.SPEC, RETURN_HIDDEN_STATES)
+        check_spec(self._consumers[self.hidden_states], call_context.SPEC, RETURN_HIDDEN_STATES)
         return self.hidden_states
 
     def _client_specs(self, raw: object, request_id: str) -> dict[str, CaptureSpec]:
@@ -205,7 +281,7 @@ def refuse_unconfigured(params: SamplingParams) -> None:
         RequestError: If it asks for anything.
     """
     for field, value in read_fields(params, CAPTURE_FIELDS).items():
-        if field == RETURN_HIDDEN_STATES and hidden_states.read_form(value) is not None:
+        if field == RETURN_HIDDEN_STATES and call_context.read_form(value) is not None:
             raise RequestError(field, f"{NO_CAPTURE} {HOW_HIDDEN_STATES}")
         raise RequestError(field, f"{NO_CAPTURE} {HOW_TO_CAPTURE}")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import cast
 
 from headgate.capture.engine.access.caller import owner_of_request
-from headgate.capture.engine.contracts.end_messages import OVERLOADED
+from headgate.capture.engine.contracts.core_part import OVERLOADED
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import (
@@ -21,8 +21,7 @@ from headgate.capture.engine.contracts.request_part import (
 )
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
-from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
-from headgate.capture.engine.core.frames import lift
+from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient, lift
 from headgate.capture.engine.requests.call_context import taken
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.capture_request import refuse_unconfigured
@@ -33,8 +32,8 @@ from headgate.capture.engine.requests.sampling_params import (
     is_plain,
     read_fields,
     refuse_forged,
+    refuse_unknown_in,
 )
-from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
 from headgate.capture.schema.errors import OverloadedError, RequestError
 from headgate.capture.schema.results import KeptRequest
 

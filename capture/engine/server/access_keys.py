@@ -21,13 +21,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from headgate.capture.engine.access.access_key import AccessKey
-from headgate.capture.engine.access.caller import Caller, leave, serve_for
+from headgate.capture.engine.access.caller import Caller, Usage, leave, serve_for
 from headgate.capture.engine.access.key_ring import KeyRing, variable_of
-from headgate.capture.engine.access.usage import Usage
 from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, Receive, Scope, Send
-from headgate.capture.engine.setup.cli_flags import translate_flags
+from headgate.capture.engine.setup.cli_flags import ServerArgs, read_server_args, translate_flags
 from headgate.capture.engine.setup.client_errors import as_client_error
-from headgate.capture.engine.setup.server_args import ServerArgs, read_server_args
 from headgate.capture.schema.config import server_config
 from headgate.capture.schema.errors import ForbiddenError, UnknownKeyError, shown
 

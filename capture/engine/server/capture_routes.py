@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, HTTPException, Request
 
 from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
-from headgate.capture.engine.requests.permissions import capturing_key, check_consumer
+from headgate.capture.engine.requests.capture_request import capturing_key, check_consumer
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.results import ReportContext, StateReporter

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Iterable
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from functools import wraps
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
-from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
-from headgate.capture.engine.contracts.vllm_server import ErrorAnswers
+from headgate.capture.engine.contracts.vllm_engine import Function
+from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, ErrorAnswers, Receive, Scope, Send
 from headgate.capture.engine.requests.call_context import Refusal, refusals, watch_refusals
+from headgate.capture.engine.server.access_keys import install_clients, open_access
+from headgate.capture.engine.server.bodies.field_guard import install_guard
+from headgate.capture.engine.setup.client_errors import answer_refused, refused_error
 from headgate.capture.schema.errors import OverloadedError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.datastructures import State
+
 
 RETRY_AFTER_S = 5
 """Seconds that such a client is asked to wait: vector slots come free when other requests end."""
@@ -79,3 +90,68 @@ async def _rejoined(begun: list[object], rest: AsyncGenerator[object, None]) -> 
             yield event
     finally:
         await rest.aclose()
+
+
+ROUTES = ("/v1/steering", "/v1/capture", "/v1/patch_sweep")
+BINARY = ("application/msgpack", "application/x-msgpack")
+_HOW = "The operator starts it with `headgate serve`, or with the environment variable VLLM_PLUGINS=headgate"
+
+
+def load_endpoint_plugins(original: Function) -> Function:
+    """Wrap ``vllm.plugins.load_endpoint_plugins``: where ours is not loaded, explain that. No route is added."""
+
+    @wraps(original)
+    def wrapped(*args: object, **kwargs: object) -> object:
+        plugins = original(*args, **kwargs)
+        if any(plugin.name == Explanation.name for plugin in plugins):
+            return plugins
+        return [*plugins, Explanation()]
+
+    return wrapped
+
+
+class Explanation:
+    """Stands in for `headgate.capture.engine.server.plugin_routes.Endpoints` where that is not let in."""
+
+    name = "headgate"
+    required_tasks = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Answer requests to what is not there with the reason; refuse our fields where they would be ignored."""
+        app.add_middleware(RetryAfterMiddleware)
+        install_guard(app)
+        app.add_middleware(MissingRouteMiddleware)
+        install_clients(app)
+        open_access(app.state)
+        app.add_exception_handler(refused_error(), answer_refused)
+
+    async def init_state(self, engine_client: object, state: State, args: Namespace) -> None:
+        """The event loop runs."""
+        open_access(state).read_again_on_hangup()
+
+
+class MissingRouteMiddleware:
+    """ASGI middleware: requests to our routes, and with binary bodies, are answered with what to set."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (reason := _reason(scope)) is not None:
+            from starlette.responses import JSONResponse
+
+            status, message = reason
+            error = {"message": message, "type": status.phrase, "param": None, "code": status.value}
+            await JSONResponse({"error": error}, status)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _reason(scope: Scope) -> tuple[HTTPStatus, str] | None:
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if any(path == route or path.startswith(f"{route}/") for route in ROUTES):
+        return HTTPStatus.NOT_FOUND, f"this server does not serve {'/'.join(path.split('/')[:3])}. {_HOW}"
+    kind = dict(scope["headers"]).get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+    if kind in BINARY:
+        return HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"this server does not read {kind}. {_HOW}"
+    return None

@@ -12,16 +12,20 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import cast
 
+from headgate.capture.engine.contracts.parts import core_part_names, load_part
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.engine.setup.settings import (
     capture_config,
     compiler_config,
     network_config,
+    section,
     sections,
 )
 from headgate.capture.engine.setup.versions import versions
+from headgate.capture.schema.actions.action_sink import ActionTarget
 from headgate.capture.schema.errors import UnsupportedError
+from headgate.capture.transport.action_channel import actions_address
 from headgate.capture.transport.network import Listening, NetworkKeys, has_keys, listening_of, read_keys
 
 SETUP_RPC = "headgate_setup"
@@ -106,3 +110,29 @@ def check_agreement(config: VllmConfig, workers: Iterable[object]) -> None:
                 f"{socket.gethostname()} in: {', '.join(differing)}; start every host with the same releases, the same "
                 "flags and the same files"
             )
+
+
+def action_target(vllm_config: VllmConfig) -> ActionTarget:
+    """Return where consumers of an engine submit actions, or why they cannot.
+
+    Raises:
+        ConfigError: If the section of a part is wrong.
+    """
+    parallel = vllm_config.parallel_config
+    names = [name for name in sections(vllm_config) if name in core_part_names()]
+    if not any(load_part(name).takes_actions(section(vllm_config, name)) for name in names):
+        return ActionTarget(
+            refusal="this engine takes no actions of consumers; the operator starts it with --steering-from-consumers, "
+            "and with --steering-op-sites"
+        )
+    if parallel.data_parallel_size > 1 or parallel._api_process_count > 1:
+        return ActionTarget(
+            refusal="actions of consumers are not taken with data parallelism, nor with several API servers: start the "
+            "engine with --data-parallel-size 1 and --api-server-count 1"
+        )
+    if spans_hosts(vllm_config):
+        return ActionTarget(
+            refusal="actions of consumers are not taken by an engine whose workers may be on other hosts: they go to "
+            "its engine core over a Unix socket; start the engine on one host, or use gates and controllers"
+        )
+    return ActionTarget(address=actions_address(vllm_config.instance_id, parallel.data_parallel_index))

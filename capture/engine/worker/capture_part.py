@@ -1,35 +1,204 @@
-"""Capture as a part of one worker: its sites in the graph, its session behind the step."""
+"""Capture as a part of one worker: its sites in the graph, its session behind the step.
+
+The actions that capture: each scatters the value at a site into the staging ring.
+
+Rows that nobody wants go to the ring's trash rows, so the traced code is the same for every batch.
+
+Start-up proof that every site responds: dummy steps through the very graphs that will serve.
+
+Catches a stale graph from a compile cache, a module whose forward is bypassed, and a hook at the wrong place: where
+the sites allow it, the identities of the residual stream are checked on the captured rows.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
-from headgate.capture.engine.compiler.unfused_copy import register_unfused_copy
+from headgate.capture.engine.compiler.unfused_copy import register_unfused_copy, unfused_copy
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, SiteValue, WorkerFacts
+from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.capture.engine.setup.versions import versions
-from headgate.capture.engine.worker import capture_ops, self_test
 from headgate.capture.monitoring.machine_memory import share_of_memory
 from headgate.capture.process.spread import deal_out
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import MIB, CaptureConsumersConfig
-from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.readouts.readout import ReadoutSite
 from headgate.capture.schema.registry import load_configured, load_readouts
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.readouts import BoundReadout, bind
 from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing, most_part_rows
 from headgate.capture.staging.shared_memory import SharedStaging
 
+ROWS = "rows"
+SLOTS = "slots"
+RUN_COUNTS = "run_counts"
+_ROWS, _SLOTS, _RUN_COUNTS = tensor_prefix(ROWS), tensor_prefix(SLOTS), tensor_prefix(RUN_COUNTS)
+
+
+def stored_value(site: SiteValue) -> Tensor:
+    """Return the site's value, ``[num_tokens, hidden]``, rounded as the norm that consumes it rounds it.
+
+    The sum is taken in fp32 and rounded once to the stream's dtype.
+    """
+    value = site.value
+    if site.addend is not None:
+        value = (value.float() + site.addend.float()).to(value.dtype)
+    return value if value.ndim == 2 else value.reshape(-1, value.shape[-1])
+
+
+def capture_plain(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Capture where the forward runs as written, and not on a GPU."""
+    _scatter(module, hook, stored_value(site))
+    return site.carry
+
+
+def capture_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Capture where torch.compile fuses the sum and the scatter into the kernel of the following norm.
+
+    That kernel is cut into blocks as it is without us.
+    """
+    rows, value = getattr(module, _ROWS + hook), stored_value(site)
+    slots = torch.ops.headgate.excluded(getattr(module, _SLOTS + hook), rows)
+    rows.index_put_((slots[: value.shape[0]],), value)
+    return site.carry
+
+
+def capture_unfused(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Capture where torch.compile makes C++ of the forward: that computes what it does without us, bit for bit."""
+    _scatter(module, hook, unfused_copy(stored_value(site)))
+    return site.carry
+
+
+def _scatter(module: nn.Module, hook: str, value: Tensor) -> None:
+    """Write each row of `value`, ``[num_tokens, hidden]``, to its slot of the site's ring."""
+    rows = getattr(module, _ROWS + hook)
+    slots = getattr(module, _SLOTS + hook)
+    rows.index_put_((slots[: value.shape[0]],), value)
+
+
+def capture_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Capture in one kernel where the forward runs as written on a GPU; only wanted rows are read."""
+    from headgate.capture.kernels.scatter_rows import scatter_rows
+
+    value = site.value.reshape(-1, site.value.shape[-1])
+    addend = None if site.addend is None else site.addend.reshape(-1, value.shape[-1])
+    rows = getattr(module, _ROWS + hook)
+    slots = getattr(module, _SLOTS + hook)
+    scatter_rows(value, addend, slots[: value.shape[0]], rows, num_trash_rows=NUM_TRASH_ROWS)
+    return site.carry
+
+
+def count_run(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Count on the device that the site ran: one for each forward, also for each graph replay."""
+    getattr(module, _RUN_COUNTS + hook).add_(1)
+    return site.carry
+
+
 logger = logging.getLogger("headgate")
+
+SENTINEL = 12288.0
+"""Exact in bf16, fp16 and fp32, and no value that a whole row of a residual stream holds."""
+NUM_TOKENS = 4
+MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+def check_capture(
+    staging: StagingRing | None, sites: Sequence[Site], facts: WorkerFacts, run: Callable[[int], object]
+) -> None:
+    """Drive one dummy step of a few tokens and one of a single token, and check what arrived in the ring.
+
+    A worker without a ring of its own (tensor-parallel rank above 0) runs the steps with the others.
+
+    Raises:
+        SelfTestError: Naming the sites that did not respond, or whose values contradict each other.
+    """
+    sizes = tuple(size for size in (NUM_TOKENS, 1) if size <= facts.max_tokens)
+    for num_tokens in sizes:
+        if staging is None:
+            run(num_tokens)
+            continue
+        with torch.inference_mode():
+            _fill_with_sentinel(staging, num_tokens)
+        run(num_tokens)
+        with torch.inference_mode():
+            rows = {site: staging.buffers[index, :num_tokens].float() for index, site in enumerate(sites)}
+            _check_written(rows, num_tokens)
+            _check_identities(rows, MAX_RELATIVE_ERROR[facts.dtype])
+    if staging is not None:
+        staging.reset()
+        logger.info("capture: self-test passed, %d sites respond", len(sites))
+
+
+def _fill_with_sentinel(staging: StagingRing, num_tokens: int) -> None:
+    """Fill the ring with the sentinel and send the first batch rows to its first slots."""
+    staging.reset()
+    staging.buffers[:, :num_tokens].fill_(SENTINEL)
+    staging.slots[:num_tokens].copy_(torch.arange(num_tokens, device=staging.slots.device))
+
+
+def _check_written(rows: Mapping[Site, Tensor], num_tokens: int) -> None:
+    silent = [site.name for site, values in rows.items() if bool((values == SENTINEL).all(dim=1).any())]
+    if silent:
+        raise SelfTestError(
+            f"sites {', '.join(silent)} did not respond to a dummy step of {num_tokens} tokens: their code did not "
+            "run. A stale compiled graph (remove vLLM's cache folder) or a model whose forward bypasses its modules"
+        )
+
+
+class Identity(NamedTuple):
+    """``total = sum(parts)`` on the residual stream."""
+
+    total: Site
+    parts: tuple[Site, ...]
+
+
+def identities(sites: Sequence[Site]) -> Iterator[Identity]:
+    """Yield the identities that can be checked with `sites`: neighbouring layers, and each branch's addition."""
+    for layer in sorted({site.layer for site in sites if site.layer >= 0}):
+        mid = Site(layer, HookPoint.POST_ATTN)
+        end = Site(layer, HookPoint.POST_MLP)
+        begin = Site(layer, HookPoint.PRE_ATTN)
+        attn, mlp = Site(layer, HookPoint.ATTN_OUT), Site(layer, HookPoint.MLP_OUT)
+        for identity in (
+            Identity(Site(layer + 1, HookPoint.PRE_ATTN), (end,)),
+            Identity(mid, (begin, attn)),
+            Identity(end, (mid, mlp)),
+        ):
+            if {identity.total, *identity.parts} <= set(sites):
+                yield identity
+
+
+def _check_identities(rows: Mapping[Site, Tensor], max_relative_error: float) -> None:
+    """Check what can be checked. A dummy step's attention may leave its output uninitialised: what is not finite must
+    then be so on both sides."""
+    for identity in identities(tuple(rows)):
+        total = rows[identity.total]
+        summed = torch.stack([rows[part] for part in identity.parts]).sum(dim=0)
+        is_finite = total.isfinite()
+        scale = max(_largest(rows[site], is_finite) for site in (identity.total, *identity.parts))
+        error = _largest(total - summed, is_finite)
+        if not torch.equal(is_finite, summed.isfinite()) or error > max_relative_error * scale:
+            parts = " + ".join(part.name for part in identity.parts)
+            raise SelfTestError(
+                f"{identity.total.name} is not {parts}: off by {error:.3g} at a scale of {scale:.3g}. The model's "
+                "layers are not understood; take these sites out of capture.sites and report the architecture"
+            )
+
+
+def _largest(values: Tensor, where: Tensor) -> float:
+    return float(torch.where(where, values, 0.0).abs().max())
 
 
 class CapturePart:
@@ -87,11 +256,11 @@ class CapturePart:
         actions = {}
         for index, site in enumerate(self._sites):
             tensors = {
-                capture_ops.ROWS: unaliased(self._staging.buffers[index]),
-                capture_ops.SLOTS: self._staging.slots,
+                ROWS: unaliased(self._staging.buffers[index]),
+                SLOTS: self._staging.slots,
             }
             if self._run_counts is not None:
-                tensors[capture_ops.RUN_COUNTS] = unaliased(self._run_counts[index : index + 1])
+                tensors[RUN_COUNTS] = unaliased(self._run_counts[index : index + 1])
             actions[site] = SiteAction(run=run, tensors=tensors, order=0)
         return actions
 
@@ -150,7 +319,7 @@ class CapturePart:
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], object]) -> None:
         """Prove that every site of this worker writes its rows; every rank runs the same dummy steps."""
         if self._config.self_test:
-            self_test.check_capture(self._staging, self._sites, facts, run)
+            check_capture(self._staging, self._sites, facts, run)
 
     @hookimpl
     def headgate_stats(self) -> Document:
@@ -245,19 +414,19 @@ def capture_action(facts: WorkerFacts) -> SiteRun:
     """Choose the way to capture: by device, and by whether the forward is compiled."""
     is_cuda = facts.device.type == "cuda"
     if not facts.is_compiled:
-        return capture_ops.capture_with_kernel if is_cuda else capture_ops.capture_plain
+        return capture_with_kernel if is_cuda else capture_plain
     if is_cuda:
         register_exclusion()
-        return capture_ops.capture_traced
+        return capture_traced
     register_unfused_copy()
-    return capture_ops.capture_unfused
+    return capture_unfused
 
 
 def counted(run: SiteRun) -> SiteRun:
     """Make an action that runs `run` and counts on the device that it did."""
 
     def run_and_count(module: torch.nn.Module, hook: str, site: SiteValue) -> torch.Tensor:
-        capture_ops.count_run(module, hook, site)
+        count_run(module, hook, site)
         return run(module, hook, site)
 
     return run_and_count

@@ -22,16 +22,31 @@ from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFac
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
-from headgate.capture.engine.setup.action_target import action_target
-from headgate.capture.engine.setup.hosts import SETUP_RPC, network_keys, worker_setup
+from headgate.capture.engine.setup.hosts import SETUP_RPC, action_target, network_keys, worker_setup
 from headgate.capture.engine.setup.logs import speak_through_vllm
-from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
 from headgate.capture.engine.setup.settings import compiler_config, model_info, section, sections
-from headgate.capture.engine.worker import forward_shape
+from headgate.capture.engine.setup.startup_checks import refuse_unsupported_settings
 from headgate.capture.engine.worker.runner import RunnerAdapter
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
+
+
+def has_one_row_each() -> bool:
+    """Whether each request of the forward has one row, for certain.
+
+    Operations ask while vLLM runs or records the forward. False if nothing tells: in graphs of pieces of it, and
+    where attention has no metadata.
+    """
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    if not is_forward_context_available():
+        return False
+    metadata = get_forward_context().attn_metadata
+    if not isinstance(metadata, dict) or not metadata:
+        return False
+    return all(getattr(of_layer, "max_query_len", None) == 1 for of_layer in metadata.values())
+
 
 logger = logging.getLogger("headgate")
 
@@ -305,7 +320,7 @@ def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_rea
         pp_rank=get_pp_group().rank_in_group,
         pp_size=get_pp_group().world_size,
         reapplies_mid=is_mid_reapplied,
-        has_one_row_each=forward_shape.has_one_row_each if knows_steps else lambda: False,
+        has_one_row_each=has_one_row_each if knows_steps else lambda: False,
         actions=action_target(config),
         network_keys=network_keys(config),
     )

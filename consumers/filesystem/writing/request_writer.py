@@ -45,7 +45,7 @@ from headgate.consumers.filesystem.storage.local_store import bytes_of, write_al
 from headgate.consumers.filesystem.storage.store import PendingSync, Target, stem_of
 
 if TYPE_CHECKING:
-    from headgate.capture.delivery.buffer_pool import RowPool
+    from headgate.capture.delivery.row_packets import RowPool
 
 
 @dataclass(slots=True)

@@ -7,15 +7,13 @@ from typing import Any, NamedTuple
 
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.gates import GateContent
-from headgate.steering.core.modules import Module
-from headgate.steering.core.resolved import Resolved
+from headgate.steering.core.resolved import Module, Resolved
 from headgate.steering.core.state import SteeringState
 from headgate.steering.gates.lowering import DECODE, joined_entries, then_programs
 from headgate.steering.programs.gate_codes import gate_field
 from headgate.steering.programs.program import Program, entries_of
 from headgate.steering.requests.gate_fields import read_then
-from headgate.steering.requests.kept_rows import KeptRows
-from headgate.steering.requests.op_documents import Vectors
+from headgate.steering.requests.op_fields import KeptRows, Vectors
 from headgate.steering.vectors.phase_vectors import PhaseVectors, weighted_sum
 
 FIELD = "controller"

@@ -10,8 +10,8 @@ from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.content import Limits
 from headgate.steering.core.gates import GateContent, lowered_rule
-from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeRegistry
+from headgate.steering.core.resolved import Module
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.core.rules.step_readings import StepReadings
 from headgate.steering.core.saes.registry import SaeRegistry

@@ -6,14 +6,17 @@ Registered SAEs are only read: rows of features are taken from mapped files when
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
+from threading import Lock
+from typing import Any, Generic, TypeVar
 
+from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
-from headgate.steering.core.kept_programs import KeptPrograms, bytes_of
 from headgate.steering.features.importing import open_coder
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
@@ -21,9 +24,60 @@ from headgate.steering.gates.checks import is_reached
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
 from headgate.steering.programs.feature_lowering import feature_entries
 from headgate.steering.programs.program import Entry, Program
-from headgate.steering.sae_sources import sae_site
+from headgate.steering.sae_sources import cross_stages, sae_site
 from headgate.steering.vectors.dtypes import StoredType
-from headgate.steering.vectors.phase_vectors import Steerable
+from headgate.steering.vectors.phase_vectors import Steerable, check_name
+
+Made = TypeVar("Made")
+
+MAX_BYTES = 64 << 20
+"""Programs of one kind that an engine core keeps: some 400 of 16 features of a model of width 2560."""
+
+
+class KeptPrograms(Generic[Made]):
+    """Keeps what was made last, by what it was made of. Any thread.
+
+    Args:
+        max_bytes: Of all together.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[Hashable, tuple[Made, int]] = OrderedDict()
+        self._lock = Lock()
+
+    def find(self, key: Hashable) -> Made | None:
+        """Return what was kept under a key; None if nothing is."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                return None
+            self._kept.move_to_end(key)
+            return found[0]
+
+    def keep(self, key: Hashable, made: Made, num_bytes: int) -> None:
+        """Keep something, at the expense of what was not found for the longest time."""
+        with self._lock:
+            earlier = self._kept.pop(key, None)
+            self._num_bytes += num_bytes - (0 if earlier is None else earlier[1])
+            self._kept[key] = made, num_bytes
+            while self._num_bytes > self._max_bytes:
+                _, (_, dropped) = self._kept.popitem(last=False)
+                self._num_bytes -= dropped
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._kept.clear()
+            self._num_bytes = 0
+
+
+def bytes_of(*programs: Program) -> int:
+    """Return the bytes of programs; one that comes twice counts once."""
+    each = {id(program): program for program in programs}.values()
+    return sum(array.nbytes for program in each for array in (program.rows, program.codes, program.params))
+
 
 logger = logging.getLogger("headgate")
 
@@ -226,3 +280,68 @@ def warn_of_other_model(sae: Sae, model: str) -> None:
     trained, served = (name.rstrip("/").rpartition("/")[2].lower() for name in (sae.coder.model or model, model))
     if trained != served:
         logger.warning("steering: SAE %s was trained on %s, and %s is served", sae.name, sae.coder.model, model)
+
+
+NO_SAES = "this server takes no SAEs; the operator starts it with --saes or --sae-root"
+
+
+class SaeCalls:
+    """The methods that front ends call by name. Engine thread only.
+
+    Workers hold no SAEs: the programs that requests and modules bring hold the rows of their features.
+
+    Args:
+        saes: Of the engine core.
+        steerable: The model; None if no SAE can be registered.
+        services: Calls the workers.
+        version: Returns the number of changes so far, for the audit.
+    """
+
+    def __init__(
+        self, saes: SaeRegistry, steerable: Steerable | None, services: CoreServices, version: Callable[[], int]
+    ) -> None:
+        self._saes = saes
+        self._services = services
+        self._steerable = steerable
+        self._version = version
+
+    @property
+    def methods(self) -> Mapping[str, Callable[..., Any]]:
+        """The methods by their names."""
+        return {"register_sae": self._register, "unregister_sae": self._unregister, "saes": self._described}
+
+    def _register(self, name: str, path: str, site: str | None, sha256: str | None) -> dict[str, Any]:
+        """Open the SAE at a path, whose checksum the front end computed; earlier requests keep what they read."""
+        check_name(name, "name", "an SAE")
+        if self._steerable is None or not self._steerable.max_sae_features:
+            raise RequestError("name", NO_SAES)
+        earlier = self._saes.find(name)
+        if earlier is not None and earlier.is_encoded:
+            raise RequestError(
+                "name", f"SAE {name!r} is encoded in full (--sae-encode), which is settled at start; use another name"
+            )
+        try:
+            sae = open_sae(name, Path(path), None if site is None else Site.parse(site), self._steerable, sha256)
+        except (OSError, FeatureFileError) as error:
+            raise RequestError("path", str(error)) from error
+        self._check_stages(sae)
+        self._saes.put(sae)
+        return {**sae.described(), **self._audited(sae.sha256)}
+
+    def _check_stages(self, sae: Sae) -> None:
+        facts = sae.facts
+        names = [site.name for site in facts.sites]
+        if facts.is_transcoder and not all(self._services.call_workers("is_in_one_stage", {"sites": names})):
+            raise RequestError("path", cross_stages(facts.sites))
+
+    def _unregister(self, name: str) -> dict[str, Any]:
+        """Forget an SAE, if it is there: where one engine core could not register it, the others take it back."""
+        self._saes.remove(name)
+        return self._audited(None)
+
+    def _described(self) -> list[dict[str, object]]:
+        """Return the descriptions of all SAEs."""
+        return [sae.described() for sae in self._saes.all()]
+
+    def _audited(self, sha256: str | None) -> dict[str, Any]:
+        return {"hash": {"prefill": sha256, "decode": sha256}, "version": self._version()}

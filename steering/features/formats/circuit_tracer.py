@@ -17,8 +17,7 @@ import yaml  # type: ignore[import-untyped]
 from headgate.capture.files.reading import read_text, refusing
 from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site
-from headgate.steering.features.formats.norm_gain import place_of_reads
-from headgate.steering.features.formats.tensor_names import MATRICES, Names, expect_only, read_weights
+from headgate.steering.features.formats.tensor_names import MATRICES, Names, expect_only, place_of_reads, read_weights
 from headgate.steering.features.hook_names import site_of
 from headgate.steering.features.source_coder import Hints, Kind, SourceCoder
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors

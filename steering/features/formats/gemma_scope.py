@@ -16,8 +16,13 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.features.formats.norm_gain import BEFORE_GAIN, place_of_reads
-from headgate.steering.features.formats.tensor_names import MATRICES, expect_only, read_weights
+from headgate.steering.features.formats.tensor_names import (
+    BEFORE_GAIN,
+    MATRICES,
+    expect_only,
+    place_of_reads,
+    read_weights,
+)
 from headgate.steering.features.hook_names import site_of
 from headgate.steering.features.source_coder import Hints, Kind, SourceCoder, Vector, read_json
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from headgate.capture.schema.errors import RequestError, shown
+import yaml  # type: ignore[import-untyped]
+
+from headgate.capture.schema.errors import ConfigError, RequestError, shown
 from headgate.steering.gates.layout import COLUMNS_PER_GATE, layout_of
 from headgate.steering.gates.rule import FIELD, AppliesTo, Rule, fields_of_rule
-from headgate.steering.requests.gate_conditions import check_keys
-from headgate.steering.requests.gate_fields import read_gates
+from headgate.steering.requests.gate_fields import check_keys, read_gates
 from headgate.steering.requests.request_fields import RULES
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
@@ -102,3 +104,32 @@ def _check_supported(document: Mapping[Any, Any]) -> None:
         if then.get("attenuate") is not None:
             raise RequestError("then.attenuate", "is for gates of requests: a rule has no static steering of its own")
         check_keys(then, ("module", "scale", "vectors", "ops", "features"), "then", "the effect of a rule")
+
+
+def load_rules(path: Path, steerable: Steerable) -> tuple[Rule, ...]:
+    """Read a file of rules.
+
+    Raises:
+        ConfigError: Naming the file, and the rule and field that is wrong.
+    """
+    try:
+        documents = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"steering.rules_file (--steering-rules): {path}: cannot be read: {error}") from error
+    if not isinstance(documents, list):
+        raise ConfigError(
+            f"steering.rules_file (--steering-rules): {path}: expected a list of rules, got {shown(documents)}"
+        )
+    rules: dict[str, Rule] = {}
+    for index, document in enumerate(documents):
+        try:
+            rule = read_rules_document(document, steerable)
+        except RequestError as error:
+            raise ConfigError(f"steering.rules_file (--steering-rules): {path}: [{index}].{error}") from error
+        if rule.name in rules:
+            raise ConfigError(
+                f"steering.rules_file (--steering-rules): {path}: [{index}].name: {rule.name!r} is the name of an "
+                "earlier rule, too"
+            )
+        rules[rule.name] = rule
+    return tuple(rules.values())

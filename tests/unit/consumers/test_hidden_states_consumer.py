@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headgate.capture.engine.requests.hidden_states import SPEC, plain_state, read_form, tensor_of
+from headgate.capture.engine.requests.call_context import SPEC, plain_state, read_form, tensor_of
 from headgate.capture.schema.consumer import ConsumerContext
 from headgate.capture.schema.errors import ConsumerError, RequestError
 from headgate.capture.schema.positions import Named

@@ -2,11 +2,18 @@
 
 ASGI middleware within vLLM's own, on every server with headgate in it, whatever it is configured for. Bodies of routes
 that read our fields pass as they are; `route_table` has the routes.
+
+Every POST route and websocket of vLLM 0.26 to 0.33, by what it does with headgate's fields.
+
+A test compares the table with the routes of the vLLM that is installed, and with the source of its routers. Routes that
+are not in it, of a later vLLM or of another plugin, refuse our fields as those that are known to ignore them.
 """
 
 from __future__ import annotations
 
+import enum
 import json
+import re
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -15,13 +22,132 @@ import msgspec
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
-from headgate.capture.engine.requests.stray_fields import find_ignored, is_of_interest, is_ours
-from headgate.capture.engine.server.bodies.asgi import METHODS, path_of, refuse, replay, type_of
-from headgate.capture.engine.server.bodies.route_table import Kind, kind_of
+from headgate.capture.engine.requests.sampling_params import find_ignored, is_of_interest, is_ours
 from headgate.capture.schema.errors import RequestError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+
+class Kind(enum.Enum):
+    """Classes of routes, by what they do with headgate's fields."""
+
+    SERVED = "reads them, or refuses them by itself"
+    PARAMETERS = "its clients write SamplingParams: reads them from sampling_params.extra_args"
+    REFUSED = "computes something that they would act on, without reading them: a body with one is refused"
+    UPLOAD = "the same, with bodies of type multipart/form-data: its handler looks at the form, which is read once"
+    NOT_GENERATING = "runs no forward pass: looks at nothing"
+
+
+ROUTES: Mapping[str, Kind] = {
+    "/v1/completions": Kind.SERVED,
+    "/v1/chat/completions": Kind.SERVED,
+    "/v1/chat/completions/batch": Kind.SERVED,
+    "/v1/responses": Kind.SERVED,
+    "/invocations": Kind.SERVED,
+    # Rendering writes the fields into the sampling parameters that it answers with.
+    "/v1/completions/render": Kind.SERVED,
+    "/v1/chat/completions/render": Kind.SERVED,
+    "/v1/responses/render": Kind.SERVED,
+    "/inference/v1/generate": Kind.PARAMETERS,
+    "/v1/messages": Kind.REFUSED,
+    "/v1/messages/render": Kind.REFUSED,
+    "/cohere/v2/chat": Kind.REFUSED,
+    "/cohere/v2/chat/render": Kind.REFUSED,
+    "/generative_scoring": Kind.REFUSED,
+    "/v1/systemone": Kind.REFUSED,
+    "/v1/decisions": Kind.REFUSED,
+    "/v1/realtime": Kind.REFUSED,
+    "/v1/embeddings": Kind.REFUSED,
+    "/v2/embed": Kind.REFUSED,
+    "/pooling": Kind.REFUSED,
+    "/classify": Kind.REFUSED,
+    "/score": Kind.REFUSED,
+    "/v1/score": Kind.REFUSED,
+    "/rerank": Kind.REFUSED,
+    "/v1/rerank": Kind.REFUSED,
+    "/v2/rerank": Kind.REFUSED,
+    "/v1/audio/transcriptions": Kind.UPLOAD,
+    "/v1/audio/translations": Kind.UPLOAD,
+    **dict.fromkeys(
+        (
+            *("/ping", "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel"),
+            *("/v1/completions/derender", "/v1/chat/completions/derender"),
+            *("/abort_requests", "/inference/v1/abort_requests", "/pause", "/resume", "/sleep", "/wake_up"),
+            *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/release_kv_cache_memory"),
+            *("/start_profile", "/stop_profile", "/collective_rpc", "/fault_tolerance/apply"),
+            *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/scale_elastic_ep"),
+            *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update"),
+            *("/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version"),
+            *("/weight_checker", "/is_scaling_elastic_ep"),
+        ),
+        Kind.NOT_GENERATING,
+    ),
+}
+"""By path; names in braces stand for anything but a slash."""
+
+_TEMPLATES = tuple(
+    (re.compile(re.sub(r"\{\w+\}", "[^/]+", path)), kind) for path, kind in ROUTES.items() if "{" in path
+)
+
+
+def kind_of(path: str) -> Kind:
+    """Return what the route at `path` does; `Kind.REFUSED` if it is unknown."""
+    found = ROUTES.get(path)
+    if found is None:
+        found = next((kind for template, kind in _TEMPLATES if template.fullmatch(path)), Kind.REFUSED)
+    return found
+
+
+METHODS = ("POST", "PUT", "PATCH")
+"""Methods of requests with bodies."""
+
+
+def path_of(scope: Scope) -> str:
+    """Return the path of a call, without what a proxy put before it."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def type_of(headers: Mapping[bytes, bytes]) -> str:
+    """Return the content type that the headers declare, in lower case and without its parameters."""
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Make a `receive` that gives `body` in one piece first."""
+    is_sent = False
+
+    async def replayed() -> AsgiMessage:
+        nonlocal is_sent
+        if is_sent:
+            return await receive()
+        is_sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+async def refuse(
+    send: Send,
+    status: HTTPStatus,
+    message: str,
+    param: str | None = None,
+    *,
+    retry_after_s: int | None = None,
+    closes: bool = False,
+) -> None:
+    """Answer with an error as vLLM does; `closes` the connection if the rest of the body is not read."""
+    kind = "BadRequestError" if status is HTTPStatus.BAD_REQUEST else status.phrase
+    error = {"message": message, "type": kind, "param": param, "code": status.value}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % retry_after_s))
+    if closes:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status.value, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
 
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _NULL, _FALSE = b"null", b"false"

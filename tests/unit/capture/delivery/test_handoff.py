@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from headgate.capture.delivery.dispatcher import Handoff
+from headgate.capture.local_delivery import Handoff
 from tests.fakes.pipeline import TIMEOUT_S
 
 

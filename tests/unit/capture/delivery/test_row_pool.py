@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate.capture.delivery.buffer_pool import MIN_BYTES, RowPool
+from headgate.capture.delivery.row_packets import MIN_BYTES, RowPool
 from headgate.capture.schema.config import MIB
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.delivery.spill_file import SpillFile
+from headgate.capture.delivery.consumer_queue import SpillFile
 from headgate.capture.schema.consumer import RowBlock
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from tests.fakes.pipeline import SITES, block, consumer_request

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.delivery.buffer_pool import RowPool
-from headgate.capture.delivery.row_packets import StepCoalescer
+from headgate.capture.delivery.row_packets import RowPool, StepCoalescer
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.schema.batch import BatchView
-from headgate.capture.schema.batching import HELD_STEPS
+from headgate.capture.schema.config import HELD_STEPS
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec

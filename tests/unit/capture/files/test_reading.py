@@ -13,7 +13,7 @@ from headgate.capture.files.reading import read_json, read_text, refusing, text_
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.consumers.harvest.prompts import open_prompts
 from headgate.steering import load
-from headgate.steering.probes.labels import read_labels
+from headgate.steering.probes.examples import read_labels
 
 TEXT = "Grüße\nzweite Zeile\n"
 

@@ -13,14 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.planning import request_plan
-from headgate.capture.planning.planner import StepPlanner
-from headgate.capture.planning.request_plan import WINDOW, PositionList, list_keys
+from headgate.capture.planning import planner
+from headgate.capture.planning.planner import WINDOW, PositionList, StepPlanner, list_keys
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.config import MAX_CONSUMERS
-from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
-from headgate.capture.schema.selectors.union import MAX_LISTED, MAX_POSITION
+from headgate.capture.schema.positions import MAX_LISTED, MAX_POSITION, Indices, Named, PositionSelector, Span
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from tests.strategies import SITES
@@ -159,7 +157,7 @@ def test_uneven_lists_of_several_requests_do_not_mix() -> None:
 def test_a_list_is_searched_near_the_rows_of_a_step(
     values: list[int], steps: list[tuple[int, int]], window: int
 ) -> None:
-    with mock.patch.object(request_plan, "WINDOW", window):
+    with mock.patch.object(planner, "WINDOW", window):
         listed, first = PositionList(3, np.array(values, dtype=np.int64)), 0
         for gap, length in steps:
             first += gap

@@ -10,12 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.delivery.handoff import MemoryWanted, RequestBegins, RequestEnds
-from headgate.capture.engine.core.frames import frame_of
+from headgate.capture.delivery.delivery import MemoryWanted, RequestBegins, RequestEnds
+from headgate.capture.engine.core.core_calls import frame_of
 from headgate.capture.planning.step_plan import PackGroup, SiteSet
 from headgate.capture.process.messages import (
+    NOBODY,
+    UNKNOWN,
     Begin,
     End,
+    NumberedRequests,
+    RequestNumbers,
     Staged,
     Wanted,
     decode_to_process,
@@ -25,7 +29,6 @@ from headgate.capture.process.messages import (
     pack_group,
     request_ends,
 )
-from headgate.capture.process.request_numbers import NOBODY, UNKNOWN, NumberedRequests, RequestNumbers
 from headgate.capture.schema.batch import FinalState, NewRequest
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.staging.host_rows import CopyPart, Lease, StagedRows

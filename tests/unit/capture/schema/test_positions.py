@@ -11,11 +11,20 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from headgate.capture.schema import positions
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.positions import NAMED, Indices, Message, Named, PositionSelector, Span
-from headgate.capture.schema.selectors import parsing
-from headgate.capture.schema.selectors.parsing import parse_positions, selector_from_wire
-from headgate.capture.schema.selectors.union import MAX_LISTED, MAX_POSITION
+from headgate.capture.schema.positions import (
+    MAX_LISTED,
+    MAX_POSITION,
+    NAMED,
+    Indices,
+    Message,
+    Named,
+    PositionSelector,
+    Span,
+    parse_positions,
+    selector_from_wire,
+)
 from tests.fakes.unread import Unread
 from tests.strategies import selectors
 
@@ -114,8 +123,8 @@ def test_a_list_beyond_the_context_is_refused_with_the_first_entry_that_is(raw: 
 
 def test_the_fields_of_a_list_are_named_for_an_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[str] = []
-    integer = parsing._integer
-    monkeypatch.setattr(parsing, "_integer", lambda value, field: (named.append(field), integer(value, field))[1])
+    integer = positions._integer
+    monkeypatch.setattr(positions, "_integer", lambda value, field: (named.append(field), integer(value, field))[1])
 
     parse_positions([*range(0, 1000, 3), -4], "positions")
     assert named == []

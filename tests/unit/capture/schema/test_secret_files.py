@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.capture.engine.access.keys_file import read_keys
+from headgate.capture.engine.access.key_ring import read_keys
 from headgate.capture.schema.config import NetworkConfig
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.secret_files import MAX_BYTES, read_secret

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.staging.device_copy import run_starts
-from headgate.capture.staging.pitched_copy import PitchedCopier, Rectangle, rectangles_of
+from headgate.capture.staging.device_copy import PitchedCopier, Rectangle, rectangles_of, run_starts
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from headgate.capture.schema.actions.action_sink import MAX_BYTES, ActionTarget,
 from headgate.capture.schema.errors import ConsumerError, UnsupportedError
 from headgate.capture.transport import action_channel
 from headgate.capture.transport.action_channel import ActionInbox, ActionSender, actions_address, sink_of
-from headgate.capture.transport.addresses import Endpoint
 from headgate.capture.transport.channel import Channel
+from headgate.capture.transport.network import Endpoint
 from tests.deadlines import patience
 
 TIMEOUT_S = patience(30)

@@ -16,10 +16,10 @@ import pytest
 import zmq
 
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.transport.addresses import Endpoint
 from headgate.capture.transport.channel import Channel
-from headgate.capture.transport.inbox import Inbox
+from headgate.capture.transport.listener import Inbox
 from headgate.capture.transport.messages import MalformedMessage
+from headgate.capture.transport.network import Endpoint
 from tests.deadlines import patience
 
 TIMEOUT_S = patience(120.0)
@@ -27,7 +27,7 @@ TIMEOUT_S = patience(120.0)
 
 READER = """
 import sys, threading
-from headgate.capture.transport.inbox import Inbox
+from headgate.capture.transport.listener import Inbox
 inbox = Inbox(sys.argv[1], lambda frames: threading.Event().wait(), name="reader")
 print("listening", flush=True)
 sys.stdin.read()
@@ -35,7 +35,7 @@ sys.stdin.read()
 
 SENDER = """
 import sys, zmq
-from headgate.capture.transport.addresses import Endpoint
+from headgate.capture.transport.network import Endpoint
 from headgate.capture.transport.channel import Channel
 channel = Channel(zmq.Context(), Endpoint(sys.argv[1]), window_bytes=1 << 30)
 while True:

@@ -13,8 +13,8 @@ from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import CapturedRequest
 from headgate.capture.schema.results import CaptureResult, Origin
-from headgate.capture.transport.addresses import rows_address
 from headgate.capture.transport.channel import numbering
+from headgate.capture.transport.network import rows_address
 from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.fakes.driver_consumers import FLOW, WHOLE, Worker, assert_rows, expect, flow, hosting, result, whole
 from tests.fakes.pipeline import ROW_BYTES, TIMEOUT_S, Gate, Reports, at_gate, final_state, packet, running

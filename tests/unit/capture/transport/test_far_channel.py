@@ -13,10 +13,9 @@ import zmq
 
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.transport import channel as channel_module
-from headgate.capture.transport.addresses import Endpoint
 from headgate.capture.transport.channel import REFUSED, Channel, numbering
-from headgate.capture.transport.inbox import Inbox
-from headgate.capture.transport.network import Listening, NetworkKeys
+from headgate.capture.transport.listener import Inbox
+from headgate.capture.transport.network import Endpoint, Listening, NetworkKeys
 from tests.deadlines import patience
 from tests.fakes.breaking_wire import BreakingWire, breaking_wire
 

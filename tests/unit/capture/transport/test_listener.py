@@ -17,8 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport.inbox import MAX_FAILURES, Inbox
-from headgate.capture.transport.listener import OLD_S
+from headgate.capture.transport.listener import MAX_FAILURES, OLD_S, Inbox
 from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.fakes.pipeline import TIMEOUT_S

@@ -13,16 +13,18 @@ from zmq.utils.monitor import recv_monitor_message
 from headgate.capture.schema.config import NetworkConfig, parse_network
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport import addresses
-from headgate.capture.transport.addresses import FarAddress, endpoint_of, rows_address
+from headgate.capture.transport import network
 from headgate.capture.transport.network import (
     ENVIRONMENT,
+    FarAddress,
     Listening,
     NetworkKeys,
+    endpoint_of,
     host_id,
     listening_of,
     parse_listen,
     read_keys,
+    rows_address,
     write_keys,
 )
 from headgate.capture.transport.result_hub import ResultHub
@@ -37,7 +39,7 @@ HERE = Listening(host="127.0.0.1", keys=KEYS)
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Senders of this process find themselves on another host than its hubs."""
-    monkeypatch.setattr(addresses, "host_id", lambda: "another host")
+    monkeypatch.setattr(network, "host_id", lambda: "another host")
 
 
 @pytest.fixture

@@ -18,10 +18,9 @@ from msgspec.structs import replace
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.results import CaptureResult, CaptureResults
 from headgate.capture.transport.channel import numbering
-from headgate.capture.transport.expected_results import MAX_CLOSED_KEYS
 from headgate.capture.transport.listener import Doors
 from headgate.capture.transport.messages import BeginMessage, FinishMessage, ResultMessage, encode
-from headgate.capture.transport.result_hub import ResultHub
+from headgate.capture.transport.result_hub import MAX_CLOSED_KEYS, ResultHub
 from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.fakes.pipeline import TIMEOUT_S
 

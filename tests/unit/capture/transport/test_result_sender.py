@@ -31,8 +31,7 @@ from headgate.capture.schema.positions import Named
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.transport.addresses import rows_address
-from headgate.capture.transport.inbox import Inbox
+from headgate.capture.transport.listener import Inbox
 from headgate.capture.transport.messages import (
     AbandonMessage,
     BeginMessage,
@@ -43,6 +42,7 @@ from headgate.capture.transport.messages import (
     decode,
     read_rows,
 )
+from headgate.capture.transport.network import rows_address
 from headgate.capture.transport.result_sender import RowSender, ZmqResultSender, split_by_reply
 from tests.deadlines import patience
 

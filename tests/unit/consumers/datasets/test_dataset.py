@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.schema.errors import CaptureFileError, RequestError
-from headgate.capture.schema.selectors.parsing import parse_positions
+from headgate.capture.schema.positions import parse_positions
 from headgate.consumers.datasets import open_dataset
 from tests.fakes.captured_roots import LAYOUTS, SITE, expected_facts, facts_of, write_root
 from tests.fakes.capturing import capturing

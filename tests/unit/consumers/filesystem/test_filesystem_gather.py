@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.delivery.buffer_pool import RowPool
+from headgate.capture.delivery.row_packets import RowPool
 from headgate.capture.schema.consumer import RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.sites import HookPoint, Site

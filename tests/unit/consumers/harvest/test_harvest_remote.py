@@ -12,6 +12,7 @@ import pytest
 
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError
 from headgate.consumers.harvest import HarvestRoot, PromptSet, Wanted, harvest, parse_site_names, run_prompts
+from headgate.consumers.harvest import root as harvest_root
 from headgate.consumers.harvest.root import LOCK, TAG
 from tests.deadlines import patience
 from tests.fakes.capturing import capturing
@@ -82,7 +83,7 @@ def test_killed_processes_leave_no_gaps_and_no_doubles(store: S3Server, tmp_path
 def test_a_store_that_is_down_is_said_and_the_same_command_goes_on(
     store: S3Server, tmp_path: Path, prompts: PromptSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(root, "UPLOAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(harvest_root, "UPLOAD_TIMEOUT_S", 0.2)
     url, spool = root_of(store), tmp_path / "spool"
     with HarvestRoot(url, spool=spool) as root:
         files = capturing(**root.params, shard_bytes=1 << 20)

@@ -15,8 +15,7 @@ from hypothesis import given
 from headgate.capture.schema.errors import RequestError
 from headgate.steering import ops
 from headgate.steering.client import extra_body
-from headgate.steering.client.calls import packed_fields
-from headgate.steering.client.packing import pack
+from headgate.steering.client.calls import pack, packed_fields
 from headgate.steering.requests.gate_fields import read_gate_fields
 from headgate.steering.requests.request_fields import BASE, read_tier
 from tests.fakes.gate_forms import PACKED, gate, gated, old_gate, plain

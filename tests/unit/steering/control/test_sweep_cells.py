@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headgate.capture.schema.errors import OverloadedError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.control.patch_sweep import (
+from headgate.steering.control.sweep_routes import (
     MAX_CELLS,
     MAX_IN_FLIGHT,
     Sweep,

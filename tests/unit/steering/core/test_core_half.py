@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from headgate.capture.engine.contracts.core_part import CoreFacts
-from headgate.capture.engine.core.frames import frame_of
+from headgate.capture.engine.core.core_calls import frame_of
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, OverloadedError, RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.config import SteeringConfig, parse_config
-from headgate.steering.core.opening import open_core
-from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.core.steering_core import SteeringCore, open_core
 from headgate.steering.files.vector_files import VectorFile, save
 from headgate.steering.spec import ModuleRef, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors

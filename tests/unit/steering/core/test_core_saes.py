@@ -15,8 +15,7 @@ from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import parse_config
 from headgate.steering.control.operations import SaeStatus
-from headgate.steering.core.opening import open_core
-from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.core.steering_core import SteeringCore, open_core
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code
 from headgate.steering.programs.program import Program
 from headgate.steering.requests.request_fields import read_module, read_steering

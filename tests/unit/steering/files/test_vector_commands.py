@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from headgate.capture import cli
 from headgate.steering.files.commands import app
-from headgate.steering.files.converters import CONVERTERS
+from headgate.steering.files.foreign_files import CONVERTERS
 from headgate.steering.files.vector_files import VectorFile, load, save
 
 RUNNER = CliRunner()

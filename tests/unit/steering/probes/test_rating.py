@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.probes.probe import ProbeError
-from headgate.steering.probes.rating import roc, threshold_at
+from headgate.steering.probes.judging import roc, threshold_at
 
 metrics = pytest.importorskip("sklearn.metrics", exc_type=ImportError)
 

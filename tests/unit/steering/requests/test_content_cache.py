@@ -8,8 +8,7 @@ import pytest
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import SteeringConfig
-from headgate.steering.requests.content_cache import MAX_ENTRY_BYTES, ContentCache, content_of
-from headgate.steering.requests.reader import SteeringReader
+from headgate.steering.requests.reader import MAX_ENTRY_BYTES, ContentCache, SteeringReader, content_of
 
 HIDDEN = 8
 CONFIG = SteeringConfig(op_sites={"post_mlp": "all"})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.selectors.union import MAX_LISTED
+from headgate.capture.schema.positions import MAX_LISTED
 from headgate.steering.programs.codes import MAX_GROUPS
 from headgate.steering.requests.op_fields import read_ops
 from tests.fakes.op_fields import (

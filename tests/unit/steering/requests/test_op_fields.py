@@ -21,8 +21,7 @@ from headgate.steering.programs.operations import (
     operations_to_wire,
 )
 from headgate.steering.programs.program import Program
-from headgate.steering.requests.op_documents import METHOD_ALIASES
-from headgate.steering.requests.op_fields import MODULE_FIELDS, read_ops
+from headgate.steering.requests.op_fields import METHOD_ALIASES, MODULE_FIELDS, read_ops
 from tests.fakes.op_fields import (
     CLAMPS,
     DECODE,

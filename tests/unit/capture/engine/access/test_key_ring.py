@@ -11,8 +11,7 @@ import pytest
 
 from headgate.capture.engine.access import key_ring
 from headgate.capture.engine.access.access_key import digest_of
-from headgate.capture.engine.access.key_ring import KeyRing, known_roles
-from headgate.capture.engine.access.keys_file import add_entry, read_keys
+from headgate.capture.engine.access.key_ring import KeyRing, add_entry, known_roles, read_keys
 from headgate.capture.schema.errors import ConfigError, ForbiddenError
 
 DIGEST = digest_of("a-key")

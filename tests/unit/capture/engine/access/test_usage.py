@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.access import usage as usage_module
+from headgate.capture.engine.access import caller as usage_module
 from headgate.capture.engine.access.access_key import AccessKey, KeyLimits, digest_of
-from headgate.capture.engine.access.usage import Usage
+from headgate.capture.engine.access.caller import Usage
 from headgate.capture.schema.errors import ConfigError, QuotaError, UncountedError
 
 
@@ -99,7 +99,7 @@ def test_processes_share_a_file_and_one_that_was_killed_leaves_none_under_way(tm
     alice = key(max_concurrent_requests=2, max_bytes_per_day=1000)
     program = (
         "import os, signal; from tests.unit.capture.engine.access.test_usage import key; from pathlib import Path\n"
-        "from headgate.capture.engine.access.usage import Usage\n"
+        "from headgate.capture.engine.access.caller import Usage\n"
         f"Usage(Path({str(path)!r})).charge(key(max_concurrent_requests=2), 400, 'capture.files')\n"
         "print('charged', flush=True); input()\n"
     )

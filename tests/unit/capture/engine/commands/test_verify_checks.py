@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.commands.verify_capture import CAPTURED
+from headgate.capture.engine.commands.verify_engine import CAPTURED
 from headgate.capture.engine.commands.verify_stock import (
     MIN_MODEL_LENGTH,
     Cost,

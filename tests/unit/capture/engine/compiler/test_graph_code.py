@@ -14,22 +14,22 @@ from headgate.capture.engine.compiler import graph_code
 from headgate.capture.engine.compiler.graph_code import digest_of, traced_modules
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteValue
 from headgate.capture.engine.model import forward_wrappers
-from headgate.capture.engine.worker import capture_ops, capture_part
+from headgate.capture.engine.worker import capture_part
 from headgate.capture.schema.sites import HookPoint
 from headgate.steering.worker import site_action
 
-OPS = "headgate.capture.engine.worker.capture_ops"
+OPS = "headgate.capture.engine.worker.capture_part"
 STEERING = "headgate.steering.worker.site_action"
 
 
 @pytest.mark.parametrize(
     ("function", "modules"),
     [
-        (capture_ops.capture_plain, {OPS}),
-        (capture_ops.capture_traced, {OPS, "headgate.capture.engine.compiler.inductor_heuristics"}),
-        (capture_ops.capture_unfused, {OPS, "headgate.capture.engine.compiler.unfused_copy"}),
-        (capture_ops.capture_with_kernel, {OPS, "headgate.capture.kernels.scatter_rows"}),
-        (capture_part.counted(capture_ops.capture_plain), {OPS, "headgate.capture.engine.worker.capture_part"}),
+        (capture_part.capture_plain, {OPS}),
+        (capture_part.capture_traced, {OPS, "headgate.capture.engine.compiler.inductor_heuristics"}),
+        (capture_part.capture_unfused, {OPS, "headgate.capture.engine.compiler.unfused_copy"}),
+        (capture_part.capture_with_kernel, {OPS, "headgate.capture.kernels.scatter_rows"}),
+        (capture_part.counted(capture_part.capture_plain), {OPS, "headgate.capture.engine.worker.capture_part"}),
         (site_action.add_traced, {STEERING}),
         (site_action.add_with_kernel, {STEERING, "headgate.steering.kernels.add_rows"}),
         (site_action.counted(site_action.add_plain), {STEERING}),
@@ -42,7 +42,7 @@ def test_code_that_an_action_reaches_is_found(function: Callable[..., Tensor], m
 def test_every_module_that_runs_in_a_forward_is_found() -> None:
     ring, slots = torch.zeros(8, 4), torch.arange(8, dtype=torch.int32)
     action = SiteAction(
-        run=capture_ops.capture_plain, tensors={capture_ops.ROWS: ring, capture_ops.SLOTS: slots}, order=0
+        run=capture_part.capture_plain, tensors={capture_part.ROWS: ring, capture_part.SLOTS: slots}, order=0
     )
     norm = nn.LayerNorm(4)
     runs = forward_wrappers.attach(norm, HookPoint.FINAL_NORM, [action])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from headgate.capture.engine.core.overload import after_step, send_away
+from headgate.capture.engine.core.part_services import after_step, send_away
 
 
 def request(req_id: str, client: int = 0) -> Any:

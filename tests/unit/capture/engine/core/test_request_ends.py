@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.contracts.end_messages import Final, KeptTokens, mark_kept, split_marks
-from headgate.capture.engine.core.request_endings import Ended, RequestEnds
+from headgate.capture.engine.contracts.core_part import Final, KeptTokens, mark_kept, split_marks
+from headgate.capture.engine.core.engine_core import Ended, RequestEnds
 
 TOKENS = [10, 11, 12, 13, 14, 15]
 

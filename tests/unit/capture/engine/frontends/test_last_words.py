@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import gc, os, signal, sys
-from headgate.capture.engine.frontends.last_words import shut_down_before_errors
+from headgate.capture.engine.frontends.llm import shut_down_before_errors
 
 class Client:
     def shutdown(self):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.access.access_key import AccessKey, KeyLimits, digest_of
-from headgate.capture.engine.access.usage import Usage
+from headgate.capture.engine.access.caller import Usage
 from headgate.capture.engine.frontends.metering import check_quota, metered, open_meter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec

@@ -13,8 +13,8 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
 from headgate.capture.engine.contracts.request_part import PartRequest
-from headgate.capture.engine.frontends import noted_outputs
-from headgate.capture.engine.frontends.noted_outputs import add_values, expect_notes, put_values, take_notes
+from headgate.capture.engine.frontends import output_processor
+from headgate.capture.engine.frontends.output_processor import add_values, expect_notes, put_values, take_notes
 from headgate.capture.engine.requests import sampling_params
 from headgate.capture.engine.requests.request_reader import OpenPart, RequestReader
 from headgate.capture.engine.requests.sampling_params import HeadgateRequest, fold
@@ -207,11 +207,11 @@ def test_an_output_processor_that_makes_outputs_otherwise_is_refused() -> None:
         def _new_completion_output(self, tokens: Any) -> None: ...
 
     module = SimpleNamespace(RequestState=RequestState, RequestOutputCollector=RequestOutputCollector)
-    noted_outputs.check_methods(module)  # type: ignore[arg-type]
+    output_processor.check_methods(module)  # type: ignore[arg-type]
     module.RequestState = Other
 
     with pytest.raises(TypeError, match=r"Other\._new_completion_output takes \(self, tokens\), expected"):
-        noted_outputs.check_methods(module)  # type: ignore[arg-type]
+        output_processor.check_methods(module)  # type: ignore[arg-type]
 
 
 def test_a_part_that_wants_notes_and_cannot_read_them_is_a_bug() -> None:
@@ -225,7 +225,7 @@ def test_outputs_have_none_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -
     class Output:
         """vLLM's class."""
 
-    monkeypatch.setattr(noted_outputs, "answer_fields", lambda: {"return_told": "told"})
+    monkeypatch.setattr(output_processor, "answer_fields", lambda: {"return_told": "told"})
     module: Any = SimpleNamespace(CompletionOutput=Output)
 
     add_values(module)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from headgate.capture.engine.frontends import async_llm, input_processor, llm
-from headgate.capture.engine.frontends.unsent_renderings import forget_unsent, looking_up, render_chat
+from headgate.capture.engine.frontends.prompt_tokens import forget_unsent, looking_up, render_chat
 from headgate.capture.schema.errors import ForbiddenError, OverloadedError, QuotaError, RequestError
 
 PROMPT = {"mm_kwargs": {"image": [None, "pixels"]}, "mm_hashes": {"image": ["sent", "new"]}}

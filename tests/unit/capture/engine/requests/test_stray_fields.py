@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.requests.request_reader import RequestReader
-from headgate.capture.engine.requests.stray_fields import find_ignored, refuse_unknown
+from headgate.capture.engine.requests.sampling_params import find_ignored, refuse_unknown
 from headgate.capture.schema.errors import RequestError
 
 UNKNOWN = (

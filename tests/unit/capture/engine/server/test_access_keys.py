@@ -13,7 +13,7 @@ import pytest
 from headgate.capture.engine.access.access_key import digest_of
 from headgate.capture.engine.server import openai_routes
 from headgate.capture.engine.server.access_keys import HttpClient, is_local, require_role
-from headgate.capture.engine.setup.server_args import read_server_args
+from headgate.capture.engine.setup.cli_flags import read_server_args
 from headgate.capture.schema.errors import UnknownKeyError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.server.answers import plain_result
+from headgate.capture.engine.server.openai_routes import plain_result
 from headgate.capture.schema.results import CaptureResult
 
 

@@ -13,9 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headgate.capture.engine.requests.capture_frontend import FRONT_END
-from headgate.capture.engine.server import capture_metrics, metrics_page
-from headgate.capture.engine.server.capture_metrics import refused
-from headgate.capture.engine.server.metrics_page import Counters, MetricsPage, render
+from headgate.capture.engine.server import metrics_page
+from headgate.capture.engine.server.metrics_page import Counters, MetricsPage, refused, render
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.monitoring.metrics import EngineStats, Family, Sample
 from headgate.capture.monitoring.stats import RESULT_BOUNDS_S, CaptureStats, ConsumerStats, Figure, QueueCounters
@@ -161,7 +160,7 @@ def test_the_api_server_tells_of_its_own_process_without_asking_the_engine() -> 
 def test_every_counter_of_a_front_end_is_shown() -> None:
     front: Any = Namespace(stats=lambda: (HubStats(), DriverStats()))
     shown = {
-        family.name.removeprefix("headgate_capture_server_") for family in capture_metrics.front_end_families(front, 0)
+        family.name.removeprefix("headgate_capture_server_") for family in metrics_page.front_end_families(front, 0)
     }
     told = {*HubStats.__slots__, *DriverStats.__slots__, "failed"} - {"consumers", "problem"}
 
@@ -170,9 +169,9 @@ def test_every_counter_of_a_front_end_is_shown() -> None:
 
 def test_every_counter_of_a_consumer_and_a_worker_is_shown() -> None:
     told = set(CAPTURE) - {"consumers"}
-    assert {key for _, _, key, _ in capture_metrics._STAGING} == told
+    assert {key for _, _, key, _ in metrics_page._STAGING} == told
     consumer = set(CAPTURE["consumers"][0]) - {"instance", "result_s", "result_counts", "figures"}
-    assert {key for _, _, key, _ in capture_metrics._CONSUMERS} == consumer
+    assert {key for _, _, key, _ in metrics_page._CONSUMERS} == consumer
 
 
 def test_a_histogram_is_cumulative() -> None:
@@ -182,7 +181,7 @@ def test_a_histogram_is_cumulative() -> None:
     consumer = {**CAPTURE["consumers"][0], "result_s": counters.result_s, "result_counts": counters.result_counts}
     engines = [EngineStats(workers=[{**CAPTURE, "consumers": [consumer]}])]
 
-    (family,) = (family for family in capture_metrics.families(engines) if family.kind == "histogram")
+    (family,) = (family for family in metrics_page.families(engines) if family.kind == "histogram")
     found = parsed(render([family]))["headgate_capture_consumer_result_seconds"]
     buckets = {key[-1]: value for key, value in found.items() if key[0].endswith("_bucket")}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.server.scoring import score, vocabulary_of
+from headgate.capture.engine.server.plugin_routes import score, vocabulary_of
 from headgate.capture.schema.errors import RequestError
 
 

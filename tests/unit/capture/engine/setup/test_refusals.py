@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
+from headgate.capture.engine.setup.startup_checks import refuse_unsupported_settings
 from headgate.capture.schema.errors import UnsupportedError
 
 

@@ -2,7 +2,7 @@ from argparse import Namespace
 
 import pytest
 
-from headgate.capture.engine.setup.server_args import ServerArgs, read_server_args, take_flag
+from headgate.capture.engine.setup.cli_flags import ServerArgs, read_server_args, take_flag
 from headgate.capture.schema.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from headgate.capture.engine.compiler.inductor_heuristics import register_exclus
 from headgate.capture.engine.compiler.unfused_copy import register_unfused_copy
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteValue
 from headgate.capture.engine.model import forward_wrappers
-from headgate.capture.engine.worker import capture_ops
+from headgate.capture.engine.worker import capture_part
 from headgate.capture.schema.sites import HookPoint
 
 HIDDEN, RING, MAX_TOKENS = 24, 12, 8
@@ -36,7 +36,7 @@ class Site(nn.Module):
         self.run = run
         self.ring = torch.full((RING, HIDDEN), -1.0, dtype=torch.bfloat16)
         self.slots = torch.arange(MAX_TOKENS, dtype=torch.int32)
-        tensors = {capture_ops.ROWS: self.ring, capture_ops.SLOTS: self.slots}
+        tensors = {capture_part.ROWS: self.ring, capture_part.SLOTS: self.slots}
         forward_wrappers.attach(self, HOOK, [SiteAction(run=run, tensors=tensors, order=0)])
 
     def forward(self, branch: Tensor, stream: Tensor) -> Tensor:
@@ -48,9 +48,9 @@ class Site(nn.Module):
 @pytest.mark.parametrize(
     ("run", "register"),
     [
-        (capture_ops.capture_plain, None),
-        (capture_ops.capture_traced, register_exclusion),
-        pytest.param(capture_ops.capture_unfused, register_unfused_copy, marks=pytest.mark.extended),
+        (capture_part.capture_plain, None),
+        (capture_part.capture_traced, register_exclusion),
+        pytest.param(capture_part.capture_unfused, register_unfused_copy, marks=pytest.mark.extended),
     ],
     ids=["plain", "traced", "apart"],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
-from headgate.capture.engine.worker.self_test import check_capture
+from headgate.capture.engine.worker.capture_part import check_capture
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import SelfTestError
 from headgate.capture.schema.sites import HookPoint, Site, sort_sites

@@ -13,8 +13,7 @@ import pytest
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from headgate.capture.engine.contracts.worker_hooks import direct_questions, make_hooks
-from headgate.capture.engine.worker.runner import RunnerAdapter
-from headgate.capture.engine.worker.step_readings import with_readings
+from headgate.capture.engine.worker.runner import RunnerAdapter, with_readings
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.part_hooks import hookimpl
 

@@ -6,16 +6,16 @@ import asyncio
 import json
 from typing import Any
 
-from headgate.capture.engine.server.bodies.in_flight import (
+from headgate.capture.engine.server.bodies.middleware import (
     GRACE_S,
     LEAST_RATE,
     MAX_S,
     SLOW_RATE,
     STALLED_S,
     ArrivingBody,
+    Bodies,
     BytesInFlight,
 )
-from headgate.capture.engine.server.bodies.middleware import Bodies
 from tests.fakes.body_site import MAX_BYTES, Inner, bodies
 
 

@@ -14,8 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.server.bodies.msgpack_fields import MAX_REST, MAX_VALUES, extract_msgpack, read_msgpack
-from headgate.capture.engine.server.bodies.parsing import extract_json, read_json, read_short_json
+from headgate.capture.engine.server.bodies.parsing import (
+    MAX_REST,
+    MAX_VALUES,
+    extract_json,
+    extract_msgpack,
+    read_json,
+    read_msgpack,
+    read_short_json,
+)
 from headgate.capture.schema.errors import RequestError
 
 NAMES = ("steering_vectors", "steering_name")

@@ -10,12 +10,22 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from headgate.capture.planning.request_plan import RequestPlanReader
+from headgate.capture.planning.planner import RequestPlanReader
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.limits import count_rows, use_of
-from headgate.capture.schema.positions import Indices, Message, Named, PositionSelector, Several, Span, parts_of
-from headgate.capture.schema.selectors.parsing import MAX_SEVERAL, parse_positions, selector_from_wire
-from headgate.capture.schema.selectors.union import MAX_LISTED
+from headgate.capture.schema.positions import (
+    MAX_LISTED,
+    MAX_SEVERAL,
+    Indices,
+    Message,
+    Named,
+    PositionSelector,
+    Several,
+    Span,
+    parse_positions,
+    parts_of,
+    selector_from_wire,
+)
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from tests.strategies import selectors
