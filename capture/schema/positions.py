@@ -1,4 +1,4 @@
-"""Selectors of the positions of a request: parsed once in the front end (`selectors.parsing`), then only evaluated.
+"""Selectors of the positions of a request: parsed once in the front end (`parse_positions`), then only evaluated.
 
 A position is the absolute token index in prompt + output, 0-based. The forward of the token at position p
 gives row p; the last sampled token is never forwarded and has no row.

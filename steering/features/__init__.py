@@ -20,10 +20,9 @@ IndexError for features that do not exist.
 
 * ``tensors``: tensors of safetensors, NPZ and PyTorch files, mapped and never executed.
 * ``formats/``: one module for each family of formats; each returns a `source_coder.SourceCoder`.
-* ``folding``: the same weights with norms, scales and biases folded in.
-* ``sparse_coder``: `SparseCoder`, with the reference for encoding and decoding.
+* ``sparse_coder``: `SparseCoder`, with norms, scales and biases folded in, and the reference for encoding and decoding.
 * ``canonical``: our own file, in which each feature's rows are one contiguous read.
 * ``importing``: `open_coder`, for every format.
-* ``captured``, ``measuring``, ``check`` and ``show``: figures of a coder on captured rows.
-* ``commands``: ``headgate sae``.
+* ``measuring`` and ``check``: figures of a coder on captured rows.
+* ``commands``: ``headgate sae``, with the tokens that activate a feature most.
 """

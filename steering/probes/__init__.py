@@ -11,10 +11,10 @@
 
 * `Probe`, with the reference for scores, and its files are in ``headgate.capture.probes``: consumers read them, too.
 * ``wire``: probes as plain values.
-* ``labels`` and ``examples``: labelled rows, of captures or arrays.
-* ``fitting``: `fit`; ``from_others``: `from_sklearn` and `from_direction`.
+* ``examples``: labels, and labelled rows, of captures or arrays.
+* ``fitting``: `fit`, `from_sklearn` and `from_direction`.
 * ``groups``: directions between groups of rows, such as ``pos_3 - default_1``.
-* ``rating`` and ``judging``: ROC curves, thresholds, and all figures of a probe.
+* ``judging``: ROC curves, thresholds, and all figures of a probe.
 * ``commands``: ``headgate probe``.
 """
 

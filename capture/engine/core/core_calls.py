@@ -1,15 +1,14 @@
 """Calls from a front end into its engine cores: ``EngineCore.headgate_call(part, method, args)``.
 
-It answers with a `CoreAnswer`. Only plain values and bytes cross, long ones as `core.frames.Frame`. With data
+It answers with a `CoreAnswer`. Only plain values and bytes cross, long ones as `Frame`. With data
 parallelism every engine core has a state of its own, so each of them gets every call.
 
 vLLM leaves such a call open when its engine core is gone, and a server waits for its open requests before it ends. So
 `end_calls_with_receiving` and `end_waits_with_core` let all calls fail then, vLLM's own included.
 
-Long bytes in messages between a front end and its engine cores: each travels in a frame of its own, uncopied.
-
-vLLM's encoder does so with arrays whose place in a message has a type. Bytes it copies into the message, which would be
-the event loop's work, and its decoder copies them out again, which holds up the engine.
+Each long piece of bytes travels in a frame of its own, uncopied (`Frame`). vLLM's encoder does so with arrays whose
+place in a message has a type. It copies bytes into the message, which would be the event loop's work, and its decoder
+copies them out again, which holds up the engine.
 """
 
 from __future__ import annotations

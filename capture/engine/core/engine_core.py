@@ -3,20 +3,13 @@
 Requests that wait for the part are not known to the scheduler. They cannot be left over: each fits in alone, so one
 waits only while another holds what it waits for, and that one is in the scheduler.
 
-How requests ended: noted in the engine core, told to the worker with the next step.
+How a request ended is noted here and sent to the worker with the next step: the worker sees ids only. The scheduler
+knows the tokens and why it stopped; of stop strings the front end alone knows, since it has the text. While it looks,
+the engine runs ahead and may even end the request for a reason of its own, so the final state of a request with stop
+strings is held back until the front end has said how many tokens it kept. Requests that the front end aborts are
+treated alike: the user has fewer tokens than the engine. `contracts.core_part` has the messages.
 
-The worker sees ids only. Three parties know more: the scheduler (the tokens, and why it stopped), and for stop
-strings the front end alone, since it has the text. While it looks, the engine runs ahead and may even end the request
-for a reason of its own; so the final state of a request with stop strings is held back until the front end has said
-how many tokens it kept.
-
-The same goes for requests that the front end aborts: the user has fewer tokens than the engine.
-
-The messages of all three are those of `contracts.end_messages`.
-
-The start of an engine core: it opens the part that is configured there, or refuses to start.
-
-In a process of its own an engine core loads plugins inside its constructor, when it is too late to wrap that. So two
+An engine core opens the part that is configured there when it starts, or refuses to start. In a process of its own an engine core loads plugins inside its constructor, when it is too late to wrap that. So two
 of the constructor's calls are wrapped: the one after plugins were loaded and workers started notes the engine core,
 and the last one opens it.
 """

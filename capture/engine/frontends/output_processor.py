@@ -1,10 +1,6 @@
 """Tells the engine core how many tokens the front end kept of requests that it ended itself; see `scheduler`.
 
-Notes that come with the engine core's outputs are taken out on the way; see `noted_outputs`.
-
-Outputs with the notes of their steps: from the engine core's outputs to the values that a user finds on them.
-
-An `AsyncLLM` makes outputs faster than they are read, at times, and merges them. So an output carries notes until it
+Notes of steps come with the engine core's outputs, and become values that a user finds on vLLM's outputs. An `AsyncLLM` makes outputs faster than they are read, at times, and merges them. So an output carries notes until it
 is handed out, and values are made of them then.
 """
 

@@ -1,4 +1,4 @@
-"""How requests ended, from the scheduler and the front end together; see `request_endings`."""
+"""How requests ended, from the scheduler and the front end together; see `engine_core`."""
 
 from __future__ import annotations
 
