@@ -9,9 +9,9 @@ the engine runs ahead and may even end the request for a reason of its own, so t
 strings is held back until the front end has said how many tokens it kept. Requests that the front end aborts are
 treated alike: the user has fewer tokens than the engine. `contracts.core_part` has the messages.
 
-An engine core opens the part that is configured there when it starts, or refuses to start. In a process of its own an engine core loads plugins inside its constructor, when it is too late to wrap that. So two
-of the constructor's calls are wrapped: the one after plugins were loaded and workers started notes the engine core,
-and the last one opens it.
+An engine core opens the part that is configured there when it starts, or refuses to start. In a process of its own an
+engine core loads plugins inside its constructor, when it is too late to wrap that. So two of the constructor's calls
+are wrapped: the one after plugins were loaded and workers started notes the engine core, and the last one opens it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tells the engine core how many tokens the front end kept of requests that it ended itself; see `scheduler`.
 
-Notes of steps come with the engine core's outputs, and become values that a user finds on vLLM's outputs. An `AsyncLLM` makes outputs faster than they are read, at times, and merges them. So an output carries notes until it
-is handed out, and values are made of them then.
+Notes of steps come with the engine core's outputs, and become values that a user finds on vLLM's outputs. An `AsyncLLM`
+makes outputs faster than they are read, at times, and merges them. So an output carries notes until it is handed out,
+and values are made of them then.
 """
 
 from __future__ import annotations
