@@ -117,7 +117,6 @@ class Controllers:
         found = self._requests.get(req_id)
         if found is None or not found.acting:
             return
-        self._hearing.break_off()
         self._host.end(req_id)
         self._host.add(req_id, found.num_prompt, [each.name for each in found.acting])
         for name in (each.name for each in found.acting):
