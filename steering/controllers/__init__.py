@@ -22,8 +22,7 @@ A package declares its class in the entry-point group ``headgate.controllers``; 
 * `actions`: what it may ask for.
 * `loading`: from the configuration to an object.
 * `controller_thread`: calls it, within a budget of time.
-* `threshold`, `pid`: the two that come with headgate; `one_module` has what they share, `request_slots` their
-  numbers in arrays.
+* `threshold`, `pid`: the two that come with headgate; `one_module` has what they share.
 * `testing`: checks that every controller should pass.
 
 Importing this package imports neither vLLM nor torch.

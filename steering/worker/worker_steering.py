@@ -20,8 +20,7 @@ from headgate.steering.worker.gates.step_gates import StepGates
 from headgate.steering.worker.reconstruction import EncodedSae, ReconstructionFigures
 from headgate.steering.worker.rows.row_table import RowTable, rows_needed
 from headgate.steering.worker.rows.rule_programs import ActingRule
-from headgate.steering.worker.rows.step_rows import RowResolver
-from headgate.steering.worker.rows.step_sequence import StepSequence
+from headgate.steering.worker.rows.step_rows import RowResolver, StepSequence
 from headgate.steering.worker.rows.vector_pool import SlotPool
 from headgate.steering.worker.tables.device_tables import DeviceTables
 from headgate.steering.worker.tables.uploads import inference_mode

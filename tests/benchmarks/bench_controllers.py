@@ -28,6 +28,7 @@ from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READ
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, direct_calls, make_hooks
 from headgate.capture.engine.core.part_services import PartServices
 from headgate.capture.engine.core.step_notes import StepNotes, attach_orders
+from headgate.capture.engine.core.steps_in_flight import StepsInFlight
 from headgate.capture.schema.batch import BatchView, Int64Array, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.sites import HookPoint, Site
@@ -171,9 +172,11 @@ class Engine:
         )
         core: Any = SimpleNamespace(
             scheduler=self.scheduler,
+            step_fn=None,
+            batch_queue=None,
             model_executor=SimpleNamespace(collective_rpc=lambda method, args: call(method, args)),
         )
-        services = PartServices(core, "steering", {})
+        services = PartServices(core, "steering", StepsInFlight(core), {})
         steerable = config.steerable(num_layers=LAYERS, hidden_size=HIDDEN, dtype="float32")
         self.core = SteeringCore("float32", config.num_slots(LAYERS) - 1, services, config, steerable=steerable)
         row = np.ones(HIDDEN, np.float32)

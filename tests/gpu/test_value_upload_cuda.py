@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from headgate.steering.worker.gates.step_gates import GateWrites, StepGates
-from headgate.steering.worker.tables import gate_updates
+from headgate.steering.worker.tables import device_tables
 from headgate.steering.worker.tables.device_tables import DeviceTables
-from headgate.steering.worker.tables.value_upload import NUM_BUFFERS, PinnedValues, value_upload
+from headgate.steering.worker.tables.uploads import NUM_BUFFERS, PinnedValues, value_upload
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -54,11 +54,11 @@ def test_each_write_has_its_own_values_and_nothing_waits(sizes: tuple[int, ...],
 def test_states_are_the_same_whichever_way_they_come(is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that changes coefficients alone, behind one that has the same places, and among others."""
     if not is_seen:
-        monkeypatch.setattr(gate_updates, "value_upload", lambda flat, num_values: None)
+        monkeypatch.setattr(device_tables, "value_upload", lambda flat, num_values: None)
     rng = np.random.default_rng(5)
     gates = StepGates(max_tokens=64, max_num_seqs=64, num_columns=96, device=DEVICE).tensors
     states = gates.states
-    updates = gate_updates.GateUpdates(gates)
+    updates = device_tables.GateUpdates(gates)
     tables = DeviceTables(
         num_sites=1, num_slots=2, num_rows=2, max_tokens=64, hidden_size=8, dtype=torch.float32, device=DEVICE
     )

@@ -16,9 +16,8 @@ from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.controllers.actions import GLOBAL, SetGlobal, SetScale, SetSteering, SetSteeringEach
+from headgate.steering.core.controllers.coefficients import Coefficients, Contribution, Source
 from headgate.steering.core.controllers.contents import FIELD, Contents, Static
-from headgate.steering.core.controllers.driving.coefficients import Coefficients, Contribution
-from headgate.steering.core.controllers.driving.lanes import Source
 from headgate.steering.vectors.sums import MAX_STRENGTH
 
 

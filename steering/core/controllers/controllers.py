@@ -11,7 +11,7 @@ from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
 from headgate.steering.core.controllers.decisions import Decisions
 from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, SWITCHED_OFF, Outcomes
-from headgate.steering.core.controllers.running import RunningController
+from headgate.steering.core.controllers.readers import RunningController
 from headgate.steering.gates.rule import Selection
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource

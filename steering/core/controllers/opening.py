@@ -14,13 +14,12 @@ from headgate.steering.controllers.hosting.process_host import ProcessHost
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.content import check_programs
 from headgate.steering.core.controllers.actuation import Actuation
+from headgate.steering.core.controllers.coefficients import Coefficients
 from headgate.steering.core.controllers.contents import Contents
 from headgate.steering.core.controllers.controllers import Controllers
-from headgate.steering.core.controllers.driving.coefficients import Coefficients
-from headgate.steering.core.controllers.driving.drives import Drives, demand_of_both
+from headgate.steering.core.controllers.drives import Drives, demand_of_both
 from headgate.steering.core.controllers.outcomes import Outcomes
-from headgate.steering.core.controllers.readers import ScoreColumns
-from headgate.steering.core.controllers.running import running_controllers
+from headgate.steering.core.controllers.readers import ScoreColumns, running_controllers
 from headgate.steering.core.gates import GateContent
 from headgate.steering.core.rules.calls import RuleCalls
 from headgate.steering.core.state import SteeringState

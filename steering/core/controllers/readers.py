@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headgate.capture.probes.probe import Probe
 from headgate.capture.schema.errors import ConfigError, RequestError
+from headgate.steering.controllers.controller_thread import ControllerFigures
+from headgate.steering.controllers.hosting.host import LoadedController
+from headgate.steering.controllers.loading import ControllerSpec
 from headgate.steering.core.gates import GateContent
 from headgate.steering.gates.gate import InlineProbe
 from headgate.steering.gates.layout import Layout, ScoreColumn
@@ -111,3 +114,71 @@ def make_reader(
     named = dict(zip(probes, (score.column for score in scores), strict=True))
     numbers = dict(zip(probes, range(first, columns.size), strict=False))
     return Reader(name, applies_to, named, numbers, program, source)
+
+
+class RunningController(NamedTuple):
+    """A controller that was started.
+
+    Attributes:
+        spec: As configured.
+        reader: Of its probes.
+        needs_prompts: Whether every row of a prompt is to be read for it.
+    """
+
+    spec: ControllerSpec
+    reader: Reader
+    needs_prompts: bool
+
+    @property
+    def name(self) -> str:
+        """Its name in traces and metrics."""
+        return self.reader.name
+
+    def status(self, figures: ControllerFigures) -> dict[str, Any]:
+        """Return plain values about it."""
+        return {
+            "name": self.name,
+            "entry_point": self.spec.name,
+            "applies_to": self.spec.applies_to,
+            "probes": [score.name for score in self.reader.source.layout.scores],
+            "budget_ms": self.spec.budget_ms,
+            "steps": figures.steps,
+            "skipped": figures.skipped,
+            "over_budget": figures.over_budget,
+            "seconds": figures.seconds,
+            "error": figures.error,
+        }
+
+
+def running_controllers(
+    specs: Sequence[ControllerSpec],
+    loaded: Mapping[str, LoadedController],
+    content: GateContent,
+    modules: Collection[str],
+    columns: ScoreColumns,
+) -> Iterator[RunningController]:
+    """Make the readers of controllers that were loaded.
+
+    Args:
+        specs: Of the configuration.
+        loaded: The controllers, by their names.
+        content: Of the engine core.
+        modules: Names of the registered modules.
+        columns: For scores.
+
+    Raises:
+        ConfigError: If one reads what cannot be read, or needs a module that is not there.
+    """
+    first = 0
+    for spec in specs:
+        made = loaded[spec.instance]
+        reader = make_reader(spec.instance, AppliesTo(spec.applies_to), made.probes, content, columns, first)
+        first += len(made.probes)
+        for name in made.modules:
+            if name not in modules:
+                known = ", ".join(sorted(modules)) or "none"
+                raise ConfigError(
+                    f"controller {spec.instance!r}: needs module {name!r}; registered at start (--steering-modules): "
+                    f"{known}"
+                )
+        yield RunningController(spec, reader, made.needs_prompts)

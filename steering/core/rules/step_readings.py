@@ -5,16 +5,175 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import numpy as np
+
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import RuleRegistry
-from headgate.steering.core.rules.row_counts import OwnGates, RowCounts
-from headgate.steering.core.rules.step_counts import StepCounts
-from headgate.steering.core.rules.step_traces import StepTraces
+from headgate.steering.core.rules.step_counts import OwnGates, RowCounts, StepCounts
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.gate import Gate
 from headgate.steering.gates.layout import FOLLOWING
 from headgate.steering.gates.step_table import StepTable, ToldCounts
-from headgate.steering.gates.trace import GateSource, Note
+from headgate.steering.gates.trace import BEFORE, NEVER, GateSource, Note, TraceLog, TraceWriter
+from headgate.steering.vectors.dtypes import Float32Rows
+
+
+class DecodedTraces:
+    """Tells of the generated rows of the same requests, step by step, what their `TraceWriter` would.
+
+    Args:
+        ids: The requests of the steps.
+        writers: Of those whose traces are wanted, each with the place of its request.
+    """
+
+    def __init__(self, ids: tuple[str, ...], writers: Sequence[tuple[int, TraceWriter]]) -> None:
+        self._ids = ids
+        self._at = np.array([at for at, _ in writers], np.int64)
+        self._writers = [writer for _, writer in writers]
+        plans = [writer.decoded() for writer in self._writers]
+        self._next = np.array(
+            [max(plan.since, writer.end) for plan, writer in zip(plans, self._writers, strict=True)], np.int64
+        )
+        """The first position of each that can be told here."""
+        sizes = [len(plan.columns) for plan in plans]
+        self._rows = np.repeat(self._at, sizes)
+        self._columns = np.array([column for plan in plans for column in plan.columns], np.int64)
+        whose = np.array([one for plan in plans for one in plan.whose], np.int64)
+        (self._held,), (self._never,) = (whose == BEFORE).nonzero(), (whose == NEVER).nonzero()
+        ends = (4 * np.cumsum(sizes)).tolist()
+        self._told = [
+            (ids[at], plan.scores, plan.gates, slice(end - 4 * size, end))
+            for (at, _), plan, size, end in zip(writers, plans, sizes, ends, strict=True)
+        ]
+        self._before: StepTable | None = None
+        """The last step."""
+
+    def tells(self, step: StepTable) -> bool:
+        """Whether it tells of a step: one of a new generated row of each of its requests."""
+        is_ours = step.has_one_row_each and self._ids == step.ids
+        return is_ours and not np.count_nonzero(step.firsts[self._at] < self._next)
+
+    def notes(self, step: StepTable) -> dict[str, Note]:
+        """Return the pieces of a step that it tells of; nobody changes its signals."""
+        values = step.signals[self._rows, self._columns]
+        if len(self._held):
+            values[self._held] = np.nan_to_num(self._handed_on(), nan=0.0)
+        if len(self._never):
+            values[self._never] = 0.0
+        firsts = step.firsts[self._at]
+        self._before, self._next, told = step, firsts + 1, values.tobytes()
+        return {
+            req_id: {"first": first, "rows": 1, "scores": scores, "gates": gates, "values": told[part]}
+            for (req_id, scores, gates, part), first in zip(self._told, firsts.tolist(), strict=True)
+        }
+
+    def leave(self) -> None:
+        """Let the writers go on."""
+        if (before := self._before) is None:
+            return
+        for at, writer in zip(self._at.tolist(), self._writers, strict=True):
+            writer.follow(int(before.firsts[at]) + 1, before.signals[at : at + 1].copy())
+
+    def _handed_on(self) -> Float32Rows:
+        """Return the strengths that the rows before hand on, float32 ``[n]``: 0 where there was none."""
+        rows, columns = self._rows[self._held], self._columns[self._held]
+        if self._before is not None:
+            found: Float32Rows = self._before.signals[rows, columns]
+            return found
+        lasts = {at: writer.last for at, writer in zip(self._at.tolist(), self._writers, strict=True)}
+        values = (
+            0.0 if (last := lasts[at]) is None else last[0, column]
+            for at, column in zip(rows.tolist(), columns.tolist(), strict=True)
+        )
+        return np.fromiter(values, np.float32, len(rows))
+
+
+class StepTraces:
+    """Follows requests whose traces are wanted. Input thread adds requests, engine thread does everything else."""
+
+    def __init__(self) -> None:
+        self._writers: dict[str, TraceWriter] = {}
+        self._logs: dict[str, TraceLog] = {}
+        """Of requests that capture."""
+        self._known = object()
+        """Another one whenever something else acts on a request, or another one is followed, on whatever thread."""
+        self._decoded: tuple[object, DecodedTraces] | None = None
+        """`_known`, and whatever tells of steps of generated rows, of the last step if that was one."""
+
+    def add(self, req_id: str, own: GateSource, num_prompt: int) -> None:
+        """Follow a request with gates of its own, or without any."""
+        self._writers[req_id] = TraceWriter(own, num_prompt)
+        self._known = object()
+
+    def describe(self, req_id: str, own: GateSource | None, num_prompt: int) -> None:
+        """Keep the whole trace of a request, whether or not it asks for it."""
+        if req_id not in self._writers:
+            self.add(req_id, GateSource.nothing() if own is None else own, num_prompt)
+        self._logs[req_id] = TraceLog()
+
+    def description(self, req_id: str) -> Sequence[Note]:
+        """Return all pieces of the trace of a request that is described, in few."""
+        log = self._logs.get(req_id)
+        return () if log is None else log.notes
+
+    def keep(self, notes: Mapping[str, Note]) -> None:
+        """Keep pieces of the traces of requests that are described."""
+        for req_id, note in notes.items() if self._logs else ():
+            if (log := self._logs.get(req_id)) is not None:
+                log.add(note)
+
+    def is_followed(self, req_id: str) -> bool:
+        """Whether the trace of a request is wanted."""
+        return req_id in self._writers
+
+    def change_rules(self, req_id: str, since: int, rules: Sequence[GateSource]) -> None:
+        """Let other rules act on a request that is followed, from a position on."""
+        self._writers[req_id].change_rules(since, rules)
+        self._known = object()
+
+    def begin_again(self, req_id: str) -> Note | None:
+        """Let a trace begin again, as the prompt does; return the piece that says so, None if no row was told."""
+        writer = self._writers.get(req_id)
+        if writer is None or not writer.end:
+            return None
+        note = writer.begin_again()
+        self.keep({req_id: note})
+        return note
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request, if it is followed."""
+        self._logs.pop(req_id, None)
+        if self._writers.pop(req_id, None) is not None:
+            self._known = object()
+
+    def take(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
+        """Return a piece of each request's trace, from what a step read; it is kept, too, for those described."""
+        if not self._writers:
+            return {}
+        notes = self._notes(step, [req_id for req_id in discarded if req_id in self._writers])
+        self.keep(notes)
+        return notes
+
+    def _notes(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
+        """Write the pieces; a step of one generated row each costs little, since it comes for each token."""
+        known = self._known
+        if self._decoded is not None and (
+            discarded or self._decoded[0] is not known or not self._decoded[1].tells(step)
+        ):
+            self._decoded[1].leave()
+            self._decoded = None
+        if self._decoded is None and step.has_one_row_each and not discarded:
+            found = [(at, writer) for at, one in enumerate(step.ids) if (writer := self._writers.get(one)) is not None]
+            decoded = DecodedTraces(step.ids, found)
+            self._decoded = (known, decoded) if decoded.tells(step) else None
+        if self._decoded is not None:
+            return self._decoded[1].notes(step)
+        notes: dict[str, Note] = {}
+        for rows in step.rows(self._writers):
+            writer = None if rows.req_id in discarded else self._writers.get(rows.req_id)
+            if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
+                notes[rows.req_id] = note
+        return notes
 
 
 class StepReadings:

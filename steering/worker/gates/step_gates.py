@@ -13,10 +13,15 @@ from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.vectors.dtypes import Float32Rows
-from headgate.steering.worker.gates.driven import DrivenStrengths
-from headgate.steering.worker.gates.driven_columns import Places
+from headgate.steering.worker.gates.driven import DrivenStrengths, Places
 from headgate.steering.worker.gates.pinned_copies import PinnedCopies
-from headgate.steering.worker.gates.readings import GateHistory, SignalCopier, SignalReadings, StepSignals
+from headgate.steering.worker.gates.readings import (
+    GateHistory,
+    SignalCopier,
+    SignalReadings,
+    StepSignals,
+    WrittenCounts,
+)
 from headgate.steering.worker.gates.reference import FLAGS, SLOT, GateTensors
 from headgate.steering.worker.gates.requests import (
     GatedBatch,
@@ -27,7 +32,6 @@ from headgate.steering.worker.gates.requests import (
     gated_request,
     slots_needed,
 )
-from headgate.steering.worker.gates.written_counts import WrittenCounts
 from headgate.steering.worker.rows.rule_programs import ActingRule, acting_of
 
 _NO_TOKENS: Int32Array = np.empty((0, 2), np.int32)

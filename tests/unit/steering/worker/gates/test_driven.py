@@ -19,7 +19,7 @@ from headgate.steering.programs.program import Entry, Program
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import GateWrites, StepGates
 from headgate.steering.worker.rows.rule_programs import ActingRule
-from headgate.steering.worker.rows.step_sequence import StepSequence
+from headgate.steering.worker.rows.step_rows import StepSequence
 from tests.unit.steering.worker.gates.test_step_gates import COLUMNS, SITE, view
 
 PROMPT, LAST = 3, 12

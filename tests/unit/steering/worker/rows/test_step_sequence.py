@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headgate.capture.schema.batch import BatchView
-from headgate.steering.worker.rows.step_sequence import StepSequence
+from headgate.steering.worker.rows.step_rows import StepSequence
 
 
 def view(*requests: tuple[str, int, int], first_row: int = 0) -> BatchView:

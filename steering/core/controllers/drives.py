@@ -90,7 +90,7 @@ class Drives:
         """Count a request that is driven in a column."""
         self._users[column] += 1
 
-    def let_go(self, column: int) -> None:
+    def release(self, column: int) -> None:
         """Undo `use`."""
         self._users[column] -= 1
 
