@@ -42,6 +42,9 @@ from tests.engine.tiny_models import HIDDEN, LAYERS, tiny_model
 SHORT_OUTPUT, LONG_OUTPUT = 20, 45
 PREEMPTED = ("early, ", "attenuate early", "at the end", "next_token, {'ema'", "many", "named", "neighbour", "loops")
 """Of the cases that are short of blocks together."""
+STATEFUL = ("rest_of_request, token", "this_token, {'ema': 0.3}", "early, rest_of_request", "loops, ", "prompt_mean")
+"""Of the cases whose gates have states: latches, averages and control loops."""
+PRESSURE = ("alone", "pressed")
 CONTINUED = {
     "early, next_token, 1, False": (0, 0),
     "attenuate early, rest_of_request, 1": (0, 0),
@@ -239,7 +242,9 @@ def chosen(cases: Sequence[GateCase], wanted: Sequence[str]) -> list[GateCase]:
     return [case for case in cases if case.n == 1 and any(name in case.name for name in wanted)]
 
 
-def test_preempted_requests_go_on_as_they_began(llm, cases, references, monkeypatch):
+@pytest.fixture
+def preempted(llm, monkeypatch) -> dict[int, int]:
+    """Generated tokens of requests when they were preempted, by the number of each request."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preempt, preempted = scheduler._preempt_request, {}
 
@@ -248,6 +253,10 @@ def test_preempted_requests_go_on_as_they_began(llm, cases, references, monkeypa
         return preempt(request, *args, **kwargs)
 
     monkeypatch.setattr(scheduler, "_preempt_request", count)
+    return preempted
+
+
+def test_preempted_requests_go_on_as_they_began(llm, cases, references, preempted):
     some = chosen(cases, PREEMPTED)
 
     outputs = generate(llm, some, [PROMPTS[case.prompt] for case in some], LONG_OUTPUT)
@@ -257,6 +266,45 @@ def test_preempted_requests_go_on_as_they_began(llm, cases, references, monkeypa
     assert len(names) >= 5, names
     assert any(name.startswith(("early", "attenuate early")) for name in names), names
     check(told_of(some, outputs, references))
+
+
+def long_params(case: GateCase, label: str, *, is_traced: bool) -> Any:
+    """Of a case whose gates are named after a label, so that their rows are counted by themselves."""
+    gates = [{**gate, "name": f"{label} {at}"} for at, gate in enumerate(case.gates)]
+    params = params_of(replace(case, gates=gates), LONG_OUTPUT)
+    params.return_steering_trace = is_traced
+    return params
+
+
+@pytest.mark.parametrize("is_traced", [True, False], ids=["traced", "counted"])
+def test_states_of_preempted_requests_are_those_without_pressure(llm, cases, preempted, is_traced):
+    """Latches, averages and control loops, with steps in flight; a row that is computed again is counted again."""
+    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    some = chosen(cases, STATEFUL)
+    prompts = [{"prompt_token_ids": PROMPTS[case.prompt]} for case in some]
+    kind = "traced" if is_traced else "counted"
+    alone, pressed = (
+        [long_params(case, f"{how} {kind} {at}", is_traced=is_traced) for at, case in enumerate(some)]
+        for how in PRESSURE
+    )
+    llm.reset_prefix_cache()
+
+    calm = [llm.generate([prompt], each, use_tqdm=False)[0] for prompt, each in zip(prompts, alone, strict=True)]
+    assert not preempted
+    short = llm.generate(prompts, pressed, use_tqdm=False)
+
+    assert sum(num_output > 1 for num_output in preempted.values()) >= 3, preempted
+    counted = llm.steering.dynamic().gates
+    for at, (case, one, other) in enumerate(zip(some, calm, short, strict=True)):
+        assert list(one.outputs[0].token_ids) == list(other.outputs[0].token_ids), case.name
+        rows = [[counted.get(f"{how} {kind} {at} {gate}", 0) for gate in range(len(case.gates))] for how in PRESSURE]
+        assert all(few <= many for few, many in zip(*rows, strict=True)), case.name
+        if is_traced:
+            traces = [each.outputs[0].steering_trace for each in (one, other)]
+            assert traces[0]["positions"] == traces[1]["positions"]
+            for left, right in zip(*map(values_of, traces), strict=True):
+                np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-4, err_msg=case.name)
+    assert sum(count > 0 for name, count in counted.items() if f"pressed {kind}" in name) > len(some)
 
 
 def test_continuations_and_repetitions_equal_a_fresh_engine(llm, cases, references):
