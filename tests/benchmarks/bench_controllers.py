@@ -189,7 +189,7 @@ class Engine:
         facts, rules = CoreFacts(model=MODEL), self.core.operator.rules
         self.core.start(open_controllers(config, facts, self.core.state, self.core.reservations, rules, services))
         self.notes = StepNotes(self.scheduler, "steering", self.core)
-        services.open(self.core, self.notes)
+        services.open(self.core)
         self.scheduler.requests = self.requests
 
     def _start(self) -> float:

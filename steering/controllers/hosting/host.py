@@ -107,7 +107,7 @@ TokensOf = Callable[[str], Sequence[int] | None]
 
 
 class ReadStep(NamedTuple):
-    """The rows of one step that were not told before, one request after the other.
+    """The new rows of one step, one request after the other.
 
     Attributes:
         requests: Id of the request of each row, ``[n]``; the very tuple of the step before if it has the same.
@@ -140,20 +140,23 @@ class ReadStep(NamedTuple):
         return ReadStep(requests, self.positions[index], self.is_prompt[index], tokens, self.signals[index])
 
 
-class ToldRows:
-    """Rows of a request that were told: one that is computed again is not told again.
+@dataclass(slots=True, eq=False)
+class FollowedRequest:
+    """A request on which controllers act, and how far they have its rows: one that is computed again comes once.
 
-    Args:
+    Attributes:
         num_prompt: Tokens of its prompt.
+        acting: Names of the controllers.
+        begun: Names of those that know that it began.
+        end: Behind the position of the last row that they got.
+        tokens: All of its tokens, which grow with it.
     """
 
-    __slots__ = ("end", "num_prompt", "tokens")
-
-    def __init__(self, num_prompt: int) -> None:
-        self.num_prompt = num_prompt
-        self.end = 0
-        self.tokens: Sequence[int] = ()
-        """All tokens of the request, which grow with it."""
+    num_prompt: int
+    acting: Collection[str]
+    begun: set[str] = field(default_factory=set)
+    end: int = 0
+    tokens: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -161,13 +164,13 @@ class _Decoding:
     """A step of one generated row of each of some requests; steps of the same ones are likely to follow.
 
     Attributes:
-        step: As it was told.
-        told: The requests.
+        step: As controllers got it.
+        requests: Those of its rows.
         has_ended: Whether one of them has ended since.
     """
 
     step: ReadStep
-    told: list[ToldRows]
+    requests: list[FollowedRequest]
     has_ended: bool = False
 
 
@@ -187,7 +190,9 @@ class StepReader:
         if (known := self._decoding) is not None:
             known.has_ended = True
 
-    def read(self, step: StepTable, discarded: Collection[str], requests: Mapping[str, ToldRows]) -> ReadStep | None:
+    def read(
+        self, step: StepTable, discarded: Collection[str], requests: Mapping[str, FollowedRequest]
+    ) -> ReadStep | None:
         """Return the rows of a step that are new; None if there are none.
 
         Args:
@@ -202,52 +207,40 @@ class StepReader:
             if is_next and not np.count_nonzero(step.firsts <= last):
                 known.step = ReadStep(requests_before, step.firsts, is_prompt, tokens, step.signals)
                 return known.step
-            for told, position in zip(known.told, last.tolist(), strict=True):
-                told.end = position + 1
+            for request, position in zip(known.requests, last.tolist(), strict=True):
+                request.end = position + 1
         self._decoding = None
         return self._read_rows(step, discarded, requests)
 
     def _read_rows(
-        self, step: StepTable, discarded: Collection[str], requests: Mapping[str, ToldRows]
+        self, step: StepTable, discarded: Collection[str], requests: Mapping[str, FollowedRequest]
     ) -> ReadStep | None:
-        found: list[tuple[str, ToldRows, range]] = []
-        is_told = np.zeros(len(step.signals), np.bool_)
+        found: list[tuple[str, FollowedRequest, range]] = []
+        is_new = np.zeros(len(step.signals), np.bool_)
         start = 0
         for req_id, first, count in zip(step.ids, step.firsts.tolist(), step.counts.tolist(), strict=True):
             begin, start = start, start + count
-            told = requests.get(req_id)
-            if told is None or req_id in discarded:
+            request = requests.get(req_id)
+            if request is None or req_id in discarded:
                 continue
-            if not told.tokens:
-                told.tokens = self._tokens_of(req_id) or ()
-            new = max(first, told.end)
-            told.end = max(told.end, first + count)
+            if not request.tokens:
+                request.tokens = self._tokens_of(req_id) or ()
+            new = max(first, request.end)
+            request.end = max(request.end, first + count)
             if new < first + count:
-                found.append((req_id, told, range(new, first + count)))
-                is_told[begin + new - first : start] = True
+                found.append((req_id, request, range(new, first + count)))
+                is_new[begin + new - first : start] = True
         if not found:
             return None
         positions = np.fromiter(chain.from_iterable(rows for *_, rows in found), np.int64)
-        lengths = np.repeat([told.num_prompt for _, told, _ in found], [len(rows) for *_, rows in found])
+        lengths = np.repeat([request.num_prompt for _, request, _ in found], [len(rows) for *_, rows in found])
         names = tuple(chain.from_iterable(repeat(req_id, len(rows)) for req_id, _, rows in found))
-        tokens = list(chain.from_iterable(repeat(told.tokens, len(rows)) for _, told, rows in found))
+        tokens = list(chain.from_iterable(repeat(request.tokens, len(rows)) for _, request, rows in found))
         is_prompt = positions < lengths
-        read = ReadStep(names, positions, is_prompt, tokens, step.signals[is_told])
+        read = ReadStep(names, positions, is_prompt, tokens, step.signals[is_new])
         if len(found) == len(step.ids) and step.has_one_row_each and not is_prompt.any():
-            self._decoding = _Decoding(read, [told for _, told, _ in found])
+            self._decoding = _Decoding(read, [request for _, request, _ in found])
         return read
-
-
-class _Followed(ToldRows):
-    """A request, as controllers are told of it."""
-
-    __slots__ = ("acting", "begun")
-
-    def __init__(self, num_prompt: int, acting: Collection[str]) -> None:
-        super().__init__(num_prompt)
-        self.acting = acting
-        self.begun: set[str] = set()
-        """Controllers that were told that it began."""
 
 
 _Part = tuple[list[int], tuple[str, ...]] | None
@@ -278,9 +271,9 @@ class LocalHost:
         self.loaded: Mapping[str, LoadedController] = loaded
         self._first_column = first_column
         self._columns: dict[str, dict[str, int]] = {}
-        self._requests: dict[str, _Followed] = {}
+        self._requests: dict[str, FollowedRequest] = {}
         self._reader = StepReader(tokens_of)
-        self._told_to: tuple[tuple[str, ...], list[_Part]] = ((), [])
+        self._parts: tuple[tuple[str, ...], list[_Part]] = ((), [])
         """The requests of the rows of the last step, and each controller's part of them."""
         self._off: set[str] = set()
         """Controllers that were found switched off."""
@@ -294,7 +287,7 @@ class LocalHost:
 
     def add(self, req_id: str, num_prompt: int, acting: Sequence[str]) -> None:
         """See `ControllerHost.add`."""
-        self._requests[req_id] = _Followed(num_prompt, acting)
+        self._requests[req_id] = FollowedRequest(num_prompt, acting)
 
     def end(self, req_id: str) -> None:
         """See `ControllerHost.end`."""
@@ -314,9 +307,9 @@ class LocalHost:
         read = self._reader.read(step, discarded, self._requests)
         if read is None:
             return
-        if read.requests is not self._told_to[0]:
-            self._told_to = read.requests, [self._begin_step(name, read) for name in self._threads]
-        for (name, thread), part in zip(self._threads.items(), self._told_to[1], strict=True):
+        if read.requests is not self._parts[0]:
+            self._parts = read.requests, [self._begin_step(name, read) for name in self._threads]
+        for (name, thread), part in zip(self._threads.items(), self._parts[1], strict=True):
             if part is None:
                 thread.step(read.of(self._columns[name]))
             elif part[0]:
@@ -360,5 +353,5 @@ class LocalHost:
         return at, tuple(step.requests[index] for index in at)
 
 
-def _view(req_id: str, followed: _Followed) -> RequestView:
+def _view(req_id: str, followed: FollowedRequest) -> RequestView:
     return RequestView(request=req_id, num_prompt_tokens=followed.num_prompt, token_ids=tuple(followed.tokens))
