@@ -32,11 +32,11 @@ from headgate.capture.delivery.row_packets import BlockPart, Packet, RowPool, Sp
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.planning.step_plan import PackGroup
 from headgate.capture.request_origin import ResultReporter, ResultWatcher
-from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
+from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import Int32Array
 from headgate.capture.schema.config import END_LINGER_S, HELD_SHARE, CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo
-from headgate.capture.schema.readouts.readout import ReadoutSite
+from headgate.capture.schema.readout import ReadoutSite
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, open_consumers
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.transport.network import NetworkKeys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,21 +18,60 @@ from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.process.spread import open_delivery
-from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
+from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest
-from headgate.capture.schema.config import CaptureConsumersConfig
+from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
-from headgate.capture.schema.readouts.readout import ReadoutSite, by_consumer
+from headgate.capture.schema.readout import ReadoutSite, by_consumer
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import SpecReader
-from headgate.capture.staging.batching_window import BatchingWindow
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
 from headgate.capture.transport.network import NetworkKeys
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class BatchingWindow:
+    """How long captured rows may wait in the ring for the next steps' rows: as long as all their consumers allow.
+
+    Step thread only.
+
+    Args:
+        allowed_s: Seconds that each consumer allows, by its bit.
+    """
+
+    def __init__(self, allowed_s: Mapping[int, float]) -> None:
+        self._allowed_s = dict(allowed_s)
+        self._running: dict[str, float] = {}
+        self.seconds = MAX_LINGER_S
+        """Seconds that rows may wait, from the launch of the forward that computed the first of them."""
+
+    @property
+    def least(self) -> float:
+        """The shortest wait that any consumer allows, in seconds."""
+        return min(self._allowed_s.values(), default=0.0)
+
+    @property
+    def is_anything_running(self) -> bool:
+        """Whether there are requests that may get further steps."""
+        return bool(self._running)
+
+    def begin(self, req_id: str, bits: Iterable[int]) -> None:
+        """Note a request that begins, for the consumers with these bits."""
+        self._running[req_id] = allowed_s = min((self._allowed_s[bit] for bit in bits), default=MAX_LINGER_S)
+        self.seconds = min(self.seconds, allowed_s)
+
+    def stop(self, req_id: str) -> None:
+        """Note that a request gets no further step. Its rows may be waiting, so its limit counts until `collected`."""
+        self._running.pop(req_id, None)
+
+    def collected(self) -> None:
+        """Note that no row is waiting."""
+        self.seconds = min(self._running.values(), default=MAX_LINGER_S)
+
 
 logger = logging.getLogger("headgate")
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.consumers.datasets.export.command import export_captures
+from headgate.consumers.datasets.export import export_captures
 from headgate.consumers.filesystem.uploading.command import upload_waiting
 from headgate.consumers.reader import CaptureFolder, StoredCapture, open_captures
 

@@ -24,7 +24,7 @@ from headgate.capture.schema.consumer import (
     RowSpan,
     StreamingConsumer,
 )
-from headgate.capture.schema.readouts.readout import ReadoutFacts
+from headgate.capture.schema.readout import ReadoutFacts
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 

@@ -47,7 +47,7 @@ def headgate_takes_actions(section: Mapping[str, Any]) -> bool:
 @hookimpl
 def headgate_requests() -> RequestPart:
     """Return the fields ``steering_vectors`` and so on, flags, and ``LLM.steering``."""
-    from headgate.steering.control.front_end import SteeringRequests
+    from headgate.steering.control.handle import SteeringRequests
 
     return SteeringRequests()
 

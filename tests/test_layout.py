@@ -47,7 +47,7 @@ LAYERS = {
             ["frontends"],
             ["server"],
         ),
-        *(["server_patches"], ["patch_table", "other_changes"], ["plugin"], ["api", "commands"], ["part"]),
+        *(["patch_table", "other_changes"], ["plugin"], ["api", "commands"], ["part"]),
     ),
     "headgate.steering": (
         *(
@@ -69,9 +69,9 @@ LAYERS = {
         *(["verify"], ["part"]),
     ),
     "headgate.consumers.datasets": (
-        *(["index"], ["reading", "selection"], ["view"], ["batches"], ["mixing"], ["dataset"], ["feeds", "export"]),
+        *(["index"], ["selection"], ["view"], ["batches"], ["mixing"], ["dataset"], ["feeds", "export"]),
     ),
-    "headgate.consumers.filesystem": (["storage"], ["formats", "uploading"], ["writing"], ["consumer"]),
+    "headgate.consumers.filesystem": (["storage"], ["formats", "uploading"], ["request_writer"], ["consumer"]),
 }
 """Folders and modules of a package from the lowest to the highest. Each imports those before it, and none beside it."""
 

@@ -17,7 +17,7 @@ from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.monitoring.stats import QueueCounters
 from headgate.capture.schema.batch import FinalState, Int32Array, Int64Array
 from headgate.capture.schema.consumer import RequestInfo
-from headgate.capture.schema.readouts.readout import position_bytes
+from headgate.capture.schema.readout import position_bytes
 from headgate.capture.schema.results import CaptureResult
 
 SPARE_POSITIONS = 64

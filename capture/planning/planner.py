@@ -24,7 +24,7 @@ from headgate.capture.planning.step_plan import PackGroup, SiteSet, StepPlan, ch
 from headgate.capture.schema.batch import BatchView, BoolArray, Int64Array
 from headgate.capture.schema.config import MAX_CONSUMERS
 from headgate.capture.schema.positions import MAX_POSITION, parts_of
-from headgate.capture.schema.readouts.readout import ReadoutSite
+from headgate.capture.schema.readout import ReadoutSite
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headgate.capture.probes.probe import Activation, HiddenLayer, Probe, ProbeError, ProbeKind
-from headgate.capture.schema.readouts.readout import Readout
+from headgate.capture.schema.readout import Readout
 
 if TYPE_CHECKING:
     import torch

@@ -44,7 +44,7 @@ from headgate.capture.process.messages import (
 from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.request_origin import ResultWatcher
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.readouts.readout import ReadoutSite, by_consumer
+from headgate.capture.schema.readout import ReadoutSite, by_consumer
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.host_rows import Lease, StagedRows

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.schema.actions.action_sink import ActionSink, NoActions
+from headgate.capture.schema.action_sink import ActionSink, NoActions
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import Location
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.positions import MAX_POSITION, parse_positions
-from headgate.capture.schema.readouts.readout import Readout, ReadoutFacts
+from headgate.capture.schema.readout import Readout, ReadoutFacts
 from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import Site, parse_configured
 from headgate.capture.schema.spec import CaptureSpec, Memo

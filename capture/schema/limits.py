@@ -15,7 +15,7 @@ import numpy as np
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Indices, PositionSelector, parts_of
-from headgate.capture.schema.readouts.readout import ReadoutFacts, position_bytes
+from headgate.capture.schema.readout import ReadoutFacts, position_bytes
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 

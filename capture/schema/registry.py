@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import get_args
 
-from headgate.capture.schema.actions.action_sink import MakeSink, NoActions
+from headgate.capture.schema.action_sink import MakeSink, NoActions
 from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig, CaptureConsumerSpec, Location
 from headgate.capture.schema.consumer import (
     BatchedConsumer,
@@ -18,7 +18,7 @@ from headgate.capture.schema.consumer import (
     StreamingConsumer,
 )
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.readouts.readout import MAX_OUTPUTS, Readout, ReadoutFacts, ReadoutSite
+from headgate.capture.schema.readout import MAX_OUTPUTS, Readout, ReadoutFacts, ReadoutSite
 from headgate.capture.schema.sites import Site, sort_sites
 
 logger = logging.getLogger("headgate")

@@ -21,7 +21,7 @@ from headgate.capture.planning.step_plan import PackGroup, unwanted
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.readouts.readout import MAX_OUTPUTS, OUTPUT_BYTES, Readout
+from headgate.capture.schema.readout import MAX_OUTPUTS, OUTPUT_BYTES, Readout
 
 CHUNK_BYTES = 32 * MIB
 """Size of the widened rows that a readout gets at a time, at most."""

@@ -1,6 +1,6 @@
 """Actions on their way from consumers to the engine core that they act in, wherever on this host the consumers live.
 
-A message has two frames: a header, and the action as `headgate.capture.schema.actions.action_sink.encode_action` made
+A message has two frames: a header, and the action as `headgate.capture.schema.action_sink.encode_action` made
 it. The engine core takes what has come between two steps; what it has not taken fills the window of its senders.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from headgate.capture.schema.actions.action_sink import (
+from headgate.capture.schema.action_sink import (
     MAX_BYTES,
     MAX_SUBMITTED,
     ActionTarget,

@@ -28,7 +28,7 @@ from headgate.capture.delivery.consumer_thread import ConsumerThread, Unfinished
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.delivery.row_packets import BlockPart, Packet, join
 from headgate.capture.monitoring.stats import ConsumerStats
-from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
+from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import (

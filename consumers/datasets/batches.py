@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from headgate.consumers.datasets.reading import Bytes
-from headgate.consumers.datasets.view import RowView, typed
+from headgate.consumers.datasets.view import Bytes, RowView, typed
 
 if TYPE_CHECKING:
     from torch import Tensor

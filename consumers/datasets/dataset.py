@@ -24,9 +24,8 @@ from headgate.consumers.datasets.batches import RowBatch, plain_batches
 from headgate.consumers.datasets.index.root import IndexedRoot, Problem, digest_of, open_root, store_local
 from headgate.consumers.datasets.index.table import Group, Table
 from headgate.consumers.datasets.mixing import DEFAULT_REQUESTS, DEFAULT_ROWS, MixedBatches
-from headgate.consumers.datasets.reading import Reader
 from headgate.consumers.datasets.selection import Selection, parse_selection, parse_sites
-from headgate.consumers.datasets.view import Files, RowView, fingerprint_of
+from headgate.consumers.datasets.view import Files, Reader, RowView, fingerprint_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.consumers.datasets.batches import RowBatch, check_positive
-from headgate.consumers.datasets.reading import Bytes, Slots
-from headgate.consumers.datasets.view import RowView, ascending, fingerprint_of, typed
+from headgate.consumers.datasets.view import Bytes, RowView, Slots, ascending, fingerprint_of, typed
 
 Numbers = npt.NDArray[np.int64]
 

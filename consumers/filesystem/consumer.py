@@ -40,13 +40,7 @@ from headgate.consumers.filesystem.formats.layout import Layout, LayoutName, Mes
 from headgate.consumers.filesystem.formats.raw_layout import RawLayout
 from headgate.consumers.filesystem.formats.request_layout import RequestLayout
 from headgate.consumers.filesystem.formats.shard_layout import ShardLayout
-from headgate.consumers.filesystem.storage.local_store import LocalStore
-from headgate.consumers.filesystem.storage.object_store import check_writable
-from headgate.consumers.filesystem.storage.quota import FILE_BYTES, DiskQuota
-from headgate.consumers.filesystem.storage.store import FILE_SUFFIX, TAKEN, check_name, slug, stem_of
-from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
-from headgate.consumers.filesystem.uploading.spool_folder import default_spool
-from headgate.consumers.filesystem.writing.request_writer import (
+from headgate.consumers.filesystem.request_writer import (
     Outcome,
     Piece,
     RequestWriter,
@@ -54,6 +48,12 @@ from headgate.consumers.filesystem.writing.request_writer import (
     WritersOfRequests,
     WriterThread,
 )
+from headgate.consumers.filesystem.storage.local_store import LocalStore
+from headgate.consumers.filesystem.storage.quota import FILE_BYTES, DiskQuota
+from headgate.consumers.filesystem.storage.source import check_writable
+from headgate.consumers.filesystem.storage.store import FILE_SUFFIX, TAKEN, check_name, slug, stem_of
+from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
+from headgate.consumers.filesystem.uploading.uploader import default_spool
 
 if TYPE_CHECKING:
     from headgate.consumers.reader import StoredCapture

@@ -14,7 +14,7 @@ import numpy as np
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.consumers.datasets.mixing import RowPool, SinkFilter
-from headgate.consumers.datasets.reading import Bytes
+from headgate.consumers.datasets.view import Bytes
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES
 from headgate.consumers.harvest.engine import HarvestEngine, engine_of
 from headgate.consumers.harvest.prompts import Prompt, PromptSet, Record, Refusals, each_record

@@ -20,17 +20,15 @@ from typing import Any, Protocol
 import msgspec
 
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError
-from headgate.consumers.datasets.export.destination import MANIFEST
+from headgate.consumers.datasets.export import MANIFEST
 from headgate.consumers.filesystem.consumer import CUT_OFF
 from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, Sidecar
 from headgate.consumers.filesystem.formats.shard_layout import forget_requests, read_shard
-from headgate.consumers.filesystem.storage.local_store import sync_folder, write_file
-from headgate.consumers.filesystem.storage.locks import open_lock
-from headgate.consumers.filesystem.storage.object_store import ObjectStore, open_files
-from headgate.consumers.filesystem.storage.source import LocalSource, RemoteSource
+from headgate.consumers.filesystem.storage.local_store import open_lock, sync_folder, write_file
+from headgate.consumers.filesystem.storage.source import LocalSource, ObjectStore, RemoteSource, open_files
 from headgate.consumers.filesystem.storage.store import slug
 from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
-from headgate.consumers.filesystem.uploading.spool_folder import default_spool, is_waiting
+from headgate.consumers.filesystem.uploading.uploader import default_spool, is_waiting
 
 TAG = "harvest"
 """The tag of all requests of a harvest."""

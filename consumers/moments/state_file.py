@@ -26,8 +26,7 @@ from headgate.capture.files.reading import refusing
 from headgate.capture.files.tensors import TensorFile, open_safetensors
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
-from headgate.consumers.filesystem.storage.local_store import sync_folder, write_file
-from headgate.consumers.filesystem.storage.locks import open_lock
+from headgate.consumers.filesystem.storage.local_store import open_lock, sync_folder, write_file
 from headgate.consumers.moments.entry import MomentsEntry, MomentsKey, MomentsSettings, Phase
 
 FORMAT = "1"

@@ -27,7 +27,7 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.positions import parse_positions
-from headgate.capture.schema.readouts.readout import Readout
+from headgate.capture.schema.readout import Readout
 from headgate.capture.schema.sites import Site, site_map, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 

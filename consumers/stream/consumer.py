@@ -28,8 +28,8 @@ from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.sites import parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.storage.store import check_name
-from headgate.consumers.stream.address import TOKEN_VARIABLE, Address, parse_address, read_token
 from headgate.consumers.stream.listener import Backlog, Listener
+from headgate.consumers.stream.wire import TOKEN_VARIABLE, Address, parse_address, read_token
 
 DEFAULT_TAG = "default"
 HOW_TO_INSTALL = "pip install 'headgate[stream]'"

@@ -15,7 +15,6 @@ from pathlib import Path
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConsumerError
-from headgate.consumers.stream.address import Address
 from headgate.consumers.stream.wire import (
     ACKNOWLEDGED,
     END,
@@ -23,6 +22,7 @@ from headgate.consumers.stream.wire import (
     HANDSHAKE_S,
     HEADER,
     VERSION,
+    Address,
     Greeting,
     Hello,
     StreamRefusedError,

@@ -23,7 +23,6 @@ from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.datasets.selection import parse_sites
 from headgate.consumers.datasets.view import typed
-from headgate.consumers.stream.address import Address, parse_address, read_token
 from headgate.consumers.stream.arrow_rows import Bytes, Facts, RequestRows, decode
 from headgate.consumers.stream.consumer import HOW_TO_INSTALL
 from headgate.consumers.stream.wire import (
@@ -33,6 +32,7 @@ from headgate.consumers.stream.wire import (
     HANDSHAKE_S,
     HEADER,
     VERSION,
+    Address,
     Greeting,
     Hello,
     StreamError,
@@ -40,6 +40,8 @@ from headgate.consumers.stream.wire import (
     StreamRefusedError,
     Welcome,
     keep_alive,
+    parse_address,
+    read_token,
     receive_bytes,
     receive_text,
     send_text,

@@ -19,10 +19,18 @@ from typing import Any
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.results import CaptureResult
-from headgate.steering.client.answers import Answer, Capturable, Choice, Consumer, GlobalUpdate, Layers, ServerError
+from headgate.steering.client.answers import (
+    Answer,
+    Capturable,
+    Choice,
+    Consumer,
+    GlobalUpdate,
+    Layers,
+    ServerError,
+    inline_rows,
+)
 from headgate.steering.client.calls import packed_fields
 from headgate.steering.client.http import AsyncClient, Client
-from headgate.steering.client.rows import inline_rows
 from headgate.steering.client.sweep import Cell, PatchSweep
 from headgate.steering.control.operations import ModuleStatus, ProbeStatus, RuleStatus, SaeStatus, SteeringStatus
 

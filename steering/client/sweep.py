@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE
-from headgate.steering.client.answers import Answer, ServerError
-from headgate.steering.client.rows import Array
+from headgate.steering.client.answers import Answer, Array, ServerError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -34,7 +34,7 @@ from headgate.steering.requests.request_fields import (
     read_update,
     sum_tiers,
 )
-from headgate.steering.requests.rules.rule_fields import read_rule
+from headgate.steering.requests.rule_fields import read_rule
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name
 

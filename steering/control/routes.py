@@ -44,7 +44,7 @@ from headgate.steering.requests.request_fields import (
     read_tier,
     read_update,
 )
-from headgate.steering.requests.rules.rule_fields import RULE_FIELDS
+from headgate.steering.requests.rule_fields import RULE_FIELDS
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, check_name
 
 _SHORT = {

@@ -39,7 +39,7 @@ from headgate.steering.files.vector_files import VectorFileError, load
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import Note
-from headgate.steering.requests.rules.rule_fields import load_rules
+from headgate.steering.requests.rule_fields import load_rules
 from headgate.steering.requests.trace import Trace, join_notes
 from headgate.steering.sae_sources import SaeSource
 from headgate.steering.spec import PROGRAM_KEYS, from_wire, programs_to_wire

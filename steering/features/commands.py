@@ -16,9 +16,8 @@ from headgate.capture.engine.contracts.parts import StoredRequest, stored_reques
 from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.canonical import RowType, write_coder
-from headgate.steering.features.check import Report, check, sample, site_of_reads
+from headgate.steering.features.check import Report, check, measure, sample, site_of_reads, with_figures
 from headgate.steering.features.importing import FORMATS, open_coder, read_source
-from headgate.steering.features.measuring import measure, with_figures
 from headgate.steering.features.source_coder import Hints
 from headgate.steering.features.sparse_coder import SparseCoder, coder_of
 from headgate.steering.features.tensors import FeatureFileError

@@ -13,9 +13,8 @@ import typer
 
 from headgate.capture.schema.errors import HeadgateError
 from headgate.steering.features.commands import fail, print_json
-from headgate.steering.files.foreign_files import CONVERTERS
+from headgate.steering.files.foreign_files import CONVERTERS, VectorSource
 from headgate.steering.files.vector_files import FORMATS, VectorFile, format_of, load, save
-from headgate.steering.files.vector_source import VectorSource
 
 _BLOCK = 1 << 20
 

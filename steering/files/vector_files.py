@@ -32,14 +32,15 @@ from headgate.steering.files import gguf_files, tensor_bytes
 from headgate.steering.files.foreign_files import (
     ARRAY_SUFFIXES,
     FOREIGN_FORMATS,
+    MAX_LAYERS,
     PICKLE_SUFFIXES,
     TORCH_SUFFIXES,
+    VectorSource,
     advice,
     recognise,
     row_of,
     unnamed_tensors,
 )
-from headgate.steering.files.vector_source import MAX_LAYERS, VectorSource
 from headgate.steering.requests.request_fields import MODULE_FIELDS, read_tier, sum_tiers
 from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.dtypes import StoredType

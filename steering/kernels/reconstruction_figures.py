@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headgate.steering.features.measuring import LARGEST_NORM
+from headgate.steering.features.check import LARGEST_NORM
 from headgate.steering.kernels.feature_values import norm_of_row
 from headgate.steering.programs import codes as program_codes
 

@@ -36,7 +36,7 @@ from headgate.steering.requests.request_fields import (
     read_modules,
     read_steering,
 )
-from headgate.steering.requests.rules.rule_fields import read_selection
+from headgate.steering.requests.rule_fields import read_selection
 from headgate.steering.requests.trace import RETURN_TRACE, TRACE, SteeringTrace, join_notes, read_asked
 from headgate.steering.spec import ModuleRef, SteeringSpec, to_wire
 from headgate.steering.vectors.dtypes import StoredType

@@ -11,7 +11,7 @@ decoding is linear, what they add to the row adds to its reconstruction, too. So
 what features add: decode(edited encode(h)), plus the changes by edits of other SAEs.
 
 How well it is reconstructed, without edits, is summed up in the forward: the squares of ``h - y``, and what tells the
-squared distance of h to the mean row. Their ratio is the FVU of `headgate.steering.features.measuring.Figures`. As
+squared distance of h to the mean row. Their ratio is the FVU of `headgate.steering.features.check.Figures`. As
 there, rows that are not finite, zeros and very long ones are left out, and rows at position 0. A row is very long if it
 is longer than `LARGEST_NORM` times the usual length: the geometric mean of all, since a median cannot be summed up.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.schema.errors import ConfigError
-from headgate.steering.features.measuring import LARGEST_NORM
+from headgate.steering.features.check import LARGEST_NORM
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.programs.codes import (

@@ -18,7 +18,7 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem import FilesystemConsumer
-from headgate.consumers.filesystem.writing.request_writer import Piece, RequestWriter, chunks_of
+from headgate.consumers.filesystem.request_writer import Piece, RequestWriter, chunks_of
 
 
 class ForgettingConsumer(StreamingConsumer):

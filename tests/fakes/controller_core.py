@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, Progress
-from headgate.capture.schema.actions.action_sink import Submitted
+from headgate.capture.schema.action_sink import Submitted
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.sites import Site

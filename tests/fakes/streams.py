@@ -13,7 +13,7 @@ import pytest
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from headgate.consumers.stream import StreamBatch, StreamConsumer, reader
-from headgate.consumers.stream.address import Address
+from headgate.consumers.stream.wire import Address
 
 SITE = "3.post_mlp"
 Fact = tuple[str, int, int, bytes]

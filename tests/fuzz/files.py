@@ -48,8 +48,8 @@ from headgate.steering.features.canonical import write_coder
 from headgate.steering.features.importing import open_coder, read_source
 from headgate.steering.features.source_coder import Hints
 from headgate.steering.files.commands import describe
+from headgate.steering.files.foreign_files import VectorSource
 from headgate.steering.files.vector_files import save
-from headgate.steering.files.vector_source import VectorSource
 from headgate.steering.probes.examples import read_labels
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.capturing import capturing

@@ -16,16 +16,18 @@ import pytest
 import torch
 
 from headgate.consumers.datasets import Dataset, open_dataset
-from headgate.consumers.datasets.export.command import export
-from headgate.consumers.datasets.export.npy import export_npy
-from headgate.consumers.datasets.export.parquet import arrow_batches, export_parquet
-from headgate.consumers.datasets.export.saelens_folder import export_saelens
-from headgate.consumers.datasets.export.webdataset import export_webdataset
+from headgate.consumers.datasets.export import (
+    arrow_batches,
+    export,
+    export_npy,
+    export_parquet,
+    export_saelens,
+    export_webdataset,
+)
 from headgate.consumers.datasets.feeds.dictionary_learning import RowBuffer
 from headgate.consumers.datasets.feeds.hugging_face import to_hugging_face
 from headgate.consumers.datasets.feeds.scikit_learn import labelled
-from headgate.consumers.datasets.feeds.tensors import TensorBatches, TensorsByHook
-from headgate.consumers.datasets.feeds.torch_rows import TorchRows
+from headgate.consumers.datasets.feeds.torch_rows import TensorBatches, TensorsByHook, TorchRows
 from tests.fakes.capturing import capturing
 
 pytest.importorskip("sae_lens", reason="make test-producers has the trainers")

@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.schema.actions.action_sink import Submitted
+from headgate.capture.engine.contracts.vllm_engine import Document
+from headgate.capture.schema.action_sink import Submitted
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo
 

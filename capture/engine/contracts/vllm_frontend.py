@@ -12,8 +12,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, Self
 
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient, SendingClient, VllmConfig
+from headgate.capture.engine.contracts.vllm_engine import (
+    AsyncEngineClient,
+    Document,
+    EngineClient,
+    SendingClient,
+    VllmConfig,
+)
 
 Scope = MutableMapping[str, Any]
 """The scope of an ASGI call."""

@@ -24,8 +24,14 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import OVERLOADED, Actions, BlockKeys, CorePart, Progress
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import EngineCore, EngineCoreProc, Function, Request, Scheduler
+from headgate.capture.engine.contracts.vllm_engine import (
+    Document,
+    EngineCore,
+    EngineCoreProc,
+    Function,
+    Request,
+    Scheduler,
+)
 from headgate.capture.engine.core import block_keys
 from headgate.capture.engine.core.block_keys import SaltedKeys
 from headgate.capture.engine.core.steps_in_flight import StepsInFlight, end_engine, steps_of

@@ -18,8 +18,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Protocol, cast
 
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import Function
+from headgate.capture.engine.contracts.vllm_engine import Document, Function
 from headgate.capture.engine.contracts.vllm_frontend import LLM, LLMEngine, RequestOutput, SamplingParams
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor

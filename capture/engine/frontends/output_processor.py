@@ -14,7 +14,13 @@ from types import ModuleType
 from typing import TypeVar, cast
 
 from headgate.capture.engine.contracts.core_part import KeptTokens, mark_kept
-from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest, Function
+from headgate.capture.engine.contracts.vllm_engine import (
+    NOTES_KEY,
+    EngineCoreRequest,
+    Function,
+    is_captured,
+    wants_notes,
+)
 from headgate.capture.engine.contracts.vllm_frontend import (
     CompletionOutput,
     EngineCoreOutput,
@@ -24,9 +30,7 @@ from headgate.capture.engine.contracts.vllm_frontend import (
     RequestOutput,
     RequestState,
 )
-from headgate.capture.engine.contracts.wire_format import NOTES_KEY, is_captured, wants_notes
-from headgate.capture.engine.requests.call_context import Slot
-from headgate.capture.engine.requests.notes import Notes, UntoldNotes
+from headgate.capture.engine.requests.call_context import Notes, Slot, UntoldNotes
 from headgate.capture.engine.requests.request_reader import RequestReader, read_notes
 from headgate.capture.engine.requests.sampling_params import HeadgateRequest, answer_fields
 

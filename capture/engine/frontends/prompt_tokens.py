@@ -16,8 +16,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, cast
 
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import Function
+from headgate.capture.engine.contracts.vllm_engine import Document, Function
 from headgate.capture.engine.contracts.vllm_frontend import NewRequest
 from headgate.capture.schema.errors import RequestError
 

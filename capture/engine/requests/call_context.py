@@ -16,7 +16,7 @@ import binascii
 import contextvars
 import operator
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,10 +25,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
+from headgate.capture.engine.contracts.vllm_engine import Document
 from headgate.capture.engine.requests.chat_messages import ChatMessages, KnownChat, Tokens
-from headgate.capture.engine.requests.notes import UntoldNotes
 from headgate.capture.engine.requests.sampling_params import RETURN_HIDDEN_STATES
 from headgate.capture.schema.config import HIDDEN_STATES
 from headgate.capture.schema.errors import OverloadedError, RequestError
@@ -38,6 +37,54 @@ from headgate.capture.schema.results import CaptureResult, CaptureResults
 from headgate.capture.schema.sites import FINAL_NORM_SITE
 from headgate.capture.schema.spec import CaptureSpec, Memo
 from headgate.capture.transport.messages import DTYPES
+
+
+@dataclass(slots=True)
+class Notes:
+    """Notes that one output of a sample brings.
+
+    Attributes:
+        by_part: In order, by the name of their part.
+        end: Tokens of the prompt and of the output that were kept, if the output is the sample's last; else None.
+    """
+
+    by_part: dict[str, list[object]] = field(default_factory=dict)
+    end: int | None = None
+
+    def add(self, by_part: Mapping[str, list[object]]) -> None:
+        """Take later notes in."""
+        for part, notes in by_part.items():
+            self.by_part.setdefault(part, []).extend(notes)
+
+
+class UntoldNotes:
+    """Notes about the samples of one engine request that its HTTP answer has not told yet.
+
+    Args:
+        read: Makes values of them, by name.
+    """
+
+    def __init__(self, read: Callable[[Notes], Document]) -> None:
+        self._read = read
+        self._by_sample: dict[int, Notes] = {}
+
+    def put(self, index: int, notes: Notes, *, is_piece: bool) -> None:
+        """Take the notes of an output of sample `index`: those since its last output, or all of them."""
+        held = self._by_sample.get(index)
+        if held is None or not is_piece:
+            self._by_sample[index] = notes
+        else:
+            held.add(notes.by_part)
+            held.end = notes.end
+
+    def take(self, index: int) -> Document:
+        """Return the values of whatever is untold of sample `index`; of nothing, if there is nothing."""
+        return self._read(self._by_sample.pop(index, Notes()))
+
+    def samples(self) -> list[int]:
+        """Return the samples that have something untold, in order."""
+        return sorted(index for index, notes in self._by_sample.items() if notes.by_part)
+
 
 ATTRIBUTE = HIDDEN_STATES
 """Of a `CompletionOutput`, and key of a choice in an HTTP answer."""

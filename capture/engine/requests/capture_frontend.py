@@ -14,8 +14,8 @@ from types import MappingProxyType, ModuleType
 from msgspec.structs import replace
 
 from headgate.capture.engine.access.caller import current_client, owner_of_request
+from headgate.capture.engine.contracts.vllm_engine import CAPTURE
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
-from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import call_context
 from headgate.capture.engine.requests.call_context import Call, current_call
 from headgate.capture.engine.requests.capture_request import (
@@ -31,7 +31,7 @@ from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
 from headgate.capture.schema.errors import RequestError, UnsupportedError
 from headgate.capture.schema.limits import CaptureLimits, CaptureUse, use_of
-from headgate.capture.schema.readouts.readout import by_consumer
+from headgate.capture.schema.readout import by_consumer
 from headgate.capture.schema.registry import load_readouts
 from headgate.capture.schema.results import (
     CaptureResult,

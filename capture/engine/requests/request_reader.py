@@ -10,7 +10,6 @@ from typing import cast
 from headgate.capture.engine.access.caller import owner_of_request
 from headgate.capture.engine.contracts.core_part import OVERLOADED
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import (
     Known,
     NotesReader,
@@ -19,13 +18,12 @@ from headgate.capture.engine.contracts.request_part import (
     RequestPart,
     SourceReader,
 )
-from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
+from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Document, EngineClient
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient, lift
-from headgate.capture.engine.requests.call_context import taken
+from headgate.capture.engine.requests.call_context import Notes, taken
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.capture_request import refuse_unconfigured
-from headgate.capture.engine.requests.notes import Notes
 from headgate.capture.engine.requests.sampling_params import (
     CaptureRequest,
     HeadgateRequest,

@@ -29,11 +29,9 @@ from typing import NoReturn, TypeGuard
 import msgspec
 
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import AnsweringPart, NestingPart, PartRequest
-from headgate.capture.engine.contracts.vllm_engine import Function
+from headgate.capture.engine.contracts.vllm_engine import CAPTURE, WIRE_KEY, Document, Function
 from headgate.capture.engine.contracts.vllm_frontend import NewRequest, SamplingParams
-from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.batch import WIRE_VERSION, CaptureWire, RequestWire
 from headgate.capture.schema.errors import RequestError

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import Function
+from headgate.capture.engine.contracts.vllm_engine import CAPTURE, Document, Function
 from headgate.capture.engine.contracts.vllm_frontend import (
     AsyncLLM,
     Body,
@@ -32,7 +31,6 @@ from headgate.capture.engine.contracts.vllm_frontend import (
     SamplingParams,
     TokensBody,
 )
-from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.frontends.metering import check_quota
 from headgate.capture.engine.frontends.prompt_tokens import forget_unsent, looking_up
 from headgate.capture.engine.requests.call_context import (

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import cast
 
 from headgate.capture.engine.contracts.parts import core_part_names, load_part
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import VllmConfig
+from headgate.capture.engine.contracts.vllm_engine import Document, VllmConfig
 from headgate.capture.engine.setup.settings import (
     capture_config,
     compiler_config,
@@ -23,7 +22,7 @@ from headgate.capture.engine.setup.settings import (
     sections,
 )
 from headgate.capture.engine.setup.versions import versions
-from headgate.capture.schema.actions.action_sink import ActionTarget
+from headgate.capture.schema.action_sink import ActionTarget
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.transport.action_channel import actions_address
 from headgate.capture.transport.network import Listening, NetworkKeys, has_keys, listening_of, read_keys

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
 from headgate.capture.engine.compiler.unfused_copy import register_unfused_copy, unfused_copy
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.wire_format import CAPTURE
+from headgate.capture.engine.contracts.vllm_engine import CAPTURE, Document
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, SiteValue, WorkerFacts
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.capture.engine.setup.versions import versions
@@ -33,7 +32,7 @@ from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import MIB, CaptureConsumersConfig
 from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.part_hooks import hookimpl
-from headgate.capture.schema.readouts.readout import ReadoutSite
+from headgate.capture.schema.readout import ReadoutSite
 from headgate.capture.schema.registry import load_configured, load_readouts
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.session import CaptureSession, open_session

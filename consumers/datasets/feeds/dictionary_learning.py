@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.sites import Site
-from headgate.consumers.datasets.feeds.tensors import tensor_of
+from headgate.consumers.datasets.feeds.torch_rows import tensor_of
 from headgate.consumers.datasets.mixing import DEFAULT_REQUESTS, DEFAULT_ROWS, MixedBatches
 from headgate.consumers.datasets.view import RowView
 

@@ -34,8 +34,7 @@ from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, StoredPar
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
 from headgate.consumers.filesystem.formats.request_layout import read_request_file
 from headgate.consumers.filesystem.formats.shard_layout import SHARD, read_shard
-from headgate.consumers.filesystem.storage.object_store import open_files
-from headgate.consumers.filesystem.storage.source import HeadSource, LocalSource, Source, open_source
+from headgate.consumers.filesystem.storage.source import HeadSource, LocalSource, Source, open_files, open_source
 from headgate.consumers.filesystem.storage.store import FILE_SUFFIX
 
 _REMOTE_THREADS = 16

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from headgate.capture.schema.errors import ConfigError
 from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
-from headgate.consumers.filesystem.uploading.spool_folder import default_spool
+from headgate.consumers.filesystem.uploading.uploader import default_spool
 
 
 def upload_waiting(

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headgate.capture.monitoring.stats import Figure
-from headgate.consumers.filesystem.storage.object_store import ObjectStore
-from headgate.consumers.filesystem.uploading.spool_folder import SpoolFolder, Unit
-from headgate.consumers.filesystem.uploading.uploader import Answer, Outcome, Patience, Uploader
+from headgate.consumers.filesystem.storage.source import ObjectStore
+from headgate.consumers.filesystem.uploading.uploader import Answer, Outcome, Patience, SpoolFolder, Unit, Uploader
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreServices
-from headgate.capture.schema.actions.action_sink import Submitted
+from headgate.capture.schema.action_sink import Submitted
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.controllers.action_wire import read_action

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from headgate.capture.process.spread import deal_out
-from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
+from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.session import CaptureSession, open_session

@@ -13,7 +13,7 @@ from headgate.capture.schema.config import NetworkConfig
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.secret_files import MAX_BYTES, read_secret
 from headgate.capture.transport import network
-from headgate.consumers.stream.address import read_token
+from headgate.consumers.stream.wire import read_token
 
 READERS: dict[str, Callable[[Path], object]] = {
     "keys of clients": lambda path: read_keys(path, lambda: ("capture",)),

@@ -14,7 +14,7 @@ import pytest
 import torch
 import zmq
 
-from headgate.capture.schema.actions.action_sink import MAX_BYTES, ActionTarget, NoActions, Submitted, encode_action
+from headgate.capture.schema.action_sink import MAX_BYTES, ActionTarget, NoActions, Submitted, encode_action
 from headgate.capture.schema.errors import ConsumerError, UnsupportedError
 from headgate.capture.transport import action_channel
 from headgate.capture.transport.action_channel import ActionInbox, ActionSender, actions_address, sink_of

@@ -14,7 +14,7 @@ from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.consumer import FinishedRequest, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.positions import Named
-from headgate.capture.schema.readouts.readout import ReadoutFacts
+from headgate.capture.schema.readout import ReadoutFacts
 from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec

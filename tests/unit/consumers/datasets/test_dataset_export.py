@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headgate.consumers.datasets import open_dataset
-from headgate.consumers.datasets.export.parquet import export_parquet
-from headgate.consumers.datasets.export.saelens_folder import hook_name
+from headgate.consumers.datasets.export import export_parquet, hook_name
 from headgate.consumers.dump import app
 from tests.fakes.captured_roots import SITE, expected_facts, write_root
 
@@ -165,7 +164,7 @@ def test_sites_have_the_names_of_transformer_lens() -> None:
 
 
 def test_an_export_of_no_rows_is_refused(tmp_path: Path) -> None:
-    from headgate.consumers.datasets.export.npy import export_npy
+    from headgate.consumers.datasets.export import export_npy
 
     write_root(tmp_path / "root", NAMES[:1], raw={"positions": "all_prompt"})
     data = open_dataset(tmp_path / "root", phases="decode")

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from headgate.consumers.datasets import Dataset, open_dataset
 from headgate.consumers.datasets.feeds.dictionary_learning import RowBuffer
 from headgate.consumers.datasets.feeds.scikit_learn import labelled
-from headgate.consumers.datasets.feeds.tensors import TensorBatches, TensorsByHook
-from headgate.consumers.datasets.feeds.torch_rows import TorchRows
+from headgate.consumers.datasets.feeds.torch_rows import TensorBatches, TensorsByHook, TorchRows
 from tests.fakes.captured_roots import SITE, write_root
 
 SMALL: dict[str, Any] = {"batch_size": 16, "min_rows": 60, "min_requests": 5}

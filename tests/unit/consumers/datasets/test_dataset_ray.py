@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from headgate.consumers.datasets import open_dataset
-from headgate.consumers.datasets.export.command import export
-from headgate.consumers.datasets.export.parquet import export_parquet
+from headgate.consumers.datasets.export import export, export_parquet
 from tests.deadlines import patience
 from tests.fakes.captured_roots import SITE, write_root
 

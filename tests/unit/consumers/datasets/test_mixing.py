@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from headgate.capture.schema.errors import CaptureFileError
-from headgate.consumers.datasets import Dataset, MixedBatches, open_dataset, reading
+from headgate.consumers.datasets import Dataset, MixedBatches, open_dataset, view
 from tests.deadlines import patience
 from tests.fakes.captured_roots import SITE, expected_facts, facts_of, write_root
 from tests.fakes.sparse_shards import make_sparse
@@ -50,8 +50,8 @@ class HeldReads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._began, self._may_go_on = threading.Event(), threading.Event()
         self._busy: set[int] = set()
-        self._read = reading.Reader.read
-        monkeypatch.setattr(reading.Reader, "read", lambda reader, pieces: self._held(reader, pieces))
+        self._read = view.Reader.read
+        monkeypatch.setattr(view.Reader, "read", lambda reader, pieces: self._held(reader, pieces))
 
     def wait(self) -> None:
         """Wait until the thread reads."""
@@ -65,7 +65,7 @@ class HeldReads:
         self._busy.clear()
         self.go_on()
 
-    def _held(self, reader: reading.Reader, pieces: Sequence[reading.Piece]) -> None:
+    def _held(self, reader: view.Reader, pieces: Sequence[view.Piece]) -> None:
         if threading.current_thread().name == "headgate-mixing":
             self._busy.add(id(reader))
             self._began.set()
@@ -313,7 +313,7 @@ def test_rows_are_read_to_their_places_however_few_a_call_takes(
     data: Dataset, monkeypatch: pytest.MonkeyPatch, vectors: int
 ) -> None:
     expected = numbers_of(data.mixed(**SMALL, seed=5))
-    monkeypatch.setattr(reading, "_VECTORS", vectors)
+    monkeypatch.setattr(view, "_VECTORS", vectors)
 
     assert facts_of(data.mixed(**SMALL, seed=5)) == facts_of(data.batches())
     assert numbers_of(data.mixed(**SMALL, seed=5)) == expected

@@ -17,7 +17,7 @@ from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.feed import EXAMPLE_MODEL, make_block
 from headgate.consumers.filesystem import FilesystemConsumer
-from headgate.consumers.filesystem.writing.request_writer import MAX_BLOCKS
+from headgate.consumers.filesystem.request_writer import MAX_BLOCKS
 from headgate.consumers.reader import open_captures
 from tests.fakes.capturing import capturing, spec_context
 

@@ -12,7 +12,7 @@ from headgate.capture.schema.consumer import RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.consumers.filesystem.writing.request_writer import MAX_BLOCKS, RowGatherer, chunks_of
+from headgate.consumers.filesystem.request_writer import MAX_BLOCKS, RowGatherer, chunks_of
 
 SITES = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(3))
 REQUESTS = [

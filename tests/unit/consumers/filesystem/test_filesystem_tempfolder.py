@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError
-from headgate.consumers.filesystem.storage import locks
+from headgate.consumers.filesystem.storage import local_store
 from headgate.consumers.filesystem.storage.local_store import LocalStore, TempFolder
 from headgate.consumers.filesystem.storage.store import slug
 
@@ -103,7 +103,7 @@ def test_nobody_else_may_lock(tmp_path: Path, was_there: bool) -> None:
 def test_a_lock_that_somebody_holds_is_an_error_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(local_store, "LOCK_TIMEOUT_S", 0.05)
     TempFolder(tmp_path).close()
     with (tmp_path / ".tmp" / "lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_SH)
@@ -118,7 +118,7 @@ def test_a_start_waits_for_another_that_is_done_in_a_moment(tmp_path: Path, monk
     TempFolder(tmp_path).close()
     held = (tmp_path / ".tmp" / "lock").open()
     fcntl.flock(held, fcntl.LOCK_EX)
-    monkeypatch.setattr(locks.time, "sleep", lambda seconds: held.close())
+    monkeypatch.setattr(local_store.time, "sleep", lambda seconds: held.close())
 
     TempFolder(tmp_path).close()
 

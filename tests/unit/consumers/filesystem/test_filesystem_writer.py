@@ -10,7 +10,7 @@ import pytest
 
 from headgate.capture.schema.errors import ConsumerError
 from headgate.consumers.feed import TIMEOUT_S
-from headgate.consumers.filesystem.writing.request_writer import WriterThread
+from headgate.consumers.filesystem.request_writer import WriterThread
 
 
 class Gate:

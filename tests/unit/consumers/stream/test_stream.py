@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headgate.capture.schema.consumer import ConsumerContext
 from headgate.capture.schema.errors import ConfigError, ConsumerError
-from headgate.consumers.datasets.feeds.tensors import TensorBatches, TensorsByHook
+from headgate.consumers.datasets.feeds.torch_rows import TensorBatches, TensorsByHook
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S
 from headgate.consumers.stream import (
     StreamBatch,

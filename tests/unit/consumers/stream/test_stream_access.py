@@ -16,7 +16,7 @@ from headgate.capture.schema.consumer import SpecContext
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.consumers.feed import EXAMPLE_MODEL
 from headgate.consumers.stream import StreamConsumer, StreamReader, StreamRefusedError, listener, wire
-from headgate.consumers.stream.address import TOKEN_VARIABLE, parse_address
+from headgate.consumers.stream.wire import TOKEN_VARIABLE, parse_address
 from tests.deadlines import patience
 from tests.fakes.streams import SITE, expected_facts, facts, streaming
 

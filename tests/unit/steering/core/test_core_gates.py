@@ -22,7 +22,7 @@ from headgate.steering.programs.codes import CODE, CODE_MASK, Code
 from headgate.steering.programs.gate_codes import UNIT_MASK, Pool, Scope, Unit
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.programs.program import Program
-from headgate.steering.requests.rules.rule_fields import read_rule
+from headgate.steering.requests.rule_fields import read_rule
 from headgate.steering.requests.trace import join_notes
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors

@@ -12,8 +12,7 @@ import pytest
 from headgate.capture.engine.contracts.parts import stored_requests
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
-from headgate.steering.features.check import Report, check, sample
-from headgate.steering.features.measuring import measure, with_figures
+from headgate.steering.features.check import Report, check, measure, sample, with_figures
 from headgate.steering.features.source_coder import Kind, SourceCoder
 from headgate.steering.features.sparse_coder import coder_of
 from headgate.steering.features.tensors import FeatureFileError

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.files.foreign_files import CONVERTERS
+from headgate.steering.files.foreign_files import CONVERTERS, VectorSource
 from headgate.steering.files.vector_files import VectorFileError, load, save
-from headgate.steering.files.vector_source import VectorSource
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.vector_forms import HIDDEN, model
 

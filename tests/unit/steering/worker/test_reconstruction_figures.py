@@ -10,7 +10,7 @@ import torch
 
 from headgate.capture.monitoring.metrics import EngineStats
 from headgate.steering.control.metrics import families
-from headgate.steering.features.measuring import measure
+from headgate.steering.features.check import measure
 from tests.fakes.encoded_worker import HIDDEN, SET, EncodedWorker
 from tests.fakes.saes import NORMS, TinySae
 

@@ -15,7 +15,7 @@ from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, M
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.limits import count_rows
 from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
-from headgate.capture.schema.readouts.readout import Readout
+from headgate.capture.schema.readout import Readout
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from tests.fakes.driver_consumers import no_drivers

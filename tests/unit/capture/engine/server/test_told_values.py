@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.requests.call_context import Call
-from headgate.capture.engine.requests.notes import Notes, UntoldNotes
+from headgate.capture.engine.requests.call_context import Call, Notes, UntoldNotes
 from headgate.capture.engine.server import openai_routes
 from headgate.capture.engine.server.openai_routes import answer_choices, answer_response
 from headgate.capture.schema.errors import RequestError

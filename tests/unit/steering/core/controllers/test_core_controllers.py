@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headgate.capture.probes.probe import Activation, HiddenLayer, ProbeKind
-from headgate.capture.schema.actions.action_sink import Submitted, encode_action
+from headgate.capture.schema.action_sink import Submitted, encode_action
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.config import MAX_DRIVEN
@@ -23,7 +23,7 @@ from headgate.steering.controllers import (
     SetSteeringEach,
     Stop,
 )
-from headgate.steering.requests.rules.rule_fields import read_rule
+from headgate.steering.requests.rule_fields import read_rule
 from headgate.steering.spec import SteeringSpec, to_wire
 from tests.fakes.controller_core import HIDDEN, PROMPT, Core, Listed, vectors
 from tests.fakes.controllers import Scripted

@@ -1,1 +1,0 @@
-"""Actions of consumers: how they reach the controllers of the engine."""

@@ -1,1 +1,0 @@
-"""Functions of rows that consumers have computed where the rows are."""

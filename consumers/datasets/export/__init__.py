@@ -1,1 +1,0 @@
-"""Rows in files of other tools."""
