@@ -226,7 +226,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Entries of a program at one site.
 
         Two for each operation, one for each feature, and one for a reconstruction if there can be one, of a request's
-        and of the global ones; one for vectors; those that evaluate gates; and those of rules.
+        and of the global ones; one for vectors; entries that evaluate gates; and entries of rules.
         """
         of_units = self.num_probe_units * (bool(self.max_gates) + bool(self.max_rules) + has_controllers(self))
         of_gates = ENTRIES_PER_GATE * (self.max_gates + self.max_rules)
@@ -284,7 +284,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.num_slots(num_layers) // RESERVED_PART
 
     def wait_limits(self, *, is_offline: bool) -> WaitLimits:
-        """Return the limits of requests that wait for slots; `is_offline`: of those that an `LLM` makes."""
+        """Return the limits of requests that wait for slots; `is_offline`: of requests that an `LLM` makes."""
         max_waiting, max_wait_s = (math.inf, math.inf) if is_offline else (MAX_WAITING, MAX_WAIT_S)
         return WaitLimits(
             max_waiting=max_waiting if self.max_waiting is None else self.max_waiting,

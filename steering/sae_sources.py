@@ -14,7 +14,7 @@ from headgate.steering.features.tensors import FeatureFileError
 
 
 class SaeSource(NamedTuple):
-    """An SAE as the configuration names it: a file or folder, and its site unless the files tell."""
+    """An SAE as the configuration names it: a file or folder, and its site unless its files name it."""
 
     path: Path
     site: Site | None
@@ -31,10 +31,10 @@ class SaeSource(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def sites_of(source: str) -> tuple[Site, ...]:
-    """Return the sites of an SAE as `SaeSource` is written: where it reads, and of a transcoder where it writes.
+    """Return the sites of an SAE as `SaeSource` is written: where it reads, and where it writes if it is a transcoder.
 
     Raises:
-        FeatureFileError: If the files cannot be read, or nobody said where it reads.
+        FeatureFileError: If the files cannot be read, or neither they nor the source name the read site.
         OSError: Likewise.
     """
     path, site = SaeSource.parse(source)
@@ -60,7 +60,7 @@ def sae_site(coder: SparseCoder) -> Site:
     """Return where an SAE reads and writes, or a transcoder reads.
 
     Raises:
-        FeatureFileError: If nobody said so.
+        FeatureFileError: If neither its files nor the source name the site.
     """
     if coder.read_site is None:
         raise FeatureFileError(f"{coder.path}: has no site; name it, such as --saes NAME=PATH@12.post_mlp")

@@ -47,14 +47,14 @@ class SteeringSpec:
         modules: Named modules that act in both phases.
         prefill_program: Operations at positions of the prompt.
         decode_program: Operations at generated positions.
-        prefill_ops: Operations in place of `prefill_program`, of which some name vectors of modules; the engine core
+        prefill_ops: Operations in place of `prefill_program`, where some name vectors of modules; the engine core
             lowers them.
-        decode_ops: The same for `decode_program`.
-        prefill_features: Edits of features at positions of the prompt, which act behind all operations; the engine
+        decode_ops: Operations in place of `decode_program`, likewise.
+        prefill_features: Edits of features at positions of the prompt, which act after all operations; the engine
             core, which has the SAEs, lowers them.
-        decode_features: The same at generated positions.
+        decode_features: Edits of features at generated positions, likewise.
         gates: Conditions, and what they turn on; the engine core, which has the probes, lowers them.
-        rules: Names of the rules that act beside those for all; None if those that one can opt out of do.
+        rules: Names of the rules that act beside those for all; None if the rules act that a request can opt out of.
     """
 
     prefill: PhaseVectors | None = None
@@ -109,7 +109,7 @@ PhaseContent = tuple[PhaseVectors | None, Program | None]
 
 @dataclass(frozen=True, slots=True)
 class Steered:
-    """Vectors and a program that act in one phase, for whoever shares content by its key.
+    """Vectors and a program that act in one phase, as content that is shared by its key.
 
     It is one of `headgate.steering.vectors.sums.Vectors`, with the vectors' values.
 

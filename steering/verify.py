@@ -187,7 +187,7 @@ def _pairs(plain: Sequence[Answer], steered: Sequence[Answer], roles: Iterable[s
 
 
 def judge_mates(plain: Sequence[Answer], steered: Sequence[Answer], noise: float) -> Verdict:
-    """Judge unsteered requests: their answers must be those of a batch where nobody is steered."""
+    """Judge unsteered requests: their answers must be those of a batch without steered requests."""
     mates = _pairs(plain, steered, (MATE,))
     found = difference([pair.plain for pair in mates], [pair.steered for pair in mates])
     return equality("batch-mates of steered requests keep their answers", found, noise=noise)

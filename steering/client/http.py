@@ -235,7 +235,7 @@ class Client(Session):
         return self._stream(calls.chat, messages, fields)
 
     def set(self, vectors: Any = None, *, replace: bool = False, **others: Unpack[SteeringDocument]) -> GlobalUpdate:
-        """Steer every request with vectors, operations and features from the next step on, those that run included.
+        """Steer every request with vectors, operations and features from the next step on, running ones included.
 
         Args:
             vectors: For prompt and generated positions.
@@ -279,7 +279,7 @@ class Client(Session):
         Args:
             name: 1 to 256 printable characters.
             path: On the server, below its ``--sae-root``.
-            site: Where it acts, such as ``"17.post_mlp"``; None if its files tell.
+            site: Where it acts, such as ``"17.post_mlp"``; None if its files name it.
         """
         return self._send(calls.register_sae(self._access, name, path, site))
 

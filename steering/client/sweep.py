@@ -63,7 +63,7 @@ class Cell(NamedTuple):
     Attributes:
         site: Where the clean row was put.
         position: Of the row in the corrupted prompt.
-        value: The metric of the patched prompt; not a number if the server could not tell.
+        value: The metric of the patched prompt; not a number if the server could not compute it.
     """
 
     site: str

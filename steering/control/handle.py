@@ -150,7 +150,7 @@ class Steering(_Described[EngineCores], Rules):
     """
 
     def set(self, vectors: Any = None, *, replace: bool = False, **others: Unpack[SteeringDocument]) -> SteeringStatus:
-        """Steer every request with vectors, operations and features from the next step on, those that run included.
+        """Steer every request with vectors, operations and features from the next step on, running ones included.
 
         ::
 
@@ -239,7 +239,8 @@ class Steering(_Described[EngineCores], Rules):
         Args:
             name: 1 to 256 printable characters.
             path: A file of ``headgate sae import``, or an SAE as it was downloaded.
-            site: Where it acts, such as ``"17.post_mlp"``; None if the files tell. Operations must be declared there.
+            site: Where it acts, such as ``"17.post_mlp"``; None if the files name it. Operations must be declared
+                there.
 
         Raises:
             RequestError: If it cannot be read, or does not fit the model.

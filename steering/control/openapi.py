@@ -178,7 +178,7 @@ _REASONS = {
 
 
 def answers_of(schema: Schema, example: Any, *refused: int) -> dict[int | str, dict[str, Any]]:
-    """Return the answers of a route: the good one with an example, and those that refuse, by status."""
+    """Return the answers of a route by status: the success with an example, and the refusals."""
     answers: dict[int | str, dict[str, Any]] = {
         200: {"description": "Done.", "content": {"application/json": {"schema": schema, "example": example}}}
     }

@@ -133,16 +133,16 @@ class SaeStatus:
         width: Values of a row.
         num_features: Its features are 0 to ``num_features - 1``.
         activation: ``relu``, ``jumprelu``, ``gated``, ``topk`` or ``groupmax``.
-        k: Of the last two.
-        norm: Of rows, before they are encoded.
+        k: Number of active features; of ``topk`` and ``groupmax``.
+        norm: Normalisation of rows before they are encoded.
         decision: How one feature's activation is found: ``exact``; by a ``threshold`` in place of the selection among
             all features, an approximation; or ``none``: then features can only be added to.
         has_max_act: Whether the unit ``max_act`` can be used.
         is_encoded: Whether ``sae_reconstruction`` can name it: the operator's ``--sae-encode``.
-        format: Of its files.
-        model: That it was trained on, if its files tell.
+        format: Format of its files.
+        model: Name of the model that it was trained on, if its files give it.
         source: Path of its files.
-        sha256: Hex, of the files that it was published as.
+        sha256: Hash of the files that it was published as, in hex.
     """
 
     name: str
@@ -526,11 +526,11 @@ class ControllerActivity:
         applies_to: ``all``, ``opt_in`` or ``opt_out``.
         probes: Names of the scores that it reads, as in traces.
         budget_ms: Milliseconds that a step waits for it.
-        steps: Steps that it was given.
+        steps: Steps that were sent to it.
         skipped: Steps that came while it was busy, or after it was switched off.
         over_budget: Steps that took longer than `budget_ms`.
-        seconds: Time that it took.
-        actions: Its actions by outcome: those that were ``submitted``, and what came of them, which is ``applied``,
+        seconds: Seconds that it took, in total.
+        actions: Its actions by outcome: how many were ``submitted``, and how many were ``applied``,
             ``rejected`` or ``dropped``.
         error: Why it was switched off; None while it is on everywhere.
     """
@@ -549,7 +549,7 @@ class ControllerActivity:
 
     @classmethod
     def joined(cls, told: Sequence[Mapping[str, Any]]) -> ControllerActivity:
-        """Make it of what each engine core tells of it."""
+        """Join what each engine core reports of one controller."""
         first, actions = told[0], Counter[str]()
         for each in told:
             actions.update(each["actions"])
@@ -570,7 +570,7 @@ class DynamicStatus:
         gates: Rows that gates of requests wrote, by their names; beyond 256 names all others are counted as
             ``(others)``.
         requests_with_gates: Requests with gates of their own, now.
-        controllers: Those that were started.
+        controllers: Controllers that were started.
         latches: ``conversations`` in which gates are latched, and the ``bytes`` that they take.
         queue: Actions of capture consumers that are ``waiting``, and that were ``dropped``; None if none are taken.
     """

@@ -154,8 +154,8 @@ def read_cells(sweep: Sweep) -> tuple[Cell, ...]:
 def align(clean: Sequence[int], corrupt: Sequence[int]) -> dict[int, int]:
     """Return for each position of the corrupted prompt its partner in the clean one, as far as there is one.
 
-    In prompts of one length the same positions belong together. Otherwise the tokens that both begin with do, and
-    those that both end with; what lies between has no partner.
+    In prompts of one length the same positions belong together. Otherwise the tokens that both begin with belong
+    together, and the tokens that both end with; tokens between them have no partner.
     """
     if len(clean) == len(corrupt):
         return {position: position for position in range(len(corrupt))}

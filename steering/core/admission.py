@@ -160,7 +160,7 @@ class Reservations(Generic[R]):
         """Refuse a demand that cannot fit even when no other request runs.
 
         Raises:
-            RequestError: With the numbers; `field` is the name that the client is told.
+            RequestError: With the numbers; `field` is the name that the client gets.
         """
         fixed = self._groups.needed(self._modules.values())
         needed = _size({**fixed, **self._groups.needed([demand])})
@@ -194,7 +194,7 @@ class Reservations(Generic[R]):
         self._num_arrived += 1
         heapq.heappush(self._heap, _Waiting(priority, self._num_arrived, req_id, demand))
         self._waiting[req_id] = request
-        # The one that was first before did not fit, and does not now; so this is the newcomer or nobody.
+        # The one that was first before did not fit, and does not now; so this is the newcomer or no request.
         may_enter = bool(self.admit())
         if is_late and not may_enter:
             self.withdraw([req_id])
@@ -252,9 +252,9 @@ class Reservations(Generic[R]):
         self._change_fixed(demand, self._modules, field)
 
     def take_stranded(self) -> list[str]:
-        """Return those that wait and cannot run beside the present global vectors, modules and rules alone.
+        """Return waiting requests that cannot run even alone beside the present global vectors, modules and rules.
 
-        They are looked for once after each change of these.
+        The search happens once after each change of these.
         """
         if not self._may_strand:
             return []

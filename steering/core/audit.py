@@ -61,7 +61,7 @@ class Actor:
         return dataclasses.asdict(self)
 
     def undo(self, owner: str | None) -> Actor:
-        """The same actor for the call that takes a change back."""
+        """The actor of the call that undoes a change of this one."""
         return dataclasses.replace(self, is_bound=False, is_undo=True, owner=owner)
 
 

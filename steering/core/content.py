@@ -169,7 +169,7 @@ def check_programs(
 
 def _check_written(changing: Sequence[Program], field: str, where: str) -> None:
     """Refuse a feature that programs change twice at a site."""
-    # One program has each row once, so that the row's number tells as much as its bytes.
+    # One program has each row once, so that the row's number stands for its bytes.
     written = [program.written_rows if len(changing) == 1 else program.written_features for program in changing]
     seen: set[tuple[Site, int | bytes]] = set()
     for site, row in (found for features in written for found in features.values()):

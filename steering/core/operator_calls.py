@@ -38,8 +38,8 @@ _WorkerCall = tuple[str, Mapping[str, Any]]
 class OperatorCalls:
     """The methods that front ends call by name. Engine thread only.
 
-    Each change reserves slots first, then tells the workers, and last changes the state, so that no request finds half
-    of it. A change that fails is undone.
+    Each change reserves slots first, then notifies the workers, and last changes the state, so that no request finds
+    half of it. A change that fails is undone.
 
     Args:
         state: Holds global vectors and modules.
@@ -140,7 +140,7 @@ class OperatorCalls:
         return module
 
     def forget_unused(self) -> None:
-        """Let the workers forget the contents that nobody refers to any more."""
+        """Let the workers forget contents without a reference."""
         if keys := self._state.take_unused():
             self._services.call_workers("forget", {"keys": list(keys)})
 

@@ -18,7 +18,7 @@ MAX_BYTES = 256 << 20
 
 
 class ProbeRegistry:
-    """Probes by name. Any thread; a probe that somebody found stays as it is when its name is registered anew."""
+    """Probes by name. Any thread; a probe that a caller has stays as it is when its name is registered anew."""
 
     def __init__(self) -> None:
         self._probes: Mapping[str, Probe] = {}

@@ -140,7 +140,7 @@ class ModuleRegistry:
         self._disuse(self._of_request.pop(req_id, frozenset()))
 
     def take_unused(self) -> tuple[bytes, ...]:
-        """Return the keys of contents that nobody refers to any more, sorted, each once."""
+        """Return the keys of contents without a reference, sorted, each once."""
         unused, self._unused = tuple(sorted(self._unused)), set()
         return unused
 
@@ -243,7 +243,7 @@ class Brought(NamedTuple):
 
     @property
     def keys(self) -> frozenset[bytes]:
-        """Of all contents."""
+        """Keys of all contents."""
         return frozenset(content.key for phases in self[1:] for phase in phases for content, _ in phase)
 
     def acting(self, own: tuple[Program | None, Program | None]) -> list[list[Program]]:
@@ -332,10 +332,10 @@ def check_scales(named: Named, field: str) -> None:
 
 
 def _block_key(load: Load | None, program: Program | None, num_prompt: int, *, is_decode: bool) -> bytes | None:
-    """Return the key of the KV that a phase makes.
+    """Return the cache key of the KV that a phase makes.
 
-    Positions count from the prompt's end, so its length tells too; and so it does for gates that are decided there, and
-    on generated rows, where gates act at sites at which they do not act in prompts.
+    Positions count from the prompt's end, so its length is part of the key; likewise for gates that are decided there,
+    and on generated rows, where gates act at sites at which they do not act in prompts.
     """
     if load is None or program is None:
         return None if load is None else load.key

@@ -291,7 +291,7 @@ class SteeringState:
             req_id: The request's.
             spec: With names.
             num_prompt: Length of its prompt, for positions of operations.
-            field: The name that errors about modules tell.
+            field: The field's name in errors about modules.
             owner: Name of the client's key; empty without one. Conversations of gates are its own.
             gates: Those of the spec as they came; None if they did not.
 
@@ -327,7 +327,7 @@ class SteeringState:
             self._registry.let_go(req_id)
 
     def take_unused(self) -> tuple[bytes, ...]:
-        """Return the keys of contents that nobody refers to any more, sorted, each once: workers can forget them."""
+        """Return the keys of contents without a reference, sorted, each once: workers can forget them."""
         with self._registry.lock:
             return self._registry.take_unused()
 
@@ -352,7 +352,7 @@ class SteeringState:
 
 
 def _rule_registry(steerable: Steerable | None) -> RuleRegistry:
-    """Return the registry of an engine core's rules, whose columns lie behind those of requests."""
+    """Return the registry of an engine core's rules, whose columns come after those of requests."""
     if steerable is None or not steerable.op_sites:
         return RuleRegistry()
     max_rules = steerable.max_rules

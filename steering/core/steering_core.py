@@ -266,7 +266,7 @@ class SteeringCore:
         return acts or (self._controllers is not None and bool(self._controllers.acting(req_id)))
 
     def overdue(self) -> dict[str, str]:
-        """Return the requests that have waited for their slots too long, or in vain, each with the reason to tell."""
+        """Return the requests that waited for their slots too long, or in vain, each with its error's reason."""
         last = self._clock() - self._limits.max_wait_s
         reservations = self.reservations
         why = (

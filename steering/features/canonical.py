@@ -31,11 +31,11 @@ _PLACE = dict[str, tuple[str, int, tuple[int, ...]]]
 
 
 class _About(msgspec.Struct, kw_only=True):
-    """The coder as the metadata tells of it.
+    """The coder as the metadata describe it.
 
     Attributes:
         name: Chosen at import.
-        kind: As of `SourceCoder`, like `k`, `norm`, `model` and `declared`.
+        kind: As in `SourceCoder`, like `k`, `norm`, `model` and `declared`.
         read_site: Name of the site, if known.
         write_sites: Of a transcoder.
         format: Of the imported files.

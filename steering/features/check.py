@@ -226,7 +226,7 @@ def site_of_reads(coder: SparseCoder) -> Site:
     """Return where a coder reads.
 
     Raises:
-        FeatureFileError: If nobody said so.
+        FeatureFileError: If neither its files nor the caller name the site.
     """
     if coder.read_site is None:
         raise FeatureFileError(f"{coder.path}: {coder.name} has no site; name it: --site LAYER.HOOK, or NAME=PATH@SITE")

@@ -30,14 +30,14 @@ class Example(msgspec.Struct, kw_only=True):
     """One token that activates a feature.
 
     Attributes:
-        activation: Of the feature.
-        tag: Of the capture.
-        request_id: Of the capture.
+        activation: The feature's activation.
+        tag: The capture's tag.
+        request_id: The captured request's id.
         position: Of the token.
         token_id: The token.
         before: Text of captured tokens before it, ``...`` where positions between were not captured.
         token: Its text.
-        after: Text of captured tokens behind it.
+        after: Text of captured tokens after it.
     """
 
     activation: float
@@ -73,10 +73,10 @@ def show(coder: SparseCoder, feature: int, root: str, *, decode: Decode, top: in
     Args:
         coder: An SAE or transcoder with a read site.
         feature: Its number.
-        root: Of the captured rows.
+        root: Folder of the captured rows.
         decode: Turns ids of tokens into text.
         top: How many tokens.
-        context: How many tokens before, and behind, each.
+        context: How many tokens before, and after, each.
 
     Raises:
         FeatureFileError: If there is no such feature, or no request has rows of the coder's site and width.

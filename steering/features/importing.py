@@ -42,8 +42,8 @@ def open_coder(path: Path, *, name: str | None = None, site: Site | None = None)
 
     Args:
         path: A file or folder. Single features are read fastest from a file of ``headgate sae import``.
-        name: In place of the one given at import; of other sources the path's.
-        site: Of an SAE, in place of the one that the files tell.
+        name: Replaces the name given at import; other sources are named after their path.
+        site: An SAE's site, in place of the one that the files name.
 
     Raises:
         FeatureFileError: If it is of no known format, or damaged, or cannot be used.

@@ -60,20 +60,20 @@ class SourceCoder:
         decoders: ``[F, O]`` for each write site.
         bias: ``[F]``, added to pre-activations; of `Kind.GATED` the gate's.
         decoder_biases: ``[O]`` for each write site.
-        threshold: ``[F]`` of `Kind.JUMPRELU`; of kinds that select, those that stand for the selection.
+        threshold: ``[F]`` of `Kind.JUMPRELU`; of kinds that select, thresholds that stand for the selection.
         magnitude: Of `Kind.GATED`: factor ``[F]`` and bias ``[F]`` of the magnitude.
-        k: Of `Kind.TOPK` and `Kind.GROUPMAX`.
-        norm: Of rows.
+        k: Number of active features; of `Kind.TOPK` and `Kind.GROUPMAX`.
+        norm: Normalisation of rows.
         subtracts_bias: Whether the decoder's bias is taken off the row before it is encoded.
         scale: Factor on rows.
         folds_decoder_norm: Whether activations are scaled by the lengths of their decoder rows.
         skip: ``[O, D]``, applied to the row as it is.
         gain: ``[D]``, by which rows are divided first: the coder reads a norm's output before its gain.
-        read_site: Where it reads, if the source tells.
+        read_site: Where it reads, if the source names it.
         write_sites: Where it writes; empty stands for the read site.
-        model: The model's name, if the source tells.
+        model: The model's name, if the source gives it.
         declared: Figures that the source declares: ``l0``, ``fvu``.
-        max_activations: ``[F]``: the largest activation of each feature that the source saw, if it tells.
+        max_activations: ``[F]``: the largest activation of each feature that the source saw, if it gives them.
         name: The coder's name, if the source has one.
         sha256: Of the files that `paths` were made from, where they are not the source itself.
     """

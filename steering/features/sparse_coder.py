@@ -45,7 +45,7 @@ class Encoding(NamedTuple):
     Attributes:
         encoder: ``[n, D]``.
         bias: ``[n]``.
-        threshold: ``[n]``; 0 where a kind has none, NaN where a row of features cannot tell which are active.
+        threshold: ``[n]``; 0 where a kind has none, NaN where a feature's own row does not decide whether it is active.
         magnitude_scale: ``[n]``; 1 but for gated coders.
         magnitude_bias: ``[n]``; equal to `bias` but for gated coders.
     """
@@ -212,7 +212,7 @@ class SparseCoder:
 
     @property
     def decision(self) -> Decision:
-        """How a feature's own row tells whether it is active.
+        """How a feature's own row decides whether it is active.
 
         ``exact``; or by a ``threshold`` in place of the selection, an approximation; or ``none``: only `encode` knows.
         """
@@ -392,7 +392,7 @@ def gathered(coder: SparseCoder, max_bytes: int) -> tuple[SparseCoder, int]:
     encoder, *decoders = (
         tensor.gathered() if tensor.is_scattered else tensor for tensor in (source.encoder, *source.decoders)
     )
-    # The hash is that of what was read: the file may be another one, or gone, when somebody asks for it.
+    # The hash is that of what was read: the file may be another one, or gone, when the hash is asked for.
     source = replace(source, encoder=encoder, decoders=tuple(decoders), sha256=coder.source_sha256)
     return replace(coder, weights=FoldedWeights(source)), num_bytes
 

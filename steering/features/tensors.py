@@ -93,7 +93,7 @@ def _open_npz(path: Path) -> TensorFile:
 
 
 def _member(file: StoredFile, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[str, LazyTensor]:
-    """Read the header of a member. Its elements are read, and unpacked, when somebody wants them."""
+    """Read the header of a member. Its elements are read, and unpacked, on first use."""
     name = info.filename.removesuffix(".npy")
     with archive.open(info) as packed:
         header = io.BytesIO(packed.read(MAX_NPY_HEADER))

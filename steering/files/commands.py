@@ -45,7 +45,7 @@ class VectorReport(msgspec.Struct, frozen=True, kw_only=True):
         dtype: Element type in the file; of a file of headgate, the narrowest that holds all values.
         hidden_size: Values of a vector.
         vectors: In the order of the forward pass, tier by tier.
-        metadata: Notes of the file, and what it tells.
+        metadata: The file's metadata, and what its names and layout say.
     """
 
     file: str

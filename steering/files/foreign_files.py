@@ -5,7 +5,7 @@ loaded with ``weights_only=True``, and may hold tensors, numbers and texts alone
 
 Programs that turn pickles into files that can be read safely, to be run where the pickle was made.
 
-Unpickling runs code that the file names, so headgate does not do it. Whoever made a file can, and knows its classes.
+Unpickling runs code that the file names, so headgate does not do it. The file's author can, and has its classes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class VectorSource(NamedTuple):
     Attributes:
         path: The file.
         format: The name of its format; None to recognise it by the file's name and content.
-        layer: The layer of the site that the vector acts at, of a file that does not tell it; of a file with a vector
+        layer: The layer of the site that the vector acts at, of a file that does not name it; of a file with a vector
             for each layer, the one to take. None takes them all.
         concept: The number of the vector in a file of several for one site, or in a tensor of several.
         tensor: The name of the tensor to take, of a file whose names of tensors headgate does not know.
@@ -225,7 +225,7 @@ class ForeignVectors:
 
     Attributes:
         rows: float64 ``[hidden]`` for each site.
-        metadata: The element type (``dtype``), and what else the file or its name tells.
+        metadata: The element type (``dtype``), and what else the file or its name says.
     """
 
     rows: Mapping[Site, Float64Array]
@@ -424,7 +424,7 @@ def recognise(path: Path) -> str:
     """Return the name of the format of a file whose suffix is ``.svec`` or PyTorch's.
 
     Raises:
-        ValueError: If neither its name nor its content tells.
+        ValueError: If neither its name nor its content determines the format.
         OSError: If it cannot be read.
     """
     if path.suffix == ".svec":

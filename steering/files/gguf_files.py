@@ -115,7 +115,7 @@ class _Header:
         return found
 
     def tensors(self, file: StoredFile, alignment: Any) -> dict[Site, LazyTensor]:
-        """Read where the tensors are: behind the fields."""
+        """Read where the tensors are: after the fields."""
         if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT:
             raise ValueError(f"general.alignment is {shown(alignment)}")
         found = [self._tensor() for _ in range(self._num_tensors)]

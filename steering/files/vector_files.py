@@ -1,6 +1,6 @@
 """Steering vectors on disk: saved, loaded, and exchanged with other tools.
 
-Three formats are written and read, told apart by the suffix of the path:
+Three formats are written and read, distinguished by the suffix of the path:
 
 * ``.safetensors``: one tensor ``[hidden]`` for each vector, called ``TIER/LAYER.HOOK`` (``vectors/12.post_mlp``,
   ``prefill_vectors/...``, ``decode_vectors/...``) in the dtype of its values; the metadata says
@@ -154,7 +154,7 @@ def load(
             given wherever a file of vectors is named.
         format: ``safetensors``, ``json``, ``gguf``, ``caa``, ``persona_vectors``, ``refusal_direction``,
             ``assistant_axis``, ``svec``, ``axbench`` or ``tensor``; recognised by name and content if None.
-        layer: The layer of the site, of a file that does not tell it; of one with a vector for each layer, the one to
+        layer: The layer of the site, of a file that does not name it; of one with a vector for each layer, the one to
             take. Counted as sites are: layer 19 is ``19.post_mlp``, however the tool that made the file counts.
         concept: The concept to take, of a file of several (AxBench); the row, of a tensor with several.
         tensor: The name of the tensor to take, of a file whose names say nothing to headgate; the format is then
@@ -164,7 +164,7 @@ def load(
     Returns:
         The vectors, those of other tools in `VectorFile.vectors` and rounded to float32. The metadata then has
         ``format``, ``dtype``, the element type in the file, ``acts_on``, the tokens that the tool itself steers, and
-        what the file tells.
+        what the file says.
 
     Raises:
         VectorFileError: If it is damaged or not of that format, may run code, or leaves open what an argument must say.
@@ -183,10 +183,10 @@ def load(
 
 
 def format_of(source: VectorSource) -> str:
-    """Return the name of a file's format: the one that is given, or else the one that name and content tell.
+    """Return the name of a file's format: the given one, or else the one that its name and content show.
 
     Raises:
-        VectorFileError: If there is no such format, they do not tell, or the format has no use for layer or concept.
+        VectorFileError: If there is no such format, they do not show it, or the format has no use for layer or concept.
         OSError: If it cannot be read.
     """
     path = source.path

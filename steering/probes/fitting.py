@@ -180,7 +180,7 @@ def fit(
     seed: int = 0,
     regularization: float = 1.0,
 ) -> Probe:
-    """Make a linear probe that tells classes of rows apart, and say how well it does on requests that it did not see.
+    """Make a linear probe that separates classes of rows, and measure it on requests that it was not fitted on.
 
     ::
 
@@ -202,7 +202,7 @@ def fit(
         regularization: Of ``logistic``: the strength of its L2 penalty, the inverse of scikit-learn's ``C``.
 
     Raises:
-        ProbeError: If rows or labels are missing, or cannot be told apart; the message says which.
+        ProbeError: If rows or labels are missing, or cannot be separated; the message says which.
         CaptureFileError: If captures cannot be read.
     """
     site = site_of(at)

@@ -41,7 +41,7 @@ class Expression(NamedTuple):
 
     Attributes:
         positive: Names of the groups that the direction leads to; their rows count as one set.
-        negative: Names of those that it leads from.
+        negative: Names of the groups that it leads from.
     """
 
     positive: tuple[str, ...]

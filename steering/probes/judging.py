@@ -121,12 +121,12 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         site: The name of the site.
         pooling: The rows of each request that were scored.
-        classes: Of the probe.
+        classes: The probe's classes.
         num_requests: Requests.
-        num_rows: Rows, of which `num_positive` are of a probe's one class.
+        num_rows: Rows; `num_positive` of them are of a probe's one class.
         num_positive: None for several classes.
-        accuracy: Share of the rows whose class is told rightly: by scores above 0, or by the largest score. None for a
-            cosine probe, whose scores have no middle.
+        accuracy: Share of the rows whose class is predicted rightly: by scores above 0, or by the largest score. None
+            for a cosine probe, whose scores have no middle.
         auroc: Area under `roc`; None for several classes, like the rest.
         own: What the probe's own threshold does, if it has one.
         chosen: What the threshold does that was chosen here, at `chosen_fpr`.

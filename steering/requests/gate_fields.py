@@ -80,7 +80,7 @@ _CONDITION_KEYS: dict[str, tuple[str, ...]] = {
     "all": ("all",),
     "not": ("not",),
 }
-"""The keys of each kind of condition, by the key that tells the kind."""
+"""The keys of each kind of condition, by the key that names the kind."""
 
 _KNOWN = frozenset(key for keys in _CONDITION_KEYS.values() for key in keys)
 _GROUPS = {"any": Combine.ANY, "all": Combine.ALL}
@@ -246,7 +246,7 @@ def check_keys(document: Mapping[Any, Any], allowed: Collection[str], where: str
 
 
 def _kind_of(value: object, where: str) -> tuple[str, Mapping[Any, Any]]:
-    """Return the key of `_CONDITION_KEYS` that tells the kind of a condition, and the condition."""
+    """Return the key of `_CONDITION_KEYS` that names the kind of a condition, and the condition."""
     if value is None:
         raise RequestError(where, f"is missing; expected {CONDITION_FORM}")
     if not isinstance(value, Mapping) or not 0 < len(value) <= len(_KNOWN):
@@ -640,7 +640,7 @@ def _old_gate(document: Mapping[Any, Any], index: int, steerable: Steerable, fie
 
 
 def _tagged(value: object, kinds: Mapping[str, tuple[str, ...]], where: str) -> tuple[str, Mapping[Any, Any]]:
-    """Return the kind of a document that tells it, and the document."""
+    """Return the kind that a document names, and the document."""
     if not isinstance(value, Mapping):
         raise RequestError(where, f"expected an object with a 'kind', got {shown(value)}; {PREDECESSOR_FORM}")
     kind = value.get("kind")

@@ -1,7 +1,7 @@
 """A request's operations, read from its fields: lists of operations, and clamps in the form of `CLAMPS_FORM`.
 
 Both come as a base field and one for each phase; a phase has the base's operations first, then its own, and its clamps
-behind its operations. Numbers of operations, sites, keys and listed positions are compared with their limits before a
+after its operations. Numbers of operations, sites, keys and listed positions are compared with their limits before a
 vector is converted.
 
 Rows that an operation takes from an earlier request of this server: its key ``source``.
@@ -66,7 +66,7 @@ class RowSource(NamedTuple):
 
 
 def read_source(value: object, where: str) -> RowSource:
-    """Read ``{"request", "position", "site", "sample"}``, of which the last two may be absent.
+    """Read ``{"request", "position", "site", "sample"}``, where the last two may be absent.
 
     Raises:
         RequestError: If it is something else, naming the key that is wrong.
@@ -612,7 +612,7 @@ def read_gated(value: object, steerable: Steerable, vectors: Vectors, field: str
 
 
 def check_lowers(operations: Sequence[Operation], steerable: Steerable) -> None:
-    """Check what only the numbers of the vectors tell; those that name modules are left to the engine core.
+    """Check what only the numbers of the vectors show; operations that name modules are left to the engine core.
 
     Raises:
         RequestError: Naming the field, such as that of a vector without a direction.

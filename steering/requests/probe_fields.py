@@ -19,7 +19,7 @@ _HIDDEN_FIELDS = ("weight", "bias", "activation")
 
 
 def read_probe(document: Mapping[str, Any], hidden: int) -> Probe:
-    """Read a document with the keys `PROBE_FIELDS`; those that are None are as if they were not there.
+    """Read a document with the keys `PROBE_FIELDS`; a None counts as an absent key.
 
     Args:
         document: ``weight`` is one vector, or a list of them, one for each class: lists, arrays, tensors, or packed as

@@ -117,7 +117,7 @@ class ContentCache(Generic[Result]):
             return self._results[key]
 
     def keep(self, key: ContentKey, result: Result) -> None:
-        """Keep a result, at the expense of those that were not used for the longest time."""
+        """Keep a result, at the expense of the least recently used ones."""
         with self._lock:
             if key not in self._results:
                 self._num_bytes += key.num_bytes

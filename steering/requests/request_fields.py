@@ -55,17 +55,17 @@ class SteeringDocument(TypedDict, total=False):
         prefill_vectors: Act at prompt positions in addition.
         decode_vectors: Act at generated positions in addition.
         ops: Operations at prompt and generated positions.
-        prefill_ops: Operations at prompt positions, behind `ops`.
-        decode_ops: Operations at generated positions, behind `ops`.
-        clamps: As ``steering_clamps`` of a request, behind the operations.
-        prefill_clamps: The same at prompt positions.
-        decode_clamps: The same at generated positions.
-        features: Edits of features of SAEs at prompt and generated positions, behind all operations.
-        prefill_features: The same at prompt positions.
-        decode_features: The same at generated positions.
+        prefill_ops: Operations at prompt positions, after `ops`.
+        decode_ops: Operations at generated positions, after `ops`.
+        clamps: As ``steering_clamps`` of a request, after the operations.
+        prefill_clamps: Clamps at prompt positions.
+        decode_clamps: Clamps at generated positions.
+        features: Edits of features of SAEs at prompt and generated positions, after all operations.
+        prefill_features: Edits at prompt positions.
+        decode_features: Edits at generated positions.
         sae_reconstruction: Names of SAEs: rows become their reconstructions, with the edits of their features.
-        prefill_sae_reconstruction: The same at prompt positions.
-        decode_sae_reconstruction: The same at generated positions.
+        prefill_sae_reconstruction: SAEs whose reconstructions replace rows at prompt positions.
+        decode_sae_reconstruction: SAEs whose reconstructions replace rows at generated positions.
     """
 
     prefill_vectors: Any
@@ -115,7 +115,7 @@ def read_steering(
         find: Finds rows that earlier requests have kept.
 
     Returns:
-        The spec, and its operations, which tell the modules that they name.
+        The spec, and its operations, with the modules that they name.
 
     Raises:
         RequestError: Naming the field that is wrong.

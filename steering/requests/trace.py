@@ -1,7 +1,7 @@
-"""``return_steering_trace``: what was read and written at a request's rows, made of the notes of its steps.
+"""``return_steering_trace``: what was read and written at a request's rows, from the records of its steps.
 
-The engine core makes a note for the rows of each step, and leaves out those that were computed again after their tokens
-were sampled; here the notes are unpacked, all at once.
+The engine core makes a record of the rows of each step, and leaves out those that were computed again after their
+tokens were sampled; here the records are unpacked, all at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every form that a client may send for one hook point of a steering field, read into single vectors, and then rows.
 
-Forms are told apart here and nowhere else. A vector keeps the bytes it came with, except that float64 and lists are
+Forms are distinguished here and nowhere else. A vector keeps the bytes it came with, except that float64 and lists are
 rounded to float32. Sizes are compared before anything is decoded or converted, so a giant payload costs no more than a
 small one.
 """

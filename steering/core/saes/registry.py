@@ -134,10 +134,10 @@ def open_sae(name: str, path: Path, site: Site | None, steerable: Steerable, sha
 
     Args:
         name: Its name in requests.
-        path: Of its file or folder.
-        site: Where it acts; None if the files tell.
+        path: Path of its file or folder.
+        site: Where it acts; None if the files name it.
         steerable: The model.
-        sha256: Of its files, where that was computed already: it takes a second for each gigabyte.
+        sha256: Hash of its files, where that was computed already: it takes a second for each gigabyte.
 
     Raises:
         FeatureFileError: If it cannot be read or does not fit the model.

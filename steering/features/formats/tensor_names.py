@@ -112,7 +112,7 @@ def read_weights(file: TensorFile, names: Names) -> dict[str, Any]:
 
 
 def expect_only(file: TensorFile, names: Iterable[str], loader: str) -> None:
-    """Check that a file has no tensors but those that its producer's own loader takes.
+    """Check that a file has no tensors but the ones that its producer's own loader takes.
 
     What a tensor of another name does is not known here, and the loader refuses it.
 
