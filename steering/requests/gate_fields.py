@@ -253,10 +253,12 @@ def _kind_of(value: object, where: str) -> tuple[str, Mapping[Any, Any]]:
         raise RequestError(where, f"expected {CONDITION_FORM}; got {shown(value)}")
     kinds = [key for key in _CONDITION_KEYS if value.get(key) is not None]
     if len(kinds) > 1:
-        raise RequestError(f"{where}.{kinds[1]}", f"excludes {kinds[0]!r}: a condition has one of {', '.join(_KEYS)}")
+        raise RequestError(
+            f"{where}.{kinds[1]}", f"excludes {kinds[0]!r}: a condition has one of {', '.join(_CONDITION_KEYS)}"
+        )
     if not kinds:
         check_keys(value, _KNOWN, where, "a condition")
-        raise RequestError(where, f"has none of the keys {', '.join(_KEYS)}; expected {CONDITION_FORM}")
+        raise RequestError(where, f"has none of the keys {', '.join(_CONDITION_KEYS)}; expected {CONDITION_FORM}")
     given = {key: None for key in value if value[key] is not None or key not in _KNOWN}
     check_keys(given, _CONDITION_KEYS[kinds[0]], where, f"a condition with {kinds[0]!r}")
     return kinds[0], value

@@ -75,7 +75,7 @@ def read_source(value: object, where: str) -> RowSource:
         raise RequestError(where, f'expected {{"request", "site", "position"}}, got {shown(value)}')
     unknown = next((key for key in value if key not in _SOURCE_KEYS), None)
     if unknown is not None:
-        raise RequestError(f"{where}.{shown(unknown)[1:-1]}", f"unknown key; a source has {', '.join(_KEYS)}")
+        raise RequestError(f"{where}.{shown(unknown)[1:-1]}", f"unknown key; a source has {', '.join(_SOURCE_KEYS)}")
     request = value.get("request")
     if not isinstance(request, str) or not 0 < len(request) <= MAX_KEPT_NAME:
         raise RequestError(f"{where}.request", f"expected the name under which rows are kept, got {shown(request)}")

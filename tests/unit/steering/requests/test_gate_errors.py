@@ -158,7 +158,7 @@ CONDITIONS: list[Case] = [
     _when({"prob": "anger"}, ".prob", "unknown key"),
     _when({"probe": None, "above": 1}, "", "has none of the keys"),
     _when({**PROBE, "sae": "s"}, ".sae", "excludes 'probe'"),
-    _when({"any": [PROBE], "all": [PROBE]}, ".all", "excludes 'any'"),
+    _when({"any": [PROBE], "all": [PROBE]}, ".all", "excludes 'any': a condition has one of probe"),
     _when({"any": [PROBE], "above": 1}, ".above", "unknown key; a condition with 'any' has any"),
     _when({**PROBE, "feature": 1}, ".feature", "unknown key"),
     _when({**PROBE, "at": "1.post_mlp"}, ".at", "unknown key"),

@@ -113,7 +113,7 @@ def test_a_request_is_looked_for_once() -> None:
         ({"position": 2**31}, "source.position", "expected an integer"),
         ({"site": "1.mid"}, "source.site", "not a site"),
         ({"site": 4}, "source.site", "not a site"),
-        ({"layer": 4}, "source.layer", "unknown key"),
+        ({"layer": 4}, "source.layer", "unknown key; a source has request, site, position, sample"),
     ],
 )
 def test_sources_that_are_none_are_refused_by_their_field(source: dict[str, Any], field: str, told: str) -> None:
