@@ -102,12 +102,12 @@ class Controller:
     """Derive from this. All methods but the constructor are called on one thread, the controller's own if it may wait.
 
     A controller that raises is switched off, and so is one that takes longer than its ``budget_ms`` in several steps
-    one behind the other; the engine lives on.
+    in a row; the engine lives on.
 
     Attributes:
         needs_prompts: Whether every row of a prompt is to be read: then prompts of requests on which it acts are not
             read from the prefix cache.
-        needs_tokens: Whether the tokens of rows are looked at. One that says False is told the tokens of prompts, and
+        needs_tokens: Whether the tokens of rows are looked at. One that says False gets the tokens of prompts, and
             of answers at their end; that spares the engine a little in each step.
         never_waits: Whether its methods return at once, since they compute with a few arrays alone: they wait for no
             lock, file, socket or other process. Then the engine calls them itself, which spares two changes of thread

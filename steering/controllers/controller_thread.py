@@ -37,11 +37,11 @@ class ControllerFigures:
     """Figures of a controller.
 
     Attributes:
-        steps: Steps that it was given.
+        steps: Steps that were sent to it.
         skipped: Steps that came while it was busy, or after it was switched off.
         over_budget: Steps that took longer than its budget.
-        seconds: Time that it took in all.
-        dropped: Steps that returned too many actions; nobody counts the rest, which may have no end.
+        seconds: Seconds that it took in total.
+        dropped: Steps that returned too many actions; the rest, which may have no end, is not counted.
         error: Why it was switched off; None while it is on.
     """
 
@@ -54,10 +54,10 @@ class ControllerFigures:
 
 
 class Standstill:
-    """How long somebody has made no progress, by looks at a number that changes whenever he does.
+    """How long a thread or process has made no progress, by looks at a number that changes with its progress.
 
-    Of the time between two looks a second counts at most: in a longer time whoever looks may have stood still himself,
-    stopped or on a machine that was suspended, and whom he looks at as well.
+    Between two looks at most one second counts: in a longer time the observer itself may have stood still, stopped or
+    on a machine that was suspended, and what it watches as well.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class ControllerThread:
         return self.figures.error is None
 
     def tell(self, call: Callable[[], object]) -> None:
-        """Have the thread do `call`, behind what it was told before; nothing is waited for."""
+        """Have the thread do `call`, after the calls before; does not wait."""
         if self.is_on and self._is_called_at_once:
             _guarded(call, self)
         elif self.is_on:
@@ -151,7 +151,7 @@ class ControllerThread:
         return self._actions if self.is_on else []
 
     def switch_off(self, error: str) -> None:
-        """Give the controller nothing more, for a reason that the status tells."""
+        """Give the controller nothing more, for a reason that the status shows."""
         if self.is_on:
             self.figures.error = error
             logger.error("headgate: controller %s is switched off: %s", self._name, error)

@@ -44,12 +44,12 @@ class ControllerFeed:
         self._controller.request_begins(self._view(request))
 
     def step(self, scores: Mapping[str, Sequence[float] | float]) -> list[SingleAction]:
-        """Read rows of some requests, and return the controller's actions, those for several requests one by one.
+        """Read rows of some requests, and return the controller's actions, actions for several requests one by one.
 
-        The rows of a prompt come first; each row behind it generates a token.
+        The rows of a prompt come first; each row after them generates a token.
 
         Args:
-            scores: By request, one for each of its next rows; the same for all probes.
+            scores: By request, one for each of its next rows; equal for all probes.
         """
         rows: list[tuple[str, int, float]] = []
         for request, given in scores.items():

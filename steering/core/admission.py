@@ -211,7 +211,7 @@ class Reservations(Generic[R]):
             self._groups.remove(demand)
 
     def admit(self) -> list[R]:
-        """Reserve slots for waiting requests, in order, while they suffice; return those that can run now."""
+        """Reserve slots for waiting requests, in order, while they suffice; return the ones that can run now."""
         admitted = []
         while self._heap and self._groups.missing(self._heap[0].demand) <= self.capacity - self._groups.num_used:
             first = heapq.heappop(self._heap)

@@ -1,4 +1,4 @@
-"""Who changed what steers others, and when; and which client a named module belongs to."""
+"""Changes of steering that acts on other clients, with actor and time; and owners of named modules."""
 
 from __future__ import annotations
 

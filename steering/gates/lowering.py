@@ -1,8 +1,8 @@
 """Gates become entries of a request's program. Numpy only.
 
-A gate is evaluated at its decision site: the last of those that it reads, in the order of the forward. What it turns on
-there and later acts on the same row; at earlier sites it acts on rows behind, and on generated ones alone, since rows
-of a prompt may share a forward.
+A gate is evaluated at its decision site: the last of the sites that it reads, in the order of the forward. What it
+turns on there and later acts on the same row; at earlier sites it acts on the rows after, and on generated ones alone,
+since rows of a prompt may share a forward.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ class _Phase:
         self.num_changes = 0
 
     def take(self, effect: _Effect) -> Sequence[Entry]:
-        """Return the entries of an effect, with its groups and changes counted behind those that are here."""
+        """Return the entries of an effect, with its groups and changes counted after the ones that are here."""
         entries = moved(effect.entries, len(self.groups), self.num_changes)
         self.groups.extend(effect.groups)
         self.num_changes += effect.num_changes

@@ -50,7 +50,7 @@ class Content(Protocol):
         """Return a registered SAE, and where it reads.
 
         Raises:
-            RequestError: If there is none of that name, or it cannot tell the activation of that feature.
+            RequestError: If there is none of that name, or one row does not decide the activation of that feature.
         """
         ...
 

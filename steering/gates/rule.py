@@ -20,7 +20,7 @@ _PLACE = "rule[0]."
 
 
 WHO_KNOWS_RULES = "whoever has the role 'steer' finds those that are registered at GET /v1/steering/rules"
-"""In errors about requests, whose clients are not told the names of rules."""
+"""Stands for rules in errors about requests, whose clients do not learn the names of rules."""
 
 
 class AppliesTo(str, Enum):

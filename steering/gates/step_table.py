@@ -17,8 +17,8 @@ class ToldCounts(NamedTuple):
     Attributes:
         req_id: The request.
         states: float32 ``[columns]``: its states, in which the counts are.
-        is_last: Whether the counts begin anew behind this.
-        has_ended: Whether nothing of the request comes any more.
+        is_last: Whether the counts begin anew after this.
+        has_ended: Whether no more rows of the request will come.
     """
 
     req_id: str
@@ -33,11 +33,11 @@ def spread(values: Float32Rows, told: Int64Array | None, num_columns: int) -> Fl
     Args:
         values: float32 ``[rows, len(told)]``.
         told: int64, ascending: the columns that are known; None for all.
-        num_columns: Of the signals.
+        num_columns: Number of columns of the signals.
     """
     if told is None:
         return values
-    # Column by column, so that pages of columns that nobody told of are never touched.
+    # Column by column, so that pages of columns without values are never touched.
     signals = np.zeros((num_columns, len(values)), np.float32)
     signals[told] = values.T
     return signals.T
@@ -55,10 +55,11 @@ class StepTable(NamedTuple):
     """The rows of a step's requests, one request after the other.
 
     Attributes:
-        ids: The requests; the very tuple of the step before if they are the same, where no process lies between.
+        ids: The requests; the same tuple object as in the step before if they are the same, where no process lies
+            between.
         firsts: int64 ``[G]``: position of the first row of each.
         counts: int64 ``[G]``: rows of each.
-        signals: float32 ``[rows, columns]``; 0 in columns that nobody reads.
+        signals: float32 ``[rows, columns]``; 0 in columns without a reader.
         has_one_row_each: Whether each request has one row.
     """
 

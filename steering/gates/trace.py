@@ -18,7 +18,7 @@ Note = dict[str, Any]
 """A piece of a trace; plain values. Of a step's rows: the position of the ``first``, how many ``rows``, the names of
 ``scores`` and of ``gates``, and as ``values`` the bytes of float32 ``[rows, scores + 2 gates]``: scores, strengths, and
 what was applied; not finite where there is nothing. Rows from ``first`` on that earlier pieces have count no more: they
-were computed again before a token was sampled behind them. Or the ``actions`` of controllers."""
+were computed again before a token was sampled after them. Or the ``actions`` of controllers."""
 
 
 class TraceLog:
@@ -31,7 +31,7 @@ class TraceLog:
     def __init__(self) -> None:
         self.notes: list[Note] = []
         self._end = 0
-        """Position behind the last row."""
+        """Position after the last row."""
 
     def add(self, note: Note) -> None:
         """Add a piece, which stays as it is."""
@@ -91,9 +91,9 @@ class GateSource(NamedTuple):
 
     Attributes:
         layout: Their columns.
-        prefill: Those that turn something on at prompt positions.
-        decode: Those that do at generated positions.
-        key: Of their content and columns.
+        prefill: Gates that turn something on at prompt positions.
+        decode: Gates that turn something on at generated positions.
+        key: Hash of their content and columns.
     """
 
     layout: Layout
@@ -115,7 +115,7 @@ class GateSource(NamedTuple):
 
     @property
     def columns(self) -> list[int]:
-        """Of each gate, the column of its strength that acts."""
+        """The column of each gate's acting strength."""
         return [gate.column for gate in self.layout.gates]
 
     @property
@@ -172,7 +172,7 @@ class _Era(NamedTuple):
     Attributes:
         since: That position.
         rules: The rules.
-        fresh: Columns of those that did not act before.
+        fresh: Columns of the rules that did not act before.
         scores: The column of each score, by its name in traces.
         gates: Whose each gate is, and its column, by its name in traces.
     """
@@ -190,7 +190,7 @@ class _Era(NamedTuple):
         return cls(since, acting, tuple(fresh), _score_columns(own, acting), _gate_columns(own, acting))
 
     def decoded(self, num_prompt: int) -> DecodedPlan:
-        """Return what is told of generated rows, but for the first row of the era."""
+        """Return what is reported of generated rows, but for the first row of the era."""
         written = [_written(source, column) for source, column in self.gates.values()]
         shown = [column + 1 for _, column in self.gates.values()]
         return DecodedPlan(
@@ -203,14 +203,14 @@ class _Era(NamedTuple):
 
 
 def _written(source: GateSource, column: int) -> tuple[int, int]:
-    """Return the column whose value is written on generated rows, and of which row: as `GateSource.applied` has it."""
+    """Return the column whose value is written on generated rows, and its row: as `GateSource.applied` has it."""
     if column in source.decode.late:
         return column, NOW
     return (column + FOLLOWING, BEFORE) if column in source.decode.early else (column, NEVER)
 
 
 class _Rows(NamedTuple):
-    """Rows to tell of: position of the first, their signals, and those of the row before each."""
+    """Rows to report: position of the first, their signals, and the signals of the row before each."""
 
     first: int
     signals: Float32Rows
@@ -236,7 +236,7 @@ class TraceWriter:
         self._num_prompt = num_prompt
         self._eras = [_Era.of(own, 0, rules)]
         self._end = 0
-        """Position behind the last row that was told."""
+        """Position after the last reported row."""
         self._last: Float32Rows | None = None
         """Signals ``[1, columns]`` of that row."""
 
@@ -251,7 +251,7 @@ class TraceWriter:
 
     @property
     def end(self) -> int:
-        """Position behind the last row that was told."""
+        """Position after the last reported row."""
         return self._end
 
     @property
@@ -260,11 +260,11 @@ class TraceWriter:
         return self._last
 
     def decoded(self) -> DecodedPlan:
-        """Return what is told of generated rows from now on."""
+        """Return what is reported of generated rows from now on."""
         return self._eras[-1].decoded(self._num_prompt)
 
     def follow(self, end: int, last: Float32Rows) -> None:
-        """Go on behind rows that were told elsewhere, by the signals ``[1, columns]`` of the last one."""
+        """Continue after rows that were reported elsewhere, from the signals ``[1, columns]`` of the last one."""
         self._end, self._last = end, last
 
     def begin_again(self) -> Note:
@@ -274,9 +274,9 @@ class TraceWriter:
         return {"first": 0, "rows": 0, "scores": (), "gates": (), "values": b""}
 
     def note(self, first: int, signals: Float32Rows) -> Note | None:
-        """Return the piece of a step's rows; None if all of them were told before: they were computed again.
+        """Return the piece of a step's rows; None if all were reported before: they were computed again.
 
-        Rows of a prompt without its first token are told again: the token is to be of the last computation.
+        Rows of a prompt without its first token are reported again: the token is to be of the last computation.
 
         Args:
             first: Position of the first row.
@@ -340,7 +340,7 @@ def _score_columns(own: GateSource, rules: Iterable[GateSource]) -> dict[str, in
 
 
 def _gate_columns(own: GateSource, rules: Iterable[GateSource]) -> dict[str, tuple[GateSource, int]]:
-    """Return gates by their names, with whose they are; a rule whose name a gate of the request has is told apart."""
+    """Return gates by their names, with whose they are; a rule whose name a gate of the request has gets another."""
     found = {gate.gate.name: (own, gate.column) for gate in own.layout.gates}
     for rule in rules:
         for gate in rule.layout.gates:

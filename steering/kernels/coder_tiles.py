@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def store_parts(pointers, stride, values, mask, PARTS: tl.constexpr):
-    """Store values in the dtype of the pointers, and behind them, `stride` further, what rounding lost."""
+    """Store values in the dtype of the pointers, and what rounding lost `stride` further."""
     stored = values.to(pointers.dtype.element_ty)
     tl.store(pointers, stored, mask=mask)
     if PARTS == 2:

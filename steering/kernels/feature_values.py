@@ -51,7 +51,7 @@ def norm_of_row(h):
 
 @triton.jit
 def statistics_of_row(norms, h, mean, std, norm, columns, D):
-    """Return mean, standard deviation and norm of `h`, of which those are computed that a feature needs."""
+    """Return mean, standard deviation and norm of `h`, computing only the ones that a feature needs."""
     if (std < 0) & (tl.max((norms == _LAYER_NORM).to(tl.int32)) > 0):
         mean = tl.sum(h) / D
         centred = tl.where(columns < D, h - mean, 0.0)
@@ -85,7 +85,7 @@ def _normalised(norms, z, read_scale, p5, mean, std, norm, D):
 
 @triton.jit
 def norms_of_scores(code):
-    """Return the `InputNorm` of which entries `Code.SCORE` need a row's statistics."""
+    """Return the `InputNorm` whose statistics of a row entries `Code.SCORE` need."""
     kind = code & _SCORE_KIND_MASK
     norms = tl.where(kind == _ACTIVATION, code & INPUT_NORM_MASK, 0)
     return tl.where(kind == _COSINE, _CONSTANT_NORM, norms)
@@ -106,14 +106,14 @@ def scores_of_row(code, numbers, dots, rests, mean, std, norm, D):
 
 @triton.jit
 def units_together(code, index, numbers, dots, rests, scores, total):
-    """Return scores with those that units make together, the sum that goes on behind them, and which are to be stored.
+    """Return scores, with units joined; the sum that goes on after them; and which scores are to be stored.
 
     Args:
-        code: Of some entries; 0 for those that do not count.
+        code: Codes of some entries; 0 for entries that do not count.
         index: Their places, ascending.
         numbers: Their params.
         dots: Products of the row with their first rows.
-        rests: The same with their second rows.
+        rests: Products of the row with their second rows.
         scores: As `scores_of_row` returns them: right but for units.
         total: The sum of the units before, since the last `Unit.SUM`.
     """

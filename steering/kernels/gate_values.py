@@ -1,8 +1,8 @@
 """Values of conditions and gates from scores, for one row or for rows of one request that follow one another.
 
 Formulas: `headgate.steering.programs.gate_codes`; what a row takes from the one before is here found for `ROWS` rows at
-once. `signals` points to the first column of each row, `states` to that of their request. `index` counts the rows;
-those from `length` on, of which there are none if `ROWS` is 1, are neither read nor written.
+once. `signals` points to the first column of each row, `states` to the first column of their request. `index` counts
+the rows; rows from `length` on (none if `ROWS` is 1) are neither read nor written.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _control(
 
 @triton.jit
 def _controlled(numbers, value, before, integral):
-    """Return the strength of a control loop on one row, and its integral behind that."""
+    """Return the strength of a control loop on one row, and its integral after that row."""
     least, largest = tl.load(numbers - 2), tl.load(numbers - 1)
     error, gain = tl.load(numbers) - value, tl.load(numbers + 2)
     is_first = integral != integral
@@ -196,7 +196,7 @@ def _composed(keep, term, later_keep, later_term):
 
 @triton.jit
 def _of_prompt(pool, score, total, count, flags, is_row, ROWS: tl.constexpr):
-    """Return the two states of a leaf that pools a prompt, behind the rows."""
+    """Return the two states of a leaf that pools a prompt, after the rows."""
     is_last = is_row & (flags & _ENDS_PROMPT != 0)
     is_counted = is_row & tl.where(pool == _PROMPT_MEAN, flags & _IS_GENERATED == 0, is_last)
     added, number, ends = tl.where(is_counted, score, 0.0), is_counted.to(tl.float32), is_last.to(tl.int32)

@@ -97,7 +97,7 @@ def numbers_of_operation(codes, params, index, code, gates):
 
 @triton.jit
 def numbers_of_features(codes, params, index, code, gates):
-    """Return the params of a block of features, with their coefficients; zeros of those that do not act."""
+    """Return the params of a block of features, with their coefficients; zeros of features that do not act."""
     read_scale, write_scale, p0, p1, p2 = numbers_of_operation(codes, params, index, code, gates)
     params += index * _NUM_PARAMS
     acts = code != 0

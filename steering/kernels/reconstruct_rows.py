@@ -4,7 +4,7 @@ Shape suffixes: T tokens of the step, N listed rows, F features, D hidden size. 
 `headgate.steering.worker.reconstruction.reconstruction_deltas_reference`.
 
 Four launches: rows are normed; encoded by tiles of rows and features; decoded by tiles of rows and columns, for each of
-`_splits` ranges of features; and what these decoded is added up. Tiles behind the last listed row return at once. The
+`_splits` ranges of features; and what these decoded is added up. Tiles after the last listed row return at once. The
 first and the last also add up how well rows are reconstructed.
 
 Activations are stored, for `CHUNK` rows at a time. A kernel that decodes at once what it encodes would add to rows as

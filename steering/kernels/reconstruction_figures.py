@@ -24,7 +24,8 @@ _LARGEST_NORM = tl.constexpr(LARGEST_NORM)
 
 @triton.jit
 def add_length(sums_ptr, h):
-    """Add a row's length to those that tell which rows are very long; nothing of zeros and of rows that are not finite.
+    """Add a row's length to the sums that decide which rows are very long; rows of zeros and non-finite rows add
+    nothing.
 
     To be called for all rows of a step before `add_figures` is for any.
     """

@@ -97,19 +97,19 @@ def program_deltas(
         row_T: int32: the table row of each token, in [0, R). Neither this nor a slot is checked: a check would wait for
             the GPU.
         count_T: int32: entries of each token's program at this site, 0 to E; 0 is no program.
-        codes_REC: int32 ``[R, E, NUM_CODES]``, contiguous; features behind all other entries. Slots are in [0, S), and
+        codes_REC: int32 ``[R, E, NUM_CODES]``, contiguous; features after all other entries. Slots are in [0, S), and
             slot 0 is never read.
         params_REP: float32 ``[R, E, NUM_PARAMS]``, contiguous.
         groups_T: int64: bit ``g - 1`` says whether position group g acts on the token; None if no entry has a group.
         changes_TK: float32, contiguous: the changes of features that are read at one site and written at later ones. An
             entry that reads writes its change of the token, which entries that write it must find at later sites.
             Other changes are neither read nor written. None if no entry is of that kind.
-        shift_TD: float32, contiguous, written as the result is: the part of it that is not of features. None where
-            nobody asks for it.
+        shift_TD: float32, contiguous, written as the result is: the part of it that is not of features. None if it is
+            not needed.
         gates: None if no entry is of a gate or has one. Otherwise float32 signals ``[T, C]`` and states ``[Q, C]``,
             and int32 ``[T, 2]``: slot of each token's request, in [0, Q), and `TokenFlag`; all contiguous
             (`headgate.steering.worker.gates.reference.GateTensors`). Gates of the site are evaluated, which writes
-            signals and states. Several rows of one request must lie one behind the other, and have `IS_SCANNED`.
+            signals and states. Several rows of one request must be consecutive, and have `IS_SCANNED`.
         scans: False if no row has that flag, as in a step of one row for each request: two launches are left out.
 
     Raises:
@@ -206,7 +206,7 @@ def _num_entries(count_ptr, T, TOKENS: tl.constexpr):
 def _run_operations(
     h, codes, params, first, count, groups, gates, pool_ptr, pool_stride, columns, D, BLOCK_E: tl.constexpr
 ):
-    """Return `h` after the entries that are no features, from `first` on, and the number of the one behind them.
+    """Return `h` after the entries that are no features, from `first` on, and the index of the next entry.
 
     What an entry needs is on its way while the reductions of the one before it wait for one another.
     """

@@ -1,7 +1,7 @@
 """Gates on rows of the stream: at once on the only row of a request in a step, and in their order on several rows.
 
 Formulas: `headgate.steering.programs.gate_codes`. Several rows of a request have the flag `TokenFlag.IS_SCANNED`, and
-lie one behind the other. Two launches evaluate them before the programs run: one finds the scores of every row by
+are consecutive. Two launches evaluate them before the programs run: one finds the scores of every row by
 itself, the other goes through the rows of each request, `_ROWS` at a time, and through the entries for those: what an
 entry takes from earlier rows is a maximum, a sum, or a composition of affine maps, which all rows find together.
 """

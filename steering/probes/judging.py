@@ -1,6 +1,6 @@
 """How well a probe does on labelled rows: figures, and a picture of them.
 
-How well scores tell one class from the rest: ROC curve, its area, and thresholds. numpy only.
+How well scores separate one class from the rest: ROC curve, its area, and thresholds. numpy only.
 
 A row is said to be of the class if its score is above the threshold, not if it is equal.
 """

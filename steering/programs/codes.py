@@ -12,9 +12,9 @@ changes it in turn. Entries name rows of the vector pool: ``u`` is read, ``w`` i
   ``h += p2 * ((p0 * r - z) * read_scale * u + (p1 * r - y) * g * w)``.
 * `REPLACE`: ``h += p0 * (g * w - m * h)``, where ``m`` is the row `u`, or 1 everywhere if the entry has none.
 * `RECONSTRUCT`: leaves `h`, and marks the row: it becomes what the encoded SAE of the site decodes of `h`, plus ``d``
-  (`headgate.steering.worker.reconstruction`). It stands behind all other entries but features.
+  (`headgate.steering.worker.reconstruction`). It stands after all other entries but features.
 * `FEATURE`: ``d += g * gain * (t - a) * w``. After the last entry, ``h += d``: features do not see each other. They
-  stand behind all other entries.
+  stand after all other entries.
 * `READ_FEATURE` and `WRITE_FEATURE` are the halves of a feature that is read at one site and written at later ones:
   ``c[i] = g * gain * (t - a)`` at the first, and ``d += g * c[i] * w`` at the others, in the same forward. Each row of
   the stream has changes ``c`` of its own; `change_index` is i. They stand among the features.
@@ -157,7 +157,7 @@ NUM_NUMBERS = 4
 """Numbers of a feature of an encoded SAE: bias, threshold, magnitude scale, magnitude bias."""
 
 NUM_SUMS = 5
-"""Sums of an encoded SAE over the rows that it reconstructs, float64; behind them is the sum of the rows themselves."""
+"""Sums of an encoded SAE over the rows that it reconstructs, float64, then the sum of the rows themselves."""
 
 SUM_ROWS, SUM_ERRORS, SUM_SQUARES, SUM_LOGS, SUM_LENGTHS = range(NUM_SUMS)
 """Number of rows, their squared errors, and their squares; natural logarithms of lengths, and their number."""

@@ -105,7 +105,7 @@ class SaeFacts(NamedTuple):
     Attributes:
         sites: Where an SAE reads and writes; of a transcoder, where it reads, and then all sites that it writes.
         num_features: Its features are 0 to ``num_features - 1``.
-        decision: How a feature's own row tells whether it is active: ``exact``; by a ``threshold`` in place of a
+        decision: How a feature's own row decides whether it is active: ``exact``; by a ``threshold`` in place of a
             selection among all features, an approximation; or ``none``, not at all.
         has_max_act: Whether it declares the largest activation of each feature.
         is_encoded: Whether rows can become its reconstructions.

@@ -168,7 +168,7 @@ def _added(writes: Sequence[_Write], norm: InputNorm, value: float) -> list[Entr
 
 
 def _halves(reads: Entry, writes: Sequence[_Write], change: int) -> list[Entry]:
-    """Return the entry that reads a feature, and those that write it."""
+    """Return the entry that reads a feature, and the entries that write it."""
     code = with_change(Code.WRITE_FEATURE, change)
     return [
         reads._replace(code=with_change(Code.READ_FEATURE | reads.code, change)),

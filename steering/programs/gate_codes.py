@@ -8,7 +8,7 @@ an entry (`headgate.steering.programs.codes.change_index`) is its first column, 
   `u`, none where that is nothing. With `ScoreKind.COSINE` ``y / norm(h)``, and 0 for a row of zeros; with
   `ScoreKind.ACTIVATION` the activation of a feature, from the params of a feature. With `ScoreKind.UNIT` it writes
   nothing but adds ``p1 * f(y + p0)`` to a sum, where f is a `Unit`; `Unit.SUM` writes ``s[c] = sum + p0`` of the units
-  before it, which stand one behind the other, and begins another sum.
+  before it, which are consecutive, and begins another sum.
 * `LEAF`: compares the score ``s[p4]``, pooled over rows of the request (`Pool`, `EMA` with the weight p3), with the
   threshold p0 and the hysteresis p1, by a `Mode` with its number p2. ``s[c]`` is the strength, ``s[c + 1]`` whether it
   fires, ``s[c + 2]`` the pooled score. ``m[c]`` is whether it fired, ``m[c + 1]`` the pooled score, ``m[c + 2]`` over
@@ -180,4 +180,4 @@ class TokenFlag(IntFlag):
     IS_REPLAYED = 8
     """Strengths of entries that are early are those of an earlier computation of the row."""
     IS_SCANNED = 16
-    """The request has several rows in the step, which lie one behind the other and all have this flag."""
+    """The request has several rows in the step, which are consecutive and all have this flag."""

@@ -25,7 +25,7 @@ from headgate.steering.vectors.dtypes import Rows, StoredType
 from headgate.steering.vectors.sums import LIMIT
 
 PARALLEL = 1e-3
-"""Sine of the angle below which two directions count as parallel: the row that tells them apart would be rounding."""
+"""Sine of the angle below which two directions count as parallel: the row of their difference would be rounding."""
 
 
 class Lowered(NamedTuple):

@@ -79,7 +79,7 @@ in their order."""
 
 
 def pass_of(code: int) -> int:
-    """Return when an entry acts: 0 to 3 before the additive vectors, 4 behind them, 5 and 6 after all operations."""
+    """Return when an entry acts: 0 to 3 before the additive vectors, 4 after them, 5 and 6 after all operations."""
     return 6 if is_of_feature(code) else _PASSES.get(code & CODE_MASK, 4)
 
 
@@ -225,13 +225,13 @@ class Program:
     def written_features(self) -> dict[int, tuple[Site, bytes]]:
         """Site and row of each entry of a feature that writes a row other than zero, by the index of the entry.
 
-        They tell which feature it is: a feature is not written twice at a site.
+        They identify the feature: a feature is not written twice at a site.
         """
         return {index: (site, self.rows[row].tobytes()) for index, (site, row) in self.written_rows.items()}
 
     @property
     def written_rows(self) -> dict[int, tuple[Site, int]]:
-        """The same with the index of the row in place of the row."""
+        """Site and row's index of each entry of a feature that writes a row other than zero, by the entry's index."""
         if not self.changes_features:
             return {}
         kinds = self.codes[:, CODE] & CODE_MASK
@@ -334,7 +334,7 @@ def entries_of(program: Program) -> list[Entry]:
 
 
 def moved(entries: Sequence[Entry], first_group: int, first_change: int) -> Sequence[Entry]:
-    """Return entries with their groups and changes counted behind `first_group` and `first_change` others."""
+    """Return entries with their groups and changes counted after `first_group` and `first_change` others."""
     if not first_group and not first_change:
         return entries
     return [
@@ -352,7 +352,7 @@ def _as_stored(row: npt.NDArray[Any], dtype: StoredType) -> Rows:
 
 
 def _moved(code: int, first_change: int) -> int:
-    """Return an entry's code with its change, if it has one, counted behind `first_change` others."""
+    """Return an entry's code with its change, if it has one, counted after `first_change` others."""
     if code & CODE_MASK in (Code.READ_FEATURE, Code.WRITE_FEATURE):
         return with_change(code, change_index(code) + first_change)
     return code

@@ -56,7 +56,7 @@ class Stored:
 
     @cached_property
     def norm(self) -> float:
-        """Of `row`; 0 for zeros."""
+        """Euclidean norm of `row`; 0 for zeros."""
         return math.sqrt(np.square(self.row, dtype=np.float64).sum())
 
     @property
@@ -119,7 +119,7 @@ class StoredVectors:
     """Vectors that were given together, each stored once.
 
     Args:
-        vectors: The vectors; objects that are alike are told apart.
+        vectors: The vectors; equal objects count as two.
         dtype: The model's.
 
     Attributes:

@@ -75,7 +75,7 @@ def acting(programs: Sequence[PlacedProgram], vector_slots: Int32Array) -> Place
 
     Args:
         programs: At least one; the global vectors' first.
-        vector_slots: int32 ``[P]``: of the sum of the additive vectors at each op site, which act behind replacements
+        vector_slots: int32 ``[P]``: of the sum of the additive vectors at each op site, which act after replacements
             and before other operations; 0 for none. They are entries where a program acts.
     """
     together = np.zeros(len(vector_slots), np.bool_)
@@ -103,7 +103,7 @@ class ProgramWrites:
 
     Attributes:
         counts: int32 ``[P, K]``: entries of each changed row at each op site; 0 where no program acts.
-        places: int64 ``[n]``: ``(site * R + row) * E + index`` of each entry of the changed rows. What is behind a
+        places: int64 ``[n]``: ``(site * R + row) * E + index`` of each entry of the changed rows. What follows a
             row's entries is not read, and stays.
         codes: int32 ``[n, NUM_CODES]``.
         params: float32 ``[n, NUM_PARAMS]``.

@@ -24,7 +24,7 @@ _has_one_row_each: Callable[[], bool] = _unknown
 def ask_forwards(has_one_row_each: Callable[[], bool]) -> None:
     """Let operations ask, in this process, whether each request of the forward has one row.
 
-    Then gates need no launches for rows behind one another. Asked while a forward is launched or recorded.
+    Then gates need no launches for consecutive rows of a request. Asked while a forward is launched or recorded.
     """
     global _has_one_row_each
     _has_one_row_each = has_one_row_each
@@ -62,7 +62,8 @@ NO_SAE = (None,) * 7 + (0,)
 """Last arguments of the operations with state at a site whose SAE is not encoded."""
 
 
-# No argument has a default: torch strips arguments that equal theirs, and up to 2.11 then misses those that change.
+# No argument has a default: torch strips arguments that equal theirs, and up to 2.11 then misses the tensors that
+# change.
 @torch.library.custom_op("headgate::program_deltas_and_state", mutates_args=MUTATED)
 def program_deltas_and_state(
     value: Tensor,

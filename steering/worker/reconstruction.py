@@ -10,7 +10,7 @@ The gain is 1, the standard deviation of h (`InputNorm.LAYER_NORM`), or ``norm(h
 decoding is linear, what they add to the row adds to its reconstruction, too. So the row becomes the reconstruction plus
 what features add: decode(edited encode(h)), plus the changes by edits of other SAEs.
 
-How well it is reconstructed, without edits, is summed up in the forward: the squares of ``h - y``, and what tells the
+How well it is reconstructed, without edits, is summed up in the forward: the squares of ``h - y``, and what gives the
 squared distance of h to the mean row. Their ratio is the FVU of `headgate.steering.features.check.Figures`. As
 there, rows that are not finite, zeros and very long ones are left out, and rows at position 0. A row is very long if it
 is longer than `LARGEST_NORM` times the usual length: the geometric mean of all, since a median cannot be summed up.

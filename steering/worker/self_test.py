@@ -4,8 +4,8 @@ Each batch row of a dummy step is a request of its own and is steered at one sit
 names the site whose code did not run: because of a stale graph from a compile cache, or a module that is bypassed.
 Op sites are driven twice: with a vector, and with a program that adds one.
 
-Attention has no keys and values to look at in a dummy step, so its output tells nothing of its input: what is not seen
-of `attn_in` is said, and is no error.
+Attention has no keys and values to look at in a dummy step, so its output says nothing about its input: what is not
+seen of `attn_in` is said, and is no error.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _silent_sites(
             if before is None or again is None or after is None or after_again is None or not before.isfinite().all():
                 is_seen = False
                 continue
-            # Mamba's dummy steps hand on memory that nobody has written, until the vector outweighs it.
+            # Mamba's dummy steps hand on memory that was never written, until the vector outweighs it.
             rows = _silent_rows(before, again, after) & _silent_rows(after, after_again, before)
             silent += [sites[chunk[row]] for row in sorted(rows)]
     return silent, is_seen

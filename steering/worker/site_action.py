@@ -1,10 +1,10 @@
 """The action that steers: adds each batch row's vector to the stream at a site, in the way that suits the compiler.
 
-Rows that nobody steers point to the zero vector, so the traced code is the same for every batch. The code around the
+Unsteered rows point to the zero vector, so the traced code is the same for every batch. The code around the
 addition has to compute the very bits that it computes without it. Two decisions of inductor would change them:
 
 * Inductor inlines a value into the code that reads it, and stores it once it has accumulated enough reads. On a CPU,
-  the place where the stream is stored decides how the norm behind it adds up its squares: in 16 lanes over the stored
+  the place where the stream is stored decides how the following norm adds up its squares: 16 wide over the stored
   float32, or in 32 over the bfloat16 that it loads otherwise. A vector read at each site would move the places of
   storage (30 layers of SmolLM2: 15 of 61 norms), and by that the last bit of norms, also where the vector is zero.
 * On a GPU, the number of values that a norm's kernel loads decides how a row is cut into blocks, and so the order of
@@ -59,7 +59,7 @@ def add_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
 def add_opaque(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Steer where a fused addition would have the compiler make another kernel of the norm, also where it adds nothing.
 
-    A norm of a branch and the norm of the sum behind it are one kernel (Gemma); with another value to load, its loops
+    A norm of a branch and the norm of the following sum are one kernel (Gemma); with another value to load, its loops
     are unrolled otherwise, and products contracted otherwise: the last bit of three rows in a hundred differs.
     """
     pool, slots = getattr(module, _POOL + hook), getattr(module, _SLOTS + hook)

@@ -134,7 +134,7 @@ class SteeringPart:
 
     @hookimpl
     def headgate_step_readings(self) -> SignalReadings | None:
-        """Return what the engine core is told of the step."""
+        """Return what the engine core gets of the step."""
         return self._allocated().readings()
 
     @hookimpl

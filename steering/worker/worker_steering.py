@@ -147,7 +147,7 @@ class WorkerSteering:
                 self.gates.step_ends()
 
     def readings(self) -> SignalReadings | None:
-        """Return what the engine core is told of the step that ended; None if nothing."""
+        """Return what the engine core gets of the step that ended; None if nothing."""
         return None if self.gates is None else self.gates.readings()
 
     def set_global(self, spec: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ class SwitchedOff(NamedTuple):
     Attributes:
         controller: Its name.
         error: Why.
-        requests: Those that it had been told of, and that have not ended.
+        requests: The requests that it knew, and that have not ended.
     """
 
     controller: str
@@ -86,7 +86,7 @@ class ControllerHost(Protocol):
         ...
 
     def end(self, req_id: str) -> None:
-        """Tell of the end of a request, if it was added. Any thread."""
+        """Report the end of a request, if it was added. Any thread."""
         ...
 
     def read(self, step: StepTable, discarded: Collection[str]) -> None:
@@ -147,8 +147,8 @@ class FollowedRequest:
     Attributes:
         num_prompt: Tokens of its prompt.
         acting: Names of the controllers.
-        begun: Names of those that know that it began.
-        end: Behind the position of the last row that they got.
+        begun: Names of the controllers that know that it began.
+        end: The position after the last row that they got.
         tokens: All of its tokens, which grow with it.
     """
 
@@ -198,7 +198,7 @@ class StepReader:
         Args:
             step: As workers read it.
             discarded: Requests of the step for which it does not count.
-            requests: Those that are followed.
+            requests: The requests that are followed.
         """
         known = self._decoding
         if known is not None:
@@ -336,7 +336,7 @@ class LocalHost:
         return {name: replace(thread.figures) for name, thread in self._threads.items()}
 
     def _begin_step(self, name: str, step: ReadStep) -> _Part:
-        """Tell a controller of requests that are new to it; returns its part of a step of such requests."""
+        """Begin requests that are new to a controller; returns its part of a step of such requests."""
         members = set()
         for req_id in dict.fromkeys(step.requests):
             followed = self._requests[req_id]

@@ -18,7 +18,7 @@ from headgate.steering.gates.step_table import StepTable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings of a process, which it is told at its start.
+    """Settings of a process, which it gets at its start.
 
     Attributes:
         specs: The controllers.

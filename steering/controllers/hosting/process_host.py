@@ -43,8 +43,8 @@ class ControllerProcess:
         specs: The controllers.
 
     Attributes:
-        loaded: The first word of the process.
-        num_behind: Steps that it was told of and has not answered.
+        loaded: The first message of the process.
+        num_behind: Steps that were sent to it and are not answered.
         lost: Why the process is gone; None while it is there.
 
     Raises:
@@ -121,7 +121,7 @@ class ControllerProcess:
             self._check()
 
     def _lose(self, reason: str) -> None:
-        """End it, for a reason that is told."""
+        """End it, for a reason that is reported."""
         logger.error("steering: controllers are switched off: %s", reason)
         self.lost = reason
         _end(self._connection, self._child)
@@ -177,7 +177,7 @@ class ProcessHost:
 
     Args:
         specs: The controllers.
-        progress: Tells how far requests are; None for one that has ended.
+        progress: Returns how far requests are; None for one that has ended.
         scores: The columns of all scores in the signals of steps.
 
     Raises:
@@ -195,7 +195,7 @@ class ProcessHost:
         self.loaded = self._process.loaded.controllers
         self._needs_tokens = any(each.needs_tokens for each in self.loaded.values())
         self._new: dict[str, NewRequest] = {}
-        """Requests of which no step was sent."""
+        """Requests whose first step was not sent."""
         self._sent: dict[str, _Sent] = {}
         """All others."""
         self._num_skipped = 0
@@ -252,7 +252,7 @@ class ProcessHost:
         return found
 
     def figures(self) -> dict[str, ControllerFigures]:
-        """See `ControllerHost.figures`: as they were behind the last step that was answered."""
+        """See `ControllerHost.figures`: as they were after the last step that was answered."""
         skipped, lost = self._num_skipped, self._process.lost
         return {
             name: replace(each, skipped=each.skipped + skipped, error=each.error or lost)

@@ -124,7 +124,7 @@ Named = tuple[str, Action]
 def gathered(actions: Iterable[Named]) -> list[Named]:
     """Return actions that do the same, in the same order, and are faster to apply.
 
-    Actions `SetSteering` that stand one behind the other, and differ in request and scale alone, become a
+    Actions `SetSteering` that are consecutive, and differ in request and scale alone, become a
     `SetSteeringEach`.
     """
     made: list[Named] = []

@@ -40,7 +40,7 @@ class DrivenRequest:
         num_prompt: Tokens of its prompt.
         static: Its steering without them.
         contributions: Column and coefficient, by source.
-        drives: Those that it has had, by column.
+        drives: All drives that it has had, by column.
         values: The coefficient in each column.
         key: Content key of what was set; None as long as nothing was.
         number: Its place in arrays.
@@ -59,8 +59,8 @@ class NumberedRequests(NamedTuple):
     """Requests as an action names them; the next one is likely to name the same.
 
     Attributes:
-        req_ids: The very tuple.
-        numbers: int64 ``[n]``; `_NOBODY` for those that are not known.
+        req_ids: The tuple object.
+        numbers: int64 ``[n]``; `_NOBODY` for unknown requests.
         places: int64 ``[n]``: 0, 1, 2 ...
         are_different: Whether each of them comes once.
     """
@@ -114,7 +114,7 @@ class SingleContributions:
         self._free.append(number)
 
     def group(self, req_ids: tuple[str, ...], requests: Mapping[str, DrivenRequest]) -> NumberedRequests:
-        """Return some requests, among those that are known, by their numbers."""
+        """Return the known requests among some, by their numbers."""
         if self._group.req_ids is not req_ids:
             known = map(requests.get, req_ids)
             numbers = np.array([_NOBODY if request is None else request.number for request in known], np.int64)
@@ -145,7 +145,7 @@ class PendingChanges:
     def __init__(self) -> None:
         self._pieces: list[ColumnChanges] = []
         self._single: list[CoefficientChange] = []
-        """Decided behind the pieces, one by one."""
+        """Decided after the pieces, one by one."""
 
     def add(self, piece: ColumnChanges) -> None:
         """Add some of one column."""
@@ -177,7 +177,7 @@ class PendingChanges:
             self._split(lambda known: known == req_id)
 
     def _close(self) -> None:
-        """Make pieces of those that were decided one by one."""
+        """Make pieces of the changes that were decided one by one."""
         self._pieces += by_column(self._single)
         self._single = []
 
@@ -206,8 +206,8 @@ class Coefficients:
 
     Args:
         drives: Gives contents columns.
-        services: Tells positions, and hashes blocks anew.
-        limits: Of all that controllers turn on for a request at one site.
+        services: Gives positions, and hashes blocks anew.
+        limits: Limits of all that controllers turn on for a request at one site.
     """
 
     def __init__(self, drives: Drives, services: CoreServices, limits: Limits) -> None:
@@ -327,8 +327,8 @@ class Coefficients:
             values: The coefficients, float64 ``[n]``, finite.
 
         Returns:
-            Of which requests it is that now, ``[n]``: the others are not known, have ended, come several times, or have
-            other contributions. And the first position of each of those, int64 ``[n]``.
+            Which requests the change reached, ``[n]``: the others are not known, have ended, come several times, or
+            have other contributions. And the first position of each reached request, int64 ``[n]``.
         """
         drive, single, group = self._drives.find(content), self._single, self._single.group(req_ids, self._requests)
         if drive is None or not group.are_different:
@@ -351,7 +351,7 @@ class Coefficients:
         return done, firsts
 
     def take_changes(self, scheduled: Collection[str]) -> CoefficientChanges | None:
-        """Return the changes that the workers do not know about the requests of a step; they count as told."""
+        """Return the changes that the workers do not know about the requests of a step; they count as sent."""
         return self._pending.take(scheduled)
 
     def _set(self, req_id: str, request: DrivenRequest, column: int, first: int) -> None:

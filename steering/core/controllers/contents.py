@@ -24,8 +24,8 @@ class Static(NamedTuple):
     """The steering that a request has on generated positions without controllers.
 
     Attributes:
-        vectors: Its own; None if there are none.
-        modules: Those that it names, with the scale of each.
+        vectors: Its own vectors; None if there are none.
+        modules: Modules that it names, with the scale of each.
         has_programs: Whether it has operations, features or gates of its own.
     """
 

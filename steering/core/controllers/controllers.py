@@ -1,4 +1,4 @@
-"""The controllers of one engine core: how they are told of requests and steps, and how their actions are applied."""
+"""The controllers of one engine core: how they get requests and steps, and how their actions are applied."""
 
 from __future__ import annotations
 

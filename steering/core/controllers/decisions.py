@@ -37,12 +37,12 @@ class Decisions:
     """Applies actions.
 
     Args:
-        actuation: Of those that steer.
-        outcomes: Told what came of each.
-        services: Of the engine core.
+        actuation: Applies the actions that steer.
+        outcomes: Records the outcome of each action.
+        services: The engine core's.
 
     Attributes:
-        endings: Requests that are to end, with the reasons, until somebody takes them.
+        endings: Requests that are to end, with the reasons, until they are taken.
         consumers: Names of capture consumers that have submitted actions.
     """
 

@@ -40,9 +40,9 @@ class Drives:
     request's rows may be computed again.
 
     Args:
-        columns: That they can have.
-        reservations: Of the slots.
-        tell: Has the workers know these programs.
+        columns: The columns that they can have.
+        reservations: Reserves slots.
+        tell: Sends these programs to the workers.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Drives:
         self._users[column] -= 1
 
     def _make_room(self) -> int:
-        """Free the column that was used the longest time ago, among those that no request uses."""
+        """Free the least recently used column that no request uses."""
         for key, drive in self._known.items():
             if not self._users[drive.column]:
                 del self._known[key]

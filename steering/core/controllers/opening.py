@@ -41,12 +41,12 @@ def open_controllers(
     """Start the configured controllers; the workers know what they read from here on.
 
     Args:
-        config: With controllers.
-        facts: Of the engine core.
-        state: With the modules that are registered at start.
-        reservations: Of the slots.
-        rules: Tells the workers.
-        services: Of the engine core.
+        config: The configuration, with controllers.
+        facts: Facts of the engine core.
+        state: The state, with the modules that are registered at start.
+        reservations: Reserves slots.
+        rules: Notifies the workers.
+        services: The engine core's.
 
     Raises:
         ConfigError: If one cannot run here.

@@ -28,7 +28,7 @@ class Outcomes:
         self.traced: set[str] = set()
         self._counts: Counter[tuple[str, str]] = Counter()
         self._notes: dict[str, list[Mapping[str, Any]]] = {}
-        """By request, those that were not told yet."""
+        """Outcomes by request that were not reported yet."""
 
     def counts(self, controller: str, num_flooded: int) -> dict[str, int]:
         """Return how many actions of a controller came to what; `num_flooded` of its steps returned too many."""
@@ -79,7 +79,7 @@ class Outcomes:
                 self._notes.setdefault(req_id, []).append(note)
 
     def take_notes(self, present: Collection[str]) -> dict[str, Note]:
-        """Return the notes of requests of a step, as pieces of their traces; they count as told."""
+        """Return the notes of requests of a step, as pieces of their traces; they count as reported."""
         if not self._notes:
             return {}
         return {

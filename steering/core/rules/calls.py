@@ -1,4 +1,4 @@
-"""The operator's calls about rules. Each change reserves slots first, then tells the workers, and last takes effect."""
+"""The operator's calls about rules. A change reserves slots first, then notifies the workers, and last takes effect."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class RuleCalls:
     """The methods that front ends call by name. Engine thread only.
 
     Args:
-        state: Of the engine core.
-        reservations: Of the slots.
+        state: The engine core's.
+        reservations: Reserves slots.
         services: Asks for block keys anew.
-        tell: Tells the workers.
-        readings: Of steps, for which a change counts from the next step on.
+        tell: Notifies the workers.
+        readings: Readings of steps, for which a change counts from the next step on.
 
     Attributes:
         controller_status: Returns plain values about each controller.

@@ -58,7 +58,7 @@ class KeptRule:
 
     @property
     def end(self) -> int:
-        """The column behind its last one."""
+        """The column after its last one."""
         return self.first + self.layout.num_columns
 
     @property
@@ -69,7 +69,7 @@ class KeptRule:
 
     @property
     def is_counted_apart(self) -> bool:
-        """Whether `counted_column` does not tell which rows were written: it acts on rows behind, or in one phase."""
+        """Whether `counted_column` does not show which rows were written: it acts on later rows, or in one phase."""
         return not self.rule.gate.then.observes and not self.source.is_written_late
 
     @property
@@ -163,7 +163,8 @@ class _Rules(NamedTuple):
 
     Attributes:
         by_name: In the order of the names.
-        by_selection: Those that act on requests with a selection, as far as anybody asked: of `MAX_SELECTIONS` at most.
+        by_selection: Rules that act on requests with a selection; the last `MAX_SELECTIONS` selections asked for, at
+            most.
     """
 
     by_name: Mapping[str, KeptRule]
@@ -197,7 +198,7 @@ class RuleRegistry:
         self._others = tuple(names)
 
     def is_reserved(self, name: str) -> bool:
-        """Whether `reserve` was told a name."""
+        """Whether `reserve` was given a name."""
         return name in self._others
 
     def all(self) -> tuple[KeptRule, ...]:

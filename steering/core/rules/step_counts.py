@@ -23,7 +23,7 @@ OTHERS = "(others)"
 
 
 class RowCounts:
-    """How many rows gates and rules wrote, as far as workers told of them. Engine thread only.
+    """How many rows gates and rules wrote, as far as workers reported them. Engine thread only.
 
     Attributes:
         rules: By the names of rules; of one that observes, rows on which it would have acted.
@@ -46,14 +46,14 @@ class RowCounts:
             self.gates[self.name_of(gate)] += count
 
     def add_rules(self, rules: Sequence[KeptRule], signals: Float32Rows) -> None:
-        """Count rows on all of which the same rules act: float32 ``[rows, columns]``."""
+        """Count rows on which the same rules act: float32 ``[rows, columns]``."""
         strengths = np.nan_to_num(signals[:, [rule.counted_column for rule in rules]])
         for rule, count in zip(rules, np.count_nonzero(strengths, axis=0).tolist(), strict=True):
             self.rules[rule.name] += count
 
 
 class Written:
-    """Counts the rows of one request that some gates wrote, where a strength may act on the row behind.
+    """Counts the rows of one request that some gates wrote, where a strength may act on the row after.
 
     Args:
         source: The gates.
@@ -81,7 +81,7 @@ class Written:
         return self._last
 
     def follow(self, last: Float32Rows) -> None:
-        """Go on behind rows that were counted elsewhere, by the signals ``[1, columns]`` of the last one."""
+        """Continue after rows that were counted elsewhere, from the signals ``[1, columns]`` of the last one."""
         self._last = last
 
 
@@ -102,8 +102,8 @@ class CountedGates:
         """Return how many more rows each gate wrote.
 
         Args:
-            states: Of the request, float32 ``[columns]``, as they are now.
-            is_last: Whether its counts begin anew behind this.
+            states: The request's states, float32 ``[columns]``, as they are now.
+            is_last: Whether its counts begin anew after this.
         """
         counts = [int(count) for count in np.nan_to_num(states[self._columns]).tolist()]
         more = [count - told for count, told in zip(counts, self._told, strict=True)]
@@ -116,7 +116,7 @@ class OwnGates:
 
     Args:
         gates: The gates.
-        resolved: Their programs, and the keys of those that go on in a conversation.
+        resolved: Their programs, and the keys of the ones that go on in a conversation.
         num_prompt: Tokens of its prompt.
     """
 
@@ -135,7 +135,7 @@ class OwnGates:
 
     @property
     def is_countable(self) -> bool:
-        """Whether rows need not be told: workers can count what is written, and nobody else reads them."""
+        """Whether rows need not be sent: workers can count what is written, and nothing else reads the rows."""
         decode = self.source.decode
         return bool(self._columns) and not self.latches and decode.early.isdisjoint(self._columns)
 
@@ -242,7 +242,7 @@ class DecodedRows:
         return is_ours and not np.count_nonzero(step.firsts[self._at] < self._since)
 
     def count(self, signals: Float32Rows) -> None:
-        """Count a step that it counts, by its signals, which nobody changes."""
+        """Count a step that it counts, by its signals, which are not changed."""
         found = [self._late.names[self._late.values(signals) != 0]]
         if self._finite:
             found.append(self._finite.names[np.nan_to_num(self._finite.values(signals)) != 0])
@@ -278,7 +278,7 @@ class DecodedRows:
 
 
 MAX_ENDED = 4096
-"""Requests that ended whose counts may still come; those that never ran, or were told row by row, are among them."""
+"""Requests that ended whose counts may still come; requests that never ran, or whose rows were sent, are among them."""
 _AT_ONCE = 7
 """Steps of generated rows that are counted together: one by one, each would find the processor's caches cold. Blocks
 have a power of two of tokens, and a step in which requests need new ones is long enough."""
@@ -301,7 +301,7 @@ class StepCounts:
         self._ended: OrderedDict[str, CountedGates] = OrderedDict()
         """Of the last ones that ended, since what workers have counted of them comes later."""
         self._apart: dict[str, dict[bytes, Written]] = {}
-        """By request and rule, of rules whose strength may act on the row behind."""
+        """By request and rule, for rules whose strength may act on the row after."""
         self._since: dict[str, int] = {}
         """Positions from which the present rules act, of requests that met a change."""
         self._known = object()
@@ -311,13 +311,13 @@ class StepCounts:
 
     @property
     def counts(self) -> RowCounts:
-        """Of rows, those of the last step included."""
+        """Counts of rows, including the last step."""
         self.settle()
         return self._counts
 
     @property
     def awaits_counts(self) -> bool:
-        """Whether workers may have counted rows that they did not tell."""
+        """Whether workers may have counted rows that they did not send."""
         return bool(self._own or self._ended)
 
     @property
@@ -430,7 +430,7 @@ class StepCounts:
                     self._counts.rules[rule.name] += sum(self._written(rule, told.req_id).count(told))
 
     def _written(self, rule: KeptRule, req_id: str) -> Written:
-        """Return what counts the rows of a request that a rule wrote whose strength may act on the row behind."""
+        """Return the counter of a request's rows for a rule whose strength may act on the row after."""
         known = self._apart.setdefault(req_id, {})
         if (written := known.get(rule.source.key)) is None:
             written = known[rule.source.key] = Written(rule.source, self._rules.num_prompt(req_id))

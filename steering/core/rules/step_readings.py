@@ -19,11 +19,11 @@ from headgate.steering.vectors.dtypes import Float32Rows
 
 
 class DecodedTraces:
-    """Tells of the generated rows of the same requests, step by step, what their `TraceWriter` would.
+    """Writes of the generated rows of the same requests, step by step, what their `TraceWriter` would.
 
     Args:
         ids: The requests of the steps.
-        writers: Of those whose traces are wanted, each with the place of its request.
+        writers: Writers of the wanted traces, each with the place of its request.
     """
 
     def __init__(self, ids: tuple[str, ...], writers: Sequence[tuple[int, TraceWriter]]) -> None:
@@ -34,7 +34,7 @@ class DecodedTraces:
         self._next = np.array(
             [max(plan.since, writer.end) for plan, writer in zip(plans, self._writers, strict=True)], np.int64
         )
-        """The first position of each that can be told here."""
+        """The first position of each request that can be written here."""
         sizes = [len(plan.columns) for plan in plans]
         self._rows = np.repeat(self._at, sizes)
         self._columns = np.array([column for plan in plans for column in plan.columns], np.int64)
@@ -49,12 +49,12 @@ class DecodedTraces:
         """The last step."""
 
     def tells(self, step: StepTable) -> bool:
-        """Whether it tells of a step: one of a new generated row of each of its requests."""
+        """Whether it covers a step: one of a new generated row of each of its requests."""
         is_ours = step.has_one_row_each and self._ids == step.ids
         return is_ours and not np.count_nonzero(step.firsts[self._at] < self._next)
 
     def notes(self, step: StepTable) -> dict[str, Note]:
-        """Return the pieces of a step that it tells of; nobody changes its signals."""
+        """Return the pieces of a step that it covers; the signals must not change."""
         values = step.signals[self._rows, self._columns]
         if len(self._held):
             values[self._held] = np.nan_to_num(self._handed_on(), nan=0.0)
@@ -98,7 +98,7 @@ class StepTraces:
         self._known = object()
         """Another one whenever something else acts on a request, or another one is followed, on whatever thread."""
         self._decoded: tuple[object, DecodedTraces] | None = None
-        """`_known`, and whatever tells of steps of generated rows, of the last step if that was one."""
+        """`_known`, and the writer of steps of generated rows, of the last step if that was one."""
 
     def add(self, req_id: str, own: GateSource, num_prompt: int) -> None:
         """Follow a request with gates of its own, or without any."""
@@ -132,7 +132,7 @@ class StepTraces:
         self._known = object()
 
     def begin_again(self, req_id: str) -> Note | None:
-        """Let a trace begin again, as the prompt does; return the piece that says so, None if no row was told."""
+        """Let a trace begin again, as the prompt does; return the piece that says so, None if no row was reported."""
         writer = self._writers.get(req_id)
         if writer is None or not writer.end:
             return None
@@ -199,12 +199,12 @@ class StepReadings:
 
     @property
     def counts(self) -> RowCounts:
-        """Of rows, those of the last step included."""
+        """Counts of rows, including the last step."""
         return self._counting.counts
 
     @property
     def awaits_counts(self) -> bool:
-        """Whether workers may have counted rows that they did not tell."""
+        """Whether workers may have counted rows that they did not send."""
         return self._counting.awaits_counts
 
     @property

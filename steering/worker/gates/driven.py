@@ -50,7 +50,7 @@ class Places(NamedTuple):
 
     @classmethod
     def joined(cls, *parts: Places) -> Places:
-        """Put some one behind the other."""
+        """Concatenate some."""
         found = [part for part in parts if len(part)]
         if len(found) < 2:
             return found[0] if found else NO_PLACES
@@ -81,7 +81,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def joined(cls, pieces: list[Piece], alive: Int64Array) -> Piece:
-        """Put some one behind the other, without requests that have ended."""
+        """Concatenate some, without requests that have ended."""
         serials, firsts, values = (np.concatenate([piece[at] for piece in pieces]) for at in (0, 1, 2))
         stays = np.isin(serials, alive)
         return cls(serials[stays], firsts[stays], values[stays])
@@ -185,10 +185,10 @@ class _Told(NamedTuple):
     """The requests that changes name; the next ones are likely to name the same.
 
     Attributes:
-        req_ids: The very tuple.
-        numbers: int64 ``[n]``; `NOBODY` for those that are not driven.
+        req_ids: The tuple object.
+        numbers: int64 ``[n]``; `NOBODY` for requests that are not driven.
         serials: int64 ``[n]``.
-        columns: Those in which all of them are driven.
+        columns: The columns in which all of them are driven.
     """
 
     req_ids: tuple[str, ...]
@@ -270,7 +270,7 @@ class DrivenStrengths:
         return list(fresh)
 
     def _begin(self, piece: ColumnChanges, column: DrivenColumn, told: _Told) -> list[str]:
-        """Give the requests of changes numbers; returns those that were not driven in the column before."""
+        """Give the requests of changes numbers; return the ones that were not driven in the column before."""
         is_driven = column.is_driven(told.numbers)
         if np.count_nonzero(is_driven) == len(is_driven):
             told.columns.add(piece.column)
@@ -413,6 +413,6 @@ class DrivenStrengths:
 
 
 def _one_behind_the_other(found: Sequence[tuple[int, Places]], known: dict[tuple[int, ...], Int64Array]) -> Places:
-    """Put the places of some columns one behind the other; `known` has the arrays of before, by columns."""
+    """Concatenate the places of some columns; `known` has the arrays of before, by columns."""
     joined = Places.joined(*(places for _, places in found))
     return Places(known.setdefault(tuple(name for name, _ in found), joined.flat), joined.values)

@@ -1,9 +1,9 @@
 """Signals of the gates of a step, on their way to the host: for the engine core, and for rows computed again.
 
-How many rows the gates of a request wrote is counted on the device, in its states. If nobody wants to know more, these
-counts are all that is copied, when somebody asks.
+How many rows the gates of a request wrote is counted on the device, in its states. If nothing more is read, these
+counts are all that is copied, on request.
 
-Letters in shape comments: G requests with gates in a step, N their rows, C columns, K columns that somebody reads.
+Letters in shape comments: G requests with gates in a step, N their rows, C columns, K columns that are read.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class CountPiece:
 
     @property
     def is_there(self) -> bool:
-        """Whether `told` waits for nothing."""
+        """Whether `told` returns at once."""
         return not isinstance(self.states, PinnedCopy) or self.states.is_there
 
     def told(self) -> list[ToldCounts]:
-        """Return it as it is told to the engine core. To be called once; waits for the copy. Any thread."""
+        """Return the counts as they are sent to the engine core. To be called once; waits for the copy. Any thread."""
         states = self.states.take() if isinstance(self.states, PinnedCopy) else self.states
         return [
             ToldCounts(req_id, each, self.is_last, self.has_ended)
@@ -53,13 +53,13 @@ class CountPiece:
 
 
 class WrittenCounts:
-    """Reads the counts of requests whose rows are not told, until the engine core is told of them.
+    """Reads the counts of requests whose rows are not sent, until the counts are sent to the engine core.
 
     Args:
-        states: float32 ``[Q, C]``: of the gates, as the forward writes them.
+        states: float32 ``[Q, C]``: the gates' states, as the forward writes them.
         copies: Makes the copies; None where the states are on the host.
-        slots: Of the states. What is in one is read here before another request gets it.
-        requests: Those with gates, by id, as they are now.
+        slots: Slots of the states. A slot is read here before another request gets it.
+        requests: The requests with gates, by id, as they are now.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class WrittenCounts:
         slots.on_loss.append(self.read_last)
 
     def read_last(self, req_id: str, *, has_ended: bool = False) -> None:
-        """Read the counts of a request behind what was launched, before they begin anew."""
+        """Read the counts of a request after what was launched, before they begin anew."""
         if (slot := self._slot_of(req_id)) is not None:
             with inference_mode():
                 self._read([req_id], self._states[slot : slot + 1], is_last=True, has_ended=has_ended)
@@ -108,7 +108,7 @@ class WrittenCounts:
 
 
 class ToldColumns:
-    """The columns of signals that somebody on the host reads.
+    """The columns of signals that the host reads.
 
     Args:
         columns: int64 ``[K]``, ascending.
@@ -124,18 +124,18 @@ class ToldColumns:
 
     @cached_property
     def on_device(self) -> Tensor:
-        """The same on the device: sent when they are needed first."""
+        """`columns` on the device: sent on first use."""
         return sent(self.columns, self._device)
 
 
 LARGE_BYTES = 64 << 10
-"""Signals of which the device picks the columns: of fewer, the copy costs less than the launch that it would take."""
+"""From so many bytes on the device selects the columns; below, copying all costs less than the launch."""
 
 
 class SignalRows:
-    """The signals of some batch rows on the device, to be copied behind each of the steps that have these rows.
+    """The signals of some batch rows on the device, to be copied after each of the steps that have these rows.
 
-    Of more than `LARGE_BYTES`, as prompts have them, the columns alone are copied that somebody reads.
+    Of more than `LARGE_BYTES`, as prompts have them, only the columns that are read are copied.
 
     Args:
         signals: float32 ``[T, C]``, as the forward writes them.
@@ -176,7 +176,7 @@ class StepSignals:
     """The signals of one step's rows with gates, copied to the host while the step runs. Any thread may read them.
 
     Args:
-        rows: The step's.
+        rows: The step's rows.
         copied: Their signals, which are copied here.
 
     Attributes:
@@ -206,7 +206,7 @@ class StepSignals:
 
 
 class SignalCopier:
-    """Copies the signals of those rows of steps that are told; what steps that go on have alike is kept.
+    """Copies the signals of the rows that are sent to the host; what successive steps have in common is kept.
 
     Args:
         signals: float32 ``[T, C]``, as the forward writes them.
@@ -223,7 +223,7 @@ class SignalCopier:
         """Of that step."""
 
     def copy(self, rows: GateRows, batch: GatedBatch) -> StepSignals:
-        """Copy the signals of a step's rows that are told; there are some."""
+        """Copy the signals of a step's rows that are sent; there are some."""
         if self._told is None or self._copied is None or self._starts is not rows.starts:
             told = rows.part(batch.told_at)
             self._copied = self._rows_to_copy(told, batch)
@@ -244,11 +244,11 @@ class SignalCopier:
 
 
 class SignalReadings:
-    """Implements `StepReadings` of `headgate.capture.engine.contracts.worker_hooks`: what the engine core is told.
+    """Implements `StepReadings` of `headgate.capture.engine.contracts.worker_hooks`: what the engine core gets.
 
     Args:
-        signals: Of the step; None if nothing of its rows is told here.
-        written: Of requests whose rows are not told.
+        signals: The step's signals; None if none of its rows are sent here.
+        written: Counts of requests whose rows are not sent.
     """
 
     def __init__(self, signals: StepSignals | None, written: Sequence[CountPiece] = ()) -> None:
@@ -258,7 +258,7 @@ class SignalReadings:
     def collect(self) -> dict[str, Any]:
         """Return the requests, the position of the first row and the number of rows of each, and their signals.
 
-        All of it is left out if nothing is told of rows. ``written``, if there are any, are `ToldCounts`.
+        All of it is left out if no rows are sent. ``written``, if there are any, are `ToldCounts`.
 
         ``ids`` are a tuple; ``firsts`` and ``counts`` int64 ``[G]``; ``has_one_each`` says that all counts are 1.
         ``values``, float32, are the signals of all rows, in all ``columns`` if ``told`` is None, else in those whose
@@ -326,7 +326,7 @@ class _Strengths:
         at = position - self._first
         if 0 <= at < self._count:
             return cast("list[float]", self._values[at].tolist())
-        # A row of which nothing is known was computed before its rules were there.
+        # A row without known signals was computed before its rules were there.
         return [0.0] * len(self._columns) if self._of_rules.issuperset(self._columns.tolist()) else None
 
 

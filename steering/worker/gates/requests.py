@@ -34,9 +34,9 @@ class OwnGates:
 
     Attributes:
         num_prompt: Tokens of its prompt.
-        programs: Its own, of both phases.
-        selection: Of rules.
-        is_traced: Whether its trace is wanted, which tells of all its rows.
+        programs: Its own programs, of both phases.
+        selection: The rules that it selects.
+        is_traced: Whether its trace is wanted, which has all its rows.
         is_captured: Whether it captures: what is captured is described by how its rows were steered.
         is_counted: Whether the engine core needs no more of its rows than how many its gates wrote.
     """
@@ -51,14 +51,14 @@ class OwnGates:
 
 @dataclass(frozen=True, slots=True)
 class GatedRequest:
-    """A request with gates, of its own or of rules; or none, if its rows are to be told.
+    """A request with gates, of its own or of rules; or without gates, if its rows are to be sent to the host.
 
     Attributes:
         num_prompt: Tokens of its prompt.
         early: First columns of gates that act at sites before they are evaluated.
         of_rules: Those of `early` that belong to rules: they may not have been there on earlier rows.
-        told: Columns of its rows that somebody on the host reads.
-        is_counted: Whether the count in its states is all that the host reads of it, when it ends or is asked.
+        told: Columns of its rows that the host reads.
+        is_counted: Whether the count in its states is all that the host reads of it, when it ends or on request.
     """
 
     num_prompt: int
@@ -72,8 +72,8 @@ def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | 
     """Return what the programs that act on a request say about its gates; None if there are none, and no trace.
 
     Args:
-        own: The request's.
-        rules: Those that act on it.
+        own: The request's own gates.
+        rules: The rules that act on it.
     """
     gated = [*{id(program): program for program in own.programs if program.has_gates}.values()]
     if not gated and not rules and not own.is_traced:
@@ -94,8 +94,8 @@ class _Columns(NamedTuple):
 
     Attributes:
         early: The first ones of gates that act at sites before they are evaluated.
-        told: Those that are read on the host: the strengths of gates, to count and to hand on; and scores, if they are
-            told, or for the controller whose program has nothing but them.
+        told: The ones that the host reads: the strengths of gates, to count and to pass on; and scores, if they are
+            passed on, or for the controller whose program has nothing but them.
     """
 
     early: frozenset[int] = frozenset()
@@ -240,7 +240,7 @@ def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32
     lengths = np.repeat(num_prompt, rows.counts)
     is_generated = positions >= lengths
     begins = ~behind & np.repeat(is_new | (rows.firsts == 0), rows.counts)
-    # The states that rows behind the first would find are made by this very forward, too late for earlier sites.
+    # The states that rows after the first would find are made by this very forward, too late for earlier sites.
     flags: Int32Array = _RESETS * begins
     flags |= _ENDS_PROMPT * (positions == lengths - 1)
     flags |= _IS_GENERATED * is_generated
@@ -271,11 +271,11 @@ class GatedBatch:
         self.has_early = any(request.early for request in self.requests)
         at = [place for place, request in enumerate(self.requests) if not request.is_counted]
         self.told_at = np.array(at, np.int64)
-        """Places of the requests whose rows are told to the host."""
+        """Places of the requests whose rows are sent to the host."""
         self.told_requests = tuple(self.requests[place] for place in at)
         told = frozenset[int]().union(*(request.told for request in self.told_requests))
         self.told = np.array(sorted(told), np.int64)
-        """Columns of theirs that somebody there reads."""
+        """Columns of their rows that the host reads."""
 
     def rows(self, view: BatchView) -> GateRows:
         """Return the rows of a step of this batch."""

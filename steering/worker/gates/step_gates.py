@@ -44,12 +44,12 @@ class GateWrites(NamedTuple):
     """Changes of the gates' tensors, to write before the next forward.
 
     Attributes:
-        tokens: int32 ``[n, 2]``: those of the first batch rows.
+        tokens: int32 ``[n, 2]``: slot and flags of the first batch rows.
         places: int64 ``[k]``: flat places in the signals.
         strengths: float32 ``[k]``: their values before the forward.
         cleared: int32 ``[m]``: slots whose states are to be NaN.
-        columns: Columns whose states are to be NaN for all: first, and behind the last.
-        state_places: int64 ``[d]``: flat places in the states, written behind the others.
+        columns: Columns whose states are to be NaN for all: the first, and the one after the last.
+        state_places: int64 ``[d]``: flat places in the states, written after the others.
         states: float32 ``[d]``: their values.
     """
 
@@ -68,9 +68,9 @@ class StepGates:
     Args:
         max_tokens: Upper limit of batch rows in one forward.
         max_num_seqs: Upper limit of requests in one forward.
-        num_columns: Of signals and states.
+        num_columns: Number of columns of signals and states.
         device: Where the forward runs.
-        is_output_rank: Whether the engine core is told what this worker reads.
+        is_output_rank: Whether the engine core gets what this worker reads.
 
     Attributes:
         tensors: Read and written by the forward.
@@ -96,14 +96,14 @@ class StepGates:
         self._history = GateHistory()
         copies = PinnedCopies() if device.type == "cuda" else None
         self._copier = SignalCopier(self.tensors.signals, copies)
-        # What other ranks read, nobody would ever take.
+        # What other ranks read would never be taken.
         told_of = self._requests if is_output_rank else {}
         self._counts = WrittenCounts(self.tensors.states, copies, self._slots, told_of)
         self._driven = DrivenStrengths(num_slots, num_columns)
         self._tokens = np.zeros((max_tokens, 2), np.int32)
         """As the device has them after the writes."""
         self._num_marked = 0
-        """Behind these rows all of it is 0."""
+        """Number of rows after which everything is 0."""
         self._batch: GatedBatch | None = None
         self._decoded: tuple[GatedBatch, GateRows] | None = None
         """The step before, if each request had one generated row."""
@@ -127,7 +127,7 @@ class StepGates:
         self._follow(req_id, own)
 
     def set_rules(self, rules: Sequence[ActingRule]) -> None:
-        """Make `rules` the ones that act, from the next step on. Columns of those that stay keep their states."""
+        """Make `rules` the ones that act, from the next step on. Columns of rules that stay keep their states."""
         before = {rule.columns: tuple(program.key for program in rule.programs) for rule in self._rules}
         self._rules = rules
         for rule in rules:
@@ -160,7 +160,7 @@ class StepGates:
             self._leave(req_id)
             return
         if known is not None and request.is_counted and not known.is_counted:
-            request = replace(request, is_counted=False)  # the device has counted rows that were told
+            request = replace(request, is_counted=False)  # the device has counted rows that were sent
         if known != request:
             if not request.is_counted:
                 self._counts.read_last(req_id)
@@ -208,7 +208,7 @@ class StepGates:
         return self._writes(rows, batch)
 
     def _goes_on(self, view: BatchView, batch: GatedBatch, before: GateRows) -> GateWrites | None:
-        """Follow a step of one generated row of each request, behind such a one: only coefficients can change."""
+        """Follow a step of one generated row of each request, after such a step: only coefficients can change."""
         self._rows = rows = before._replace(firsts=batch.firsts(view))
         changed = self._driven.changes(rows, batch)
         return GateWrites(_NO_TOKENS, _NO_PLACES, _NO_VALUES, _NO_SLOTS, (), *changed) if len(changed) else None
@@ -225,7 +225,7 @@ class StepGates:
         changed = np.empty((len(flags), 2), np.int32)
         changed[:, SLOT], changed[:, FLAGS] = np.repeat(batch.slots, rows.counts), flags
         end = int(index.max()) + 1
-        # Rows of other requests keep no flag of the step before: those that are scanned are walked one by one.
+        # Rows of other requests keep no flag of the step before: scanned rows are visited one by one.
         tokens = np.zeros((max(end, self._num_marked), 2), np.int32)
         tokens[index] = changed
         self._num_marked = end
@@ -237,7 +237,7 @@ class StepGates:
         return GateWrites(tokens, *replayed, cleared, columns, *states)
 
     def step_ends(self) -> None:
-        """Copy what the gates of the step did, behind its forward."""
+        """Copy what the gates of the step did, after its forward."""
         rows, batch = self._rows, self._batch
         if rows is None or batch is None or not batch.told_requests:
             return
@@ -246,12 +246,12 @@ class StepGates:
             self._history.keep(self._signals, batch.told_requests)
 
     def readings(self) -> SignalReadings | None:
-        """Return what the engine core is told with the step that ended; None if nothing."""
+        """Return what the engine core gets with the step that ended; None if nothing."""
         counts = self._counts.take()
         return SignalReadings(self._signals, counts) if counts or self._signals is not None else None
 
     def ask_counts(self) -> list[ToldCounts]:
-        """Return what requests whose rows are not told have counted, as far as it is there."""
+        """Return what requests whose rows are not sent have counted, as far as it has arrived."""
         return self._counts.ask()
 
 

@@ -182,13 +182,13 @@ class RowTable:
     has only while it is in a batch: rows are bound by `batch`, and where none is free, one is taken from a request
     that is not in this batch. So `rows_needed` rows are always enough.
 
-    Two replicas that are told the same in the same order have the same rows, and on the same sites the same slots.
+    Two replicas that get the same calls in the same order have the same rows, and on the same sites the same slots.
     Finished requests have to be passed on in sorted order, since vLLM hands them out as a set.
 
     Args:
         sites: The sites that this worker owns, in order.
         num_rows: Width of the map; see `rows_needed`.
-        pool: Used by this table alone.
+        pool: The slot pool, used by this table alone.
         op_sites: Those of `sites` where programs act, in order.
         max_entries: Entries of a request's program at one site, at most, with the global one's and its vectors.
 
@@ -221,7 +221,7 @@ class RowTable:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody is steered: no request, and no global vectors."""
+        """Whether nothing is steered: no request, and no global vectors."""
         return not self._num_steered and self._new_global is None and self._new_rules is None
 
     @property
@@ -231,7 +231,7 @@ class RowTable:
 
     @property
     def num_slots_used(self) -> int:
-        """Slots in use, those that are kept for later included."""
+        """Slots in use, including slots that are kept for later."""
         return self._pool.num_used
 
     def add(
@@ -302,7 +302,7 @@ class RowTable:
         self._new_modules.pop(name, None)
 
     def apply_changes(self) -> None:
-        """Acquire slots for the vectors that `set_global`, `set_rules` and `keep_module` were told since.
+        """Acquire slots for the vectors that `set_global`, `set_rules` and `keep_module` were given since.
 
         They are called between steps, when the worker may not know yet which requests have finished; so the slots wait
         for the next `add` or `batch`, which come after that is known. Calling this earlier is right where it is known.

@@ -36,8 +36,8 @@ class ActingRule:
 
     Attributes:
         name: The rule's.
-        applies_to: Whom it acts on; None for requests that a controller drives in its first column.
-        columns: Its first column, and the one behind its last.
+        applies_to: The requests that it acts on; None for requests that a controller drives in its first column.
+        columns: Its first column, and the one after its last.
         programs: Of the prefill and of the decode phase.
     """
 

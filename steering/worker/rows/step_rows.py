@@ -72,7 +72,7 @@ class RowResolver:
     """The table row of each batch row, step by step, in order. One thread: the step thread.
 
     The phase follows from the absolute position: below the length of the prompt it is prefill, also where a preempted
-    request computes it again. While nobody is steered a step costs two comparisons; while the batch stays as it is,
+    request computes it again. While nothing is steered a step costs two comparisons; while the batch stays as it is,
     nothing is looked up.
 
     Args:

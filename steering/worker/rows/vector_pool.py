@@ -2,7 +2,7 @@
 
 A slot holds the effective vector of a site, or a row that a program reads or writes.
 
-Allocation depends on the calls alone, so every rank that is told the same uses the same slots.
+Allocation depends on the calls alone, so every rank that gets the same calls uses the same slots.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class DeviceTables:
         gates: GateTensors | None = None,
     ) -> None:
         self.pool = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
-        # Programs' counts lie behind the slots, in both tables, so that one launch resolves both.
+        # Programs' counts lie after the slots, in both tables, so that one launch resolves both.
         self._resolved = torch.zeros(num_sites + num_op_sites, max_tokens, dtype=torch.int32, device=device)
         self._map = torch.zeros(num_sites + num_op_sites, num_rows, dtype=torch.int32, device=device)
         self.slots = self._resolved[:num_sites]

@@ -98,23 +98,23 @@ class PinnedValues:
 
     A buffer must not be written as long as the GPU may still read what it had. Steps overlap by two or three, but
     nothing here relies on that: there are `NUM_BUFFERS` buffers, used in turn, and two events, one for each half of
-    them. A half's event is recorded behind the kernel that reads its last buffer, so that it has happened once all
+    them. A half's event is recorded after the kernel that reads its last buffer, so that it has happened once all
     kernels that read the half are done; before its first buffer is written again the event is waited for. Between the
     two lie as many writes as the other half has buffers, so that waiting takes no time unless the GPU is that many
-    steps behind; and of two calls into the driver for each write it became two for each half.
+    steps late; and of two calls into the driver for each write it became two for each half.
 
     Args:
         flat: float32 ``[N]``, on the device: where they are written.
         pinned: float32 ``[NUM_BUFFERS, n]``: the buffers, each as large as what is written at once, at most.
         seen: The same memory, as a tensor of the device.
-        events: Of the two halves.
+        events: The events of the two halves.
     """
 
     def __init__(self, flat: Tensor, pinned: Tensor, seen: Tensor, events: Sequence[Event]) -> None:
         self._flat, self._seen, self._events = flat, seen, events
         self._hosts: list[Float32Rows] = list(pinned.numpy())
         self._sources = [(0, seen[at, :0]) for at in range(NUM_BUFFERS)]
-        """Of each buffer the part that was read last, behind its size: mostly it is read again."""
+        """The part of each buffer that was read last, after its size: mostly it is read again."""
         self._next = 0
 
     def write(self, places: Tensor, values: Float32Rows) -> None:
@@ -188,7 +188,7 @@ class CudaUpload:
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
         at, self._next = self._next, (self._next + 1) % NUM_UPLOADS
-        self._events[at].synchronize()  # returns at once unless the GPU is as many copies behind
+        self._events[at].synchronize()  # returns at once unless the GPU is that many copies late
         pinned = self._pinned[at]
         size = pack(arrays, pinned.numpy())
         sent = pinned[:size].to(self._device, non_blocking=True)
@@ -202,7 +202,7 @@ def packed_size(arrays: Iterable[npt.NDArray[Any]]) -> int:
 
 
 def pack(arrays: Iterable[npt.NDArray[Any]], buffer: npt.NDArray[np.uint8]) -> int:
-    """Copy arrays one behind the other into a buffer, aligned; return the bytes that they take.
+    """Copy arrays one after the other into a buffer, aligned; return the bytes that they take.
 
     Raises:
         AssertionError: If they do not fit.
