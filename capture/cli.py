@@ -54,7 +54,7 @@ class UnloadedCommand(typer.core.TyperCommand):
     """A command that is listed with its line of help, and imported when it is called.
 
     Args:
-        name: The word behind ``headgate``.
+        name: The word after ``headgate``.
         line: What ``headgate --help`` says about it.
         load: Imports the command.
     """

@@ -61,8 +61,8 @@ class CaptureCall:
 
     Attributes:
         consumer: Name of the consumer that has the rows.
-        fetch: Returns the rows behind a payload.
-        has_warned: One of its handles was dropped unread; the others are not told of, too.
+        fetch: Returns the rows that a payload refers to.
+        has_warned: One of its handles was dropped unread; later ones are not reported again.
     """
 
     consumer: str
@@ -70,7 +70,7 @@ class CaptureCall:
     has_warned: bool = False
 
     def warn(self, request_id: str, num_bytes: int) -> None:
-        """Tell of a handle that was dropped unread, once for each call."""
+        """Warn that a handle was dropped unread, once for each call."""
         if not self.has_warned:
             self.has_warned = True
             warnings.warn(
@@ -112,7 +112,7 @@ class RowView:
         """``[rows, hidden]`` of one site; a view of the request's where the rows are consecutive.
 
         Raises:
-            KeyError: If it was not captured; the message lists those that were.
+            KeyError: If it was not captured; the message lists the captured ones.
         """
         return self._rows[site][self._index]
 
@@ -196,7 +196,7 @@ class CaptureHandle:
         """``[num_rows, hidden]`` of one site.
 
         Raises:
-            KeyError: If it was not captured; the message lists those that were.
+            KeyError: If it was not captured; the message lists the captured ones.
             ConsumerError: As `fetch` does.
         """
         return self.fetch()[site]

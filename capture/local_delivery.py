@@ -55,7 +55,7 @@ class Dispatcher:
     Args:
         handoff: Where the step thread puts; closing it ends the thread, once it is empty.
         queues: Consumer bit to queue.
-        keep_bytes: Memory that may be kept for later rows while nobody uses it.
+        keep_bytes: Memory that may be kept for later rows while it is unused.
         hold_bytes: Staging memory from which on rows are held no longer.
         linger_s: Seconds after their forward that rows are held at most.
     """
@@ -205,7 +205,7 @@ class Place:
         versions: Of headgate, vllm and torch.
         actions: Where actions of consumers go.
         keys: To reach front ends on other hosts; None if all are on this one.
-        readouts: Those that the worker computes.
+        readouts: The readouts that the worker computes.
     """
 
     config: CaptureConsumersConfig
@@ -235,7 +235,7 @@ class LocalDelivery:
         consumers: In any order; their bits are their places in ``config.consumers``.
         sender: Where results go.
         close_sender: Called last, with the seconds it may take; returns how many messages did not arrive.
-        watcher: Is told of each result; None if nobody is.
+        watcher: Is notified of each result; None for no notifications.
 
     Raises:
         ConfigError: If a spill file cannot be made.
@@ -322,7 +322,7 @@ def open_local_delivery(place: Place, watcher: ResultWatcher | None = None) -> L
     """Open the configured consumers, and a delivery that sends results over ZMQ.
 
     Raises:
-        ConfigError: If a consumer cannot be opened; those that were are closed.
+        ConfigError: If a consumer cannot be opened; consumers opened before it are closed.
     """
     from headgate.capture.transport.action_channel import sink_of
     from headgate.capture.transport.result_sender import ZmqResultSender

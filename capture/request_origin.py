@@ -33,7 +33,7 @@ class ResultReporter:
         sender: Takes the messages.
         stage: Pipeline stage of this worker.
         num_stages: Number of stages.
-        watcher: Is told of each; None if nobody is.
+        watcher: Is notified of each result; None for no notifications.
     """
 
     def __init__(

@@ -88,12 +88,12 @@ class CaptureSession:
 
     Args:
         config: As configured.
-        sites: Those that this worker owns, in the order of the ring.
+        sites: The sites that this worker owns, in the order of the ring.
         staging: The memory that the forward pass writes to.
         delivery: Where rows and requests go.
         bits: Of each consumer, by its instance: its bit in a row's mask.
         linger_s: Seconds that rows of each consumer may wait for others, by its bit: see `lingers`.
-        readouts: Those that consumers get in place of rows, in the order of the ring.
+        readouts: The readouts that consumers get in place of rows, in the order of the ring.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class CaptureSession:
 
         Args:
             req_id: Internal id.
-            final: How it ended; None if nobody knows, which makes its results errors.
+            final: How it ended; None if unknown, which makes its results errors.
         """
         if self._keys.pop(req_id, None) is None:
             return
@@ -295,17 +295,17 @@ def open_session(
     Args:
         config: As configured.
         model: The model being served.
-        sites: Those that this worker owns, in the order of the ring.
+        sites: The sites that this worker owns, in the order of the ring.
         staging: The memory that the forward pass writes to. A capture process delivers what is in it if they share it.
         pp_rank: Pipeline stage of this worker.
         pp_size: Number of stages.
         versions: Of headgate, vllm and torch.
         actions: Where actions of consumers go.
         keys: To reach front ends on other hosts.
-        readouts: Those that the ring computes, in its order.
+        readouts: The readouts that the ring computes, in its order.
 
     Raises:
-        ConfigError: If a consumer cannot be opened; those that were are closed.
+        ConfigError: If a consumer cannot be opened; consumers opened before it are closed.
     """
     classes = [load_configured(spec) for spec in config.consumers]
     linger_s = lingers(config, dict(enumerate(classes)))

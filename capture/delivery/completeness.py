@@ -1,4 +1,4 @@
-"""One request on its way to one consumer, and the checks behind its result: nothing says ``ok`` when rows are missing.
+"""One request on its way to one consumer, and the checks of its result: nothing says ``ok`` when rows are missing.
 
 `DeliveryAudit` counts which positions reached the consumer at how many sites, `TokenCheck` compares the tokens that
 rows were computed from with the request's own, and `OpenRequests` sends each request's result once.
@@ -29,13 +29,13 @@ SendResult = Callable[[RequestInfo, CaptureResult | None], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowTotals:
-    """Positions of a finished request, counted. Those that were computed in vain count for nothing.
+    """Positions of a finished request, counted. Positions computed in vain are not counted.
 
     Attributes:
         wanted: Positions that its selector wants.
         complete: Wanted positions that were delivered at every site.
         dropped: Wanted positions that overload has cost.
-        surplus: Deliveries that nobody asked for, or that came twice: above 0 only if headgate has a bug.
+        surplus: Deliveries that were not requested, or that came twice: above 0 only if headgate has a bug.
         outdated: Wanted positions that were delivered before what acts on the model changed: they were computed again.
     """
 
@@ -136,9 +136,9 @@ class ConsumerRequest:
         first_site: The site by which its positions are counted: a position may lie in several blocks of a step, one
             for each set of sites.
         drop_reason: Why rows of it were dropped, for people.
-        is_begun: The consumer was told of it, and not yet that it is over; the consumer's thread's own.
+        is_begun: The consumer was notified that it began, and not yet that it ended; the consumer's thread's own.
         ended_at: When it got its last row and its result became due, on the monotonic clock; None so far.
-        is_passed_over: The consumer does not hear of it, since none of its sites is on this worker.
+        is_passed_over: The consumer is not notified of it, since none of its sites is on this worker.
         is_reported: Its result is out.
     """
 
@@ -244,7 +244,7 @@ class OpenRequests:
         self._open[request] = None
 
     def fail(self, requests: Sequence[ConsumerRequest], text: str) -> list[ConsumerRequest]:
-        """Let `requests` end in an error; return those that had not failed before."""
+        """Let `requests` end in an error; return the ones that had not failed before."""
         with self._lock:
             fresh = [request for request in requests if request.failure is None]
             for request in fresh:

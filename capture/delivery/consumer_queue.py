@@ -50,7 +50,7 @@ class _Segment:
     """One nameless file. It takes `SEGMENT_BYTES`, and its disk space is free again once all of that was read."""
 
     def __init__(self, folder: str | None) -> None:
-        # Never has a name, or loses it at once: a killed process leaves nothing behind.
+        # Never has a name, or loses it at once: a killed process leaves no file.
         self.file = tempfile.TemporaryFile(dir=folder, prefix="headgate-spill-", buffering=0)  # noqa: SIM115
         self.size = 0
         self.num_pending = 0
@@ -127,7 +127,7 @@ class SpillFile:
             self.discard(spilled)
 
     def discard(self, spilled: SpilledBlocks) -> None:
-        """Give up rows that nobody will load."""
+        """Give up rows that will not be loaded."""
         segment = spilled._segment
         with self._lock:
             segment.num_pending -= 1
@@ -196,14 +196,14 @@ class Rows(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """Follows the last rows of a request; `final` is None if nobody knows how it ended."""
+    """Follows the last rows of a request; `final` is None if its end is unknown."""
 
     request: ConsumerRequest
     final: FinalState | None
 
 
 class Abandon(NamedTuple):
-    """Tells the consumer to release what it keeps of a request that failed."""
+    """Instructs the consumer to release what it keeps of a request that failed."""
 
     request: ConsumerRequest
 
@@ -228,7 +228,7 @@ class ConsumerQueue:
         send_result: Gets each request's result, once.
         log: Where losses go; each is in its request's result too.
         spill: Where rows go that do not fit, for ``overload="spill"``.
-        accepts_empty: Whether the consumer hears of requests without sites on this worker; if not, their result is
+        accepts_empty: Whether the consumer is given requests without sites on this worker; if not, their result is
             blank, since other pipeline stages have the rows.
     """
 
@@ -302,8 +302,8 @@ class ConsumerQueue:
 
         Args:
             request: The request.
-            final: How it ended; None if nobody knows.
-            mismatch: Why its rows must not be used, if so: the consumer is told to release them.
+            final: How it ended; None if unknown.
+            mismatch: Why its rows must not be used, if so: the consumer is instructed to release them.
         """
         with self._changed:
             request.ended_at = time.monotonic()

@@ -32,7 +32,7 @@ DEFERRED: Final = Deferred()
 
 
 class RowSink(Protocol):
-    """The consumer as its thread sees it: a `StreamingConsumer`, or a `BatchedConsumer` behind an `Assembler`."""
+    """The consumer as its thread sees it: a `StreamingConsumer`, or a `BatchedConsumer` fed by an `Assembler`."""
 
     def begin(self, request: RequestInfo) -> None: ...
 
@@ -50,7 +50,7 @@ class UnfinishedWork:
     """Work that a consumer leaves when it is closed.
 
     Attributes:
-        unfinished: Requests that were told so, for want of an end or of time.
+        unfinished: Requests reported as unfinished, for want of an end or of time.
         is_stuck: The consumer is still in a call; the thread ends when the call does.
         close_error: What the consumer's `close` raised, as text.
     """

@@ -50,7 +50,7 @@ class RequestBegins:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnds:
-    """The end of a request, behind its last rows; `final` is None if nobody knows how it ended."""
+    """The end of a request, put after its last rows; `final` is None if its end is unknown."""
 
     req_id: str
     final: FinalState | None
@@ -70,12 +70,12 @@ class Handoff(Generic[T]):
     """First in, first out: the step thread puts, and the one dispatch thread takes.
 
     It has no bound of its own: rows are bounded by the staging memory that they lie in, and everything else is small.
-    The lock keeps items from being put behind the end; nothing else runs under it, so the step thread never waits for a
+    The lock keeps items from being put after the end; nothing else runs under it, so the step thread never waits for a
     consumer here. A `SimpleQueue` wakes the other thread without running Python for it.
     """
 
     def __init__(self) -> None:
-        self._items: SimpleQueue[T | None] = SimpleQueue()  # None stands behind the last item
+        self._items: SimpleQueue[T | None] = SimpleQueue()  # None follows the last item
         self._lock = threading.Lock()
         self._is_closed = self._is_exhausted = False
 
@@ -106,7 +106,7 @@ class Handoff(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Refuse further items; `next_item` still returns those that were put."""
+        """Refuse further items; `next_item` still returns the items that were put."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True

@@ -34,7 +34,7 @@ CHUNK_ROWS = 32
 """Rows of a chunk of a request's memory; the first has room for the wanted part of the prompt."""
 
 KEEP_BYTES = 512 * MIB
-"""Host memory kept for later requests while nobody uses it: enough for 64 requests of all layers of a 4B model."""
+"""Unused host memory kept for later requests: enough for 64 requests of all layers of a 4B model."""
 
 
 class Assembler:
@@ -61,7 +61,7 @@ class Assembler:
     def write(
         self, blocks: Sequence[RowBlock], has_room: Callable[[RowSpan, RowBlock], bool] = lambda span, block: True
     ) -> None:
-        """Copy out the rows of every span, or of those that `has_room` says so of."""
+        """Copy out the rows of every span, or only of the spans for which `has_room` returns true."""
         for block in blocks:
             rows_SNB: Bytes = block.rows.view(torch.uint8).numpy()
             for span in block.spans:
@@ -88,7 +88,7 @@ class Assembler:
         self._requests.pop(request.request_id, None)
 
     def figures(self) -> tuple[Figure, ...]:
-        """Those that the consumer counts by itself."""
+        """The numbers that the consumer counts by itself."""
         return figures_of(self._consumer)
 
     def close(self, timeout_s: float) -> None:

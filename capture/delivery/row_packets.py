@@ -39,7 +39,7 @@ Slab = npt.NDArray[np.uint8]
 
 
 class _Free(NamedTuple):
-    """A slab that nobody uses; `turn` counts up from one that came back to the next."""
+    """An unused slab; `turn` counts up from one that came back to the next."""
 
     size: int
     turn: int
@@ -55,7 +55,7 @@ class RowPool:
     garbage collector, so that path takes no lock.
 
     Args:
-        keep_bytes: Memory that is kept while nobody uses it.
+        keep_bytes: Unused memory that is kept.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -87,7 +87,7 @@ class RowPool:
         return held[:num_bytes].view(np.ndarray)  # whose base is `held`, and not the slab
 
     def _find(self, num_bytes: int) -> Slab | None:
-        """Take the smallest slab that nobody uses and that is large enough, unless it is much too large."""
+        """Take the smallest unused slab that is large enough, unless it is much too large."""
         self._take_back()
         at = bisect_left(self._free, num_bytes, key=lambda each: each.size)
         if at == len(self._free) or self._free[at].size > MOST_TIMES * num_bytes:
@@ -102,7 +102,7 @@ class RowPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that nobody uses now. For the thread that takes memory."""
+        """Unused bytes. For the thread that takes memory."""
         self._take_back()
         return sum(each.size for each in self._free)
 
@@ -282,7 +282,7 @@ class Splitter:
         self._last.clear()
 
     def end(self, req_id: str) -> Mapping[int, ConsumerRequest]:
-        """Forget `req_id`, of which no more rows come; return its requests, none if it is not known."""
+        """Forget `req_id`, for which no more rows come; return its requests, none if it is not known."""
         self._last.clear()
         return self._requests.pop(req_id, {})
 

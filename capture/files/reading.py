@@ -31,7 +31,8 @@ def refusing(where: object, wrong: Wrong, what: str = "") -> Iterator[None]:
 
     Parsers raise nearly everything on damaged input (numpy alone ValueError, SyntaxError, TokenError, TypeError,
     OverflowError and MemoryError), so everything is caught but errors of the system that name a file, such as one that
-    is missing. Errors of headgate become the reader's, too; those that are and begin with `where` stay as they are.
+    is missing. Errors of headgate become the reader's, too; errors of headgate that begin with `where` stay as they
+    are.
 
     Args:
         where: The file, and the place in it if that is known.

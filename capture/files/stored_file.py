@@ -111,7 +111,7 @@ def read_whole(file: int, offset: int, memory: Bytes) -> int:
 
 
 def _version(found: os.stat_result) -> tuple[int, int, int, int]:
-    """Return what tells a file from another, and from itself before it was written to."""
+    """Return what distinguishes a file from another, and from its state before a write."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 

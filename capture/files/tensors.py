@@ -102,7 +102,7 @@ class LazyTensor:
 
     @property
     def transposed(self) -> LazyTensor:
-        """The same elements with the order of axes reversed; nothing is read."""
+        """This tensor's elements with the order of axes reversed; nothing is read."""
         return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
 
     @property

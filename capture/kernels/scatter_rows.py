@@ -34,9 +34,9 @@ def scatter_rows(
     Args:
         value_TD: Rows contiguous; fp16, bf16 or fp32.
         addend_TD: Second summand of the same shape, or None.
-        slot_T: int64, in [0, R). Not checked: a check would wait for the GPU. Those that are no trash rows differ.
+        slot_T: int64, in [0, R). Not checked: a check would wait for the GPU. Slots that are no trash rows differ.
         ring_RD: Rows contiguous, of the values' dtype.
-        num_trash_rows: The ring's last rows, which are for tokens that nobody wants.
+        num_trash_rows: The ring's last rows, for tokens without a wanted row.
 
     Raises:
         ValueError: If shapes differ or a row is not contiguous.

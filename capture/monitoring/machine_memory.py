@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Of the container that this process runs in: cgroup version 2, version 1."""
+"""Limits of the container that this process runs in: cgroup version 2, version 1."""
 
 
 def host_memory() -> int:

@@ -33,7 +33,7 @@ _MAX_TEXT = 96
 _BOX = "font:12px monospace;border-collapse:collapse"
 _NOT_FINITE = "#f0f"
 _STOPS = np.array([(4, 0, 8), (6, 2, 10), (11, 4, 8), (15, 8, 3), (15, 14, 9)], np.float64)
-"""Colours from the smallest to the largest value, each part from 0 to 15: dark to light, told apart without colours."""
+"""Colours from the smallest to the largest value, each part from 0 to 15: dark to light, distinct without colours."""
 
 
 class HeatMap(NamedTuple):

@@ -13,13 +13,13 @@ INTERVAL_S = 10.0
 REASON_S = 1.0
 """Seconds for which the same reason is not logged again."""
 MAX_REASONS = 64
-"""Reasons that are told apart; further ones count as one."""
+"""Reasons that are distinguished; further ones count as one."""
 
 
 class SparseLog:
     """At most one line in `INTERVAL_S`, which says how many were left out. Any thread.
 
-    What it leaves out is counted elsewhere and told to the requests it concerns.
+    What it leaves out is counted elsewhere and reported to the requests it concerns.
 
     Args:
         who: Beginning of every line.

@@ -16,7 +16,7 @@ class Figure:
     """A number that a consumer counts by itself.
 
     Attributes:
-        name: Small letters, digits and ``_``: ``/metrics`` has it behind ``headgate_capture_consumer_own_``.
+        name: Small letters, digits and ``_``: ``/metrics`` prefixes it with ``headgate_capture_consumer_own_``.
         kind: Counters only ever grow while the consumer lives.
         about: A sentence, with the unit.
         value: Now.
@@ -75,7 +75,7 @@ class ConsumerStats:
         queued_bytes: Now: rows in its queue or in its hands.
         spilled_bytes: Now: rows in its spill file.
         is_hung: Now.
-        figures: Those that it counts by itself.
+        figures: The numbers that it counts by itself.
     """
 
     instance: str
@@ -103,7 +103,7 @@ class CaptureStats:
     """Capture on one worker.
 
     Attributes:
-        steps: Steps of which something was captured.
+        steps: Steps with captured rows.
         rows: Batch rows copied off the device, each once however many consumers want it.
         bytes: Bytes of them, over all sites.
         stalls: Times that the step thread had to wait for staging memory.

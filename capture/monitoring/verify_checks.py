@@ -142,7 +142,7 @@ class Request:
     """One request of a scene; greedy, and never ended by a stop token.
 
     Attributes:
-        label: Tells the judge what it is there for.
+        label: Says what the judge compares it with.
         prompt: Token ids.
         max_tokens: How many it generates.
         fields: Fields of `SamplingParams` to set.

@@ -150,7 +150,7 @@ class SelectionShape:
                 yield SelectedRows(site_set, picks, masks[picks])
 
     def choose_all(self, num_rows: int) -> Iterator[SelectedRows]:
-        """The same where `is_run`, for rows between the first and the last that are wanted."""
+        """Yield the same as `choose` where `is_run`, for rows between the first and the last that are wanted."""
         for site_set, consumers in zip(self.covers, self.bits[:, 0].tolist(), strict=True):
             yield SelectedRows(site_set, None, np.full(num_rows, consumers, dtype=np.int64))
 
@@ -162,7 +162,7 @@ class RequestPlan:
     Attributes:
         shape: Shared with all requests of that shape.
         first: First position that is wanted.
-        end: The one behind the last.
+        end: The one after the last.
         bounds: int64 ``[T, 3]``: start, stop *(exclusive)* and step of each term; in place of the step, the number
             of a list.
         lists: For each term; None where the kind is not ``list``.
@@ -180,8 +180,8 @@ class RequestPlanReader:
     not worked out again; where a list of positions is wanted, it is.
 
     Args:
-        sites: Those that this worker owns, in ring order.
-        readouts: Sites of them that consumers get read out; numbered behind the sites.
+        sites: The sites that this worker owns, in ring order.
+        readouts: Sites of them that consumers get read out; numbered after the sites.
     """
 
     def __init__(self, sites: Sequence[Site], readouts: Sequence[ReadoutSite] = ()) -> None:
@@ -328,7 +328,7 @@ class Piece(NamedTuple):
 
 
 def consecutive(pieces: Sequence[Piece], shape: SelectionShape) -> StepPlan:
-    """Plan a step of which these are wanted, by requests of one shape that is a run, at the same sites.
+    """Plan a step whose wanted rows are of requests of one shape, which is a run, at the same sites.
 
     Args:
         pieces: At least one, by batch row.
@@ -350,7 +350,7 @@ def consecutive(pieces: Sequence[Piece], shape: SelectionShape) -> StepPlan:
 
 
 def merged(req_ids: tuple[str, ...], parts: Mapping[SiteSet, Sequence[WantedRows]]) -> StepPlan:
-    """Plan a step of which `parts` are wanted, by their sites; `req_ids` are its requests."""
+    """Plan a step from its wanted `parts`, by their sites; `req_ids` are its requests."""
     packed = {site_set: _in_batch_order(rows) for site_set, rows in parts.items()}
     if len(packed) == 1:
         ((site_set, rows),) = packed.items()
@@ -376,7 +376,7 @@ def _group(site_set: SiteSet, rows: WantedRows, offsets: Int64Array, req_ids: tu
 
 
 def _in_batch_order(parts: Sequence[WantedRows]) -> WantedRows:
-    """One set of rows out of those of several shapes, each of which is in batch order and has its own requests."""
+    """Merge the rows of several shapes into one set; each shape is in batch order and has its own requests."""
     if len(parts) == 1:
         return parts[0]
     rows = WantedRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
@@ -396,7 +396,7 @@ class StepPlanner:
 
     A request's positions count as taken once they are scheduled, wanted or not: what is computed again after a
     preemption is not taken twice. So a request stays known while it is preempted; `add` starts it afresh.
-    A request of which nothing more can be wanted (``last_prompt`` after the prompt) is forgotten by itself.
+    A request that can want nothing more (``last_prompt`` after the prompt) is forgotten by itself.
 
     Cost of a step: numpy over its requests and its wanted tokens, and a Python loop over its distinct shapes
     (`SelectionShape`). Where the same requests decode one token each and all want theirs, step after step, it is a
@@ -451,7 +451,7 @@ class StepPlanner:
         return plan
 
     def _plan_few(self, shape: SelectionShape, members: Sequence[int], view: BatchView) -> StepPlan | None:
-        """The same for the requests that `_RequestTable.few_of` found."""
+        """Plan the requests that `_RequestTable.few_of` found."""
         pieces: list[Piece] = []
         for member in members:
             req_id, first = view.req_ids[member], int(view.num_computed[member])
@@ -532,7 +532,7 @@ class _DecodeRun:
 class _NewPositions(NamedTuple):
     """Positions that a step computes for the first time, from each request's first wanted one to its last.
 
-    One entry for each of the ``M`` requests of which there is something, in batch order.
+    One entry for each of the ``M`` requests with something wanted, in batch order.
 
     Attributes:
         members: Index into ``BatchView.req_ids``, int64 ``[M]``.
@@ -609,7 +609,7 @@ class _RequestTable:
         self._slots[req_id] = slot
         self._plans[slot] = plan
         self._next[slot], self._end[slot], self._shapes[slot] = plan.first, plan.end, plan.shape.number
-        if not plan.shape.is_run:  # of a run, nobody asks for the terms' bounds
+        if not plan.shape.is_run:  # a run's terms' bounds are never asked for
             num_terms = len(plan.bounds)
             if num_terms > len(self._bounds):
                 self._bounds = _enlarged(self._bounds, axis=0, size=num_terms)
@@ -671,7 +671,7 @@ class _RequestTable:
         return range(max(first, taken), min(stop, end)), stop >= end
 
     def advance(self, slots: Int64Array, view: BatchView) -> _NewPositions:
-        """Count the step's positions as taken and return those that were not before."""
+        """Count the step's positions as taken and return the ones not taken before."""
         first, taken, end = view.num_computed, self._next[slots], self._end[slots]
         stop, begin = first + view.num_scheduled, np.maximum(first, taken)
         self._next[slots] = np.maximum(stop, taken)

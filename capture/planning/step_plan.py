@@ -23,7 +23,7 @@ class SiteSet:
 
     Attributes:
         sites: ``S`` sites.
-        ids: int64 ``[S]``, read-only: their indices in the worker's list, which has its sites and, behind them, its
+        ids: int64 ``[S]``, read-only: their indices in the worker's list, which has its sites and, after them, its
             readouts of sites.
         num_outputs: Numbers that each row becomes, where these are readouts; 0: they are sites.
     """
@@ -74,7 +74,7 @@ class StepPlan:
     """The rows to keep of one step.
 
     Attributes:
-        token_rows: int64 ``[K]``, ascending: the flat batch rows that somebody wants. Staging slot k of the step
+        token_rows: int64 ``[K]``, ascending: the flat batch rows that are wanted. Staging slot k of the step
             holds batch row ``token_rows[k]``. The same array object in all steps of a run.
         num_copies: Wanted (row, site) pairs.
 
@@ -82,7 +82,7 @@ class StepPlan:
         token_rows: See above.
         groups: What is wanted of them, at least one; no two have the same sites. If `number` is not 0: of the first
             step of a run, in which every request decodes one token a step.
-        number: Of the step in its run: its positions are so many behind those of `groups`.
+        number: Of the step in its run: its positions are so many after those of `groups`.
         num_copies: See above, if it is known.
     """
 
@@ -112,7 +112,7 @@ class StepPlan:
         return self._first is before._first and self._number == before._number + 1
 
     def run(self, num_steps: int, distance: int) -> Iterator[PackGroup]:
-        """The groups of `num_steps` steps of a run together, of which this is the first.
+        """The groups of `num_steps` steps of a run together; this is the first of them.
 
         Each step's wanted rows follow the last one's, and `distance` other rows come before the first. The rows of a
         request are next to each other.
@@ -197,7 +197,7 @@ def _read_only(numbers: Int64Array) -> Int64Array:
 
 
 def prolonged(firsts: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
-    """Numbers that count up from each entry of `firsts`, one run behind the other: int64 ``[N]``.
+    """Numbers that count up from each entry of `firsts`, one run after the other: int64 ``[N]``.
 
     Args:
         firsts: Of each run, its first number.

@@ -137,7 +137,7 @@ class Probe:
         kind: How a row is scored.
         weight: float32 ``[classes, hidden]``; of an MLP the second layer, ``[classes, units]``.
         bias: float32 ``[classes]``; zeros if None was given. A cosine probe's are zero.
-        classes: A name for each class. A probe that tells two classes apart has one: that of high scores.
+        classes: A name for each class. A probe of two classes has one: that of high scores.
         threshold: A score above it says that the row is of the class; None if none was chosen. Of probes of one class.
         pooling: The rows that it was made for.
         hidden: The first layer of an MLP; None for other kinds.

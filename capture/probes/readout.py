@@ -18,7 +18,7 @@ Function = Callable[["Tensor"], "Tensor"]
 
 
 class ProbeReadout(Readout):
-    """The scores of probes, those of each one's classes behind those of the one before it.
+    """The scores of probes: one column for each class, probe after probe.
 
     They are `Probe.scores`, computed in float64 and rounded to float32; not finite where a row is not.
 

@@ -158,7 +158,7 @@ class CaptureProcess:
     One thread waits for what the process says; it costs nothing while that is silent.
 
     Args:
-        memory: The staging memory that the process reads. Whoever has made it closes it, after this.
+        memory: The staging memory that the process reads. The caller that made it closes it, after this.
         ledger: Of open requests.
         board: Where the process shows its counters.
         start: Starts a process.

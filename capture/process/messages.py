@@ -26,7 +26,7 @@ from headgate.capture.schema.batch import WIRE_VERSION, FinalState, Int64Array, 
 from headgate.capture.staging.host_rows import CopyPart, StagedRows
 
 UNKNOWN = -1
-"""Of a request that the process was not given: its rows have no consumer there."""
+"""Number of a request that the process was not given: its rows have no consumer there."""
 NOBODY = ""
 """Stands for the id of such a request; no request has it."""
 
@@ -45,7 +45,7 @@ class RequestNumbers:
         return self._last
 
     def end(self, req_id: str) -> None:
-        """Forget a request, of which no more rows come."""
+        """Forget a request for which no more rows come."""
         self._numbers.pop(req_id, None)
 
     def clear(self) -> None:
@@ -59,7 +59,7 @@ class RequestNumbers:
 
 
 class NumberedRequests:
-    """The process's side: the ids behind the numbers."""
+    """The process's side: the ids that the numbers stand for."""
 
     def __init__(self) -> None:
         self._ids: dict[int, str] = {}
@@ -131,7 +131,7 @@ class Staged(msgspec.Struct, tag=1, array_like=True):
 
 
 class End(msgspec.Struct, tag=2, array_like=True):
-    """A `RequestEnds`: `token_ids` is int64, None if nobody knows how it ended."""
+    """A `RequestEnds`: `token_ids` is int64, None if its end is unknown."""
 
     req_id: str
     num_prompt: int = 0
@@ -208,7 +208,7 @@ def message_of(item: Dispatched, requests: RequestNumbers) -> ToProcess:
 
     Args:
         item: What it hands over.
-        requests: Those that the process was given; a request that begins or ends is noted there.
+        requests: The requests that the process was given; a request that begins or ends is noted there.
     """
     if isinstance(item, StagedRows):
         part, lease = item.part, item.lease
@@ -251,7 +251,7 @@ def pack_group(group: Group, site_set: SiteSet, requests: NumberedRequests) -> P
     Args:
         group: As it came.
         site_set: Of its sites.
-        requests: Those that the process was given.
+        requests: The requests that the process was given.
     """
     bounds, req_ids = numbers(group.starts).tolist(), requests.ids(numbers(group.requests).tolist())
     rows, masks = numbers(group.rows), group.masks

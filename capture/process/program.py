@@ -51,7 +51,7 @@ from headgate.capture.staging.host_rows import Lease, StagedRows
 from headgate.capture.staging.shared_memory import NumberedCopy, SharedMemory, SharedRows
 
 MAX_UNTOLD, UNTOLD_S = 256, 0.25
-"""Requests that have ended are told in batches: so many, or after so many seconds."""
+"""Requests that have ended are reported in batches: so many, or after so many seconds."""
 SHOWN_S = 0.25
 """Age that counters may reach while no result is sent."""
 
@@ -59,8 +59,8 @@ SHOWN_S = 0.25
 class Reports:
     """Implements `headgate.capture.request_origin.ResultWatcher`.
 
-    Ended requests are told some at a time, since each message costs the worker a switch of threads. Counters are shown
-    in shared memory ahead of each result, so that whoever has a result finds it counted.
+    Ended requests are reported some at a time, since each message costs the worker a switch of threads. Counters are
+    shown in shared memory ahead of each result, so that a received result is always counted.
 
     Args:
         connection: To the worker.
@@ -93,7 +93,7 @@ class Reports:
             self._changed.notify()
 
     def close(self) -> None:
-        """Tell the rest, and end the thread."""
+        """Report the rest, and end the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -125,7 +125,7 @@ MAX_SITE_SETS = 1024
 """Sets of sites that are known again by their bytes, so that rows of the same sites can be put together."""
 
 OpenDelivery = Callable[[ResultWatcher], Delivery]
-"""Opens the consumers, whose results the watcher is told of; raises `ConfigError` if it cannot."""
+"""Opens the consumers; the watcher is notified of their results; raises `ConfigError` if it cannot."""
 
 
 class CaptureServer:
@@ -138,7 +138,7 @@ class CaptureServer:
         rows: The same memory's leases and arrivals.
         connection: To the worker.
         board: Where counters are shown.
-        readouts: Those that the worker computes.
+        readouts: The readouts that the worker computes.
     """
 
     def __init__(
@@ -230,13 +230,13 @@ class CaptureServer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings of a capture process, which it is told at its start; pickled.
+    """Settings that a capture process is given at its start; pickled.
 
     Attributes:
         place: The worker whose rows are delivered.
         sites: Those of the worker, in the order of the ring.
         num_rows: Rows of the staging memory.
-        num_readers: Those who read it.
+        num_readers: Its readers.
         reader: Which of them this process is.
         num_threads: Of torch's, for copies of many rows.
         log_level: Of headgate's log.

@@ -36,7 +36,7 @@ class Served(NamedTuple):
 
     Attributes:
         processes: Those of each capture process.
-        threads: Those that threads of the worker serve.
+        threads: The consumers that threads of the worker serve.
     """
 
     processes: tuple[frozenset[int], ...]
@@ -61,7 +61,7 @@ def deal_out(config: CaptureConsumersConfig) -> Served:
 
 
 class Reader:
-    """One of those who deliver. Step thread only.
+    """One delivery (capture process or worker threads) and the requests and leases it has. Step thread only.
 
     Args:
         delivery: Its own.
@@ -100,14 +100,14 @@ class Reader:
         return is_taken
 
     def end(self, item: RequestEnds) -> None:
-        """Tell it of the end of a request, if it knows it."""
+        """Send it the end of a request that it was given."""
         self._missed.discard(item.req_id)
         if item.req_id in self._known:
             self._known.remove(item.req_id)
             self.delivery.put(item)
 
     def forget(self, req_id: str) -> None:
-        """Forget a request that nobody took: its end is not told."""
+        """Forget a request that no delivery took: its end is not sent."""
         self._missed.discard(req_id)
 
     def put_rows(self, staged: StagedRows) -> None:
@@ -211,7 +211,8 @@ def open_delivery(place: Place, sites: Sequence[Site], memory: StagingMemory) ->
         memory: The staging memory; with as many readers as `deal_out` says, if there are any.
 
     Raises:
-        ConfigError: If one of them cannot be opened, or a process cannot be started; those that were are closed.
+        ConfigError: If one of them cannot be opened, or a process cannot be started; consumers opened before it are
+            closed.
     """
     if not isinstance(memory, SharedStaging):
         return open_local_delivery(place)

@@ -84,11 +84,11 @@ class StatsBoard:
         return None
 
     def clear(self) -> None:
-        """Show nothing. Once whoever showed something is gone."""
+        """Show nothing. Call when the process that wrote the counters is gone."""
         _NUMBER.pack_into(self._mapped, 0, 0)
 
     def close(self) -> None:
-        """Close the file behind the memory; what is mapped stays so."""
+        """Close the memory's file; what is mapped stays so."""
         os.close(self.fd)
 
     def _number(self) -> int:

@@ -22,7 +22,7 @@ class ActionSink(Protocol):
         that is dropped, and counted.
 
         Returns:
-            Whether it was taken. What came of it is told by the request's trace and by ``/metrics``.
+            Whether it was taken. The request's trace and ``/metrics`` show the outcome.
 
         Raises:
             ConsumerError: If this engine takes no actions, or `action` is none.
@@ -32,7 +32,7 @@ class ActionSink(Protocol):
 
 MAX_SUBMITTED = 1024
 MAX_BYTES = 16 << 20
-"""Of one action."""
+"""The largest encoded size of one action."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class ActionTarget:
 
     Attributes:
         address: Of the inbox of its engine core; None if it takes none.
-        refusal: Why it takes none, for whoever submits one.
+        refusal: Why it takes none; raised when one is submitted.
     """
 
     address: str | None = None

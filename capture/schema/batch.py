@@ -16,7 +16,7 @@ Float64Array = npt.NDArray[np.float64]
 _INT64 = np.dtype(np.int64)
 
 WIRE_VERSION = 1
-"""Of the `RequestWire`, in which a request travels from the front end that resolved it: plain values and bytes."""
+"""Version of `RequestWire`, in which a request travels from the front end that resolved it: plain values and bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class CaptureWire(TypedDict):
         id: The client's request id.
         n: Samples of the prompt.
         key: Random; results carry it.
-        reply: Address of the front end's result hub; None if nobody waits.
+        reply: Address of the front end's result hub; None if no caller waits.
         wait: Whether the client waits for its results.
         specs: By consumer instance.
     """
@@ -152,7 +152,7 @@ class FinalState:
         notes: By part, what it noted of the request's rows: steering its trace, if the request wants one. In a note
             with ``positions``, each list of numbers or None of that length is by row.
         num_outdated: Rows at the beginning of the prompt that were computed before what acts on the model changed, and
-            again behind it: what was captured of them is not of the forward that answered.
+            again after it: what was captured of them is not of the forward that answered.
     """
 
     num_prompt_tokens: int

@@ -38,7 +38,7 @@ MAX_CONSUMERS = 63
 """A row's consumer mask is one int64."""
 
 HIDDEN_STATES = "hidden_states"
-"""Entry point of the consumer behind ``return_hidden_states``; whoever configures it gets its site too."""
+"""Entry point of the consumer of ``return_hidden_states``; configuring it adds its site too."""
 
 
 class CaptureConsumerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

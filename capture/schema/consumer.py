@@ -6,7 +6,7 @@ A consumer is a class published under the entry-point group ``vllm.capture_consu
 * `StreamingConsumer` to get rows as they arrive, step by step.
 
 Threads: `validate_client_spec` runs in the front end, on the event loop, and must be quick. Everything else of one
-instance runs on one thread of its own, in order, so a slow consumer holds up nobody else. Whatever it raises ends
+instance runs on one thread of its own, in order, so a slow consumer holds up no other. Whatever it raises ends
 the request it was working for with an error and nothing else.
 
 A consumer that does slow work on threads of its own returns a `concurrent.futures.Future` in place of the payload:
@@ -329,7 +329,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
 class BatchedConsumer(CaptureConsumer):
     """A consumer that gets each finished request once, whole."""
 
-    linger_s = 0.25  # nobody looks at a row before the end
+    linger_s = 0.25  # no row is looked at before the end
 
     @abstractmethod
     def on_capture(self, captured: CapturedRequest) -> Any:
@@ -393,7 +393,7 @@ def select_sites(hooks: object, context: SpecContext) -> tuple[Site, ...]:
     """Resolve ``{hook: layers}``; ``"all"`` means every layer that is configured for that hook point.
 
     Raises:
-        RequestError: Also if a site is not configured, naming those that are.
+        RequestError: Also if a site is not configured, naming the configured ones.
     """
     model = context.model
     parse = partial(parse_configured, num_layers=model.num_layers, sites=model.sites)

@@ -425,8 +425,8 @@ def parse_positions(
 
     Args:
         raw: One of `NAMED`; a non-empty list of at most `MAX_LISTED` ints; ``{"start", "stop", "step"}``; or
-            ``{"role", "index", "start", "stop", "step", "include_generated"}`` for messages of a chat, of which the
-            role or the index is required.
+            ``{"role", "index", "start", "stop", "step", "include_generated"}`` for messages of a chat; the role or the
+            index is required.
         field: Path of `raw` in the client's document, for errors.
         context_length: Of the model; a list may name no position at or beyond it.
         takes_several: A list of at most `MAX_SEVERAL` of the others is read, too: what any of them selects.
@@ -484,7 +484,7 @@ def _parse_list(raw: Sequence[object], field: str, context_length: int) -> Indic
 
 
 def _int64(raw: Sequence[object], field: str) -> Int64Array:
-    """The entries of a list, most of which nothing but numpy looks at: it may be long."""
+    """The entries of a list, mostly looked at by numpy alone: it may be long."""
     if set(map(type, raw)) != {int}:
         raw = [value if type(value) is int else _listed(raw, index, field) for index, value in enumerate(raw)]
     try:

@@ -2,7 +2,7 @@
 the rows.
 
 A consumer's class declares them (`CaptureConsumer.readouts`). Each worker makes them at its start and computes them on
-its own device, behind the forward and outside of its graphs.
+its own device, after the forward and outside of its graphs.
 """
 
 from __future__ import annotations

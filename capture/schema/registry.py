@@ -101,16 +101,16 @@ def open_consumers(
         config: Which consumers.
         model: The model being served.
         location: ``worker``, which includes those of ``engine``, or ``driver``; others are left out, and not even
-            loaded if their settings tell where they are.
+            loaded if their settings say where they are.
         pp_rank: See `ConsumerContext`, like the rest.
         pp_size: Likewise.
         versions: Likewise.
         make_sink: Makes what each takes its actions to.
-        only: Bits of those that are opened here, if not all of the location are.
+        only: Bits of the consumers to open here, if not all of the location.
 
     Raises:
-        ConfigError: See `load_configured`; also if parameters are wrong or a consumer cannot be opened. Those that
-            were opened before it are closed.
+        ConfigError: See `load_configured`; also if parameters are wrong or a consumer cannot be opened. Consumers
+            opened before it are closed.
     """
     loaded = [
         (bit, spec, load_configured(spec))

@@ -1,4 +1,4 @@
-"""The result of a capture, as a request is told of it, and rows that are kept for later requests.
+"""The result of a capture, as a request receives it, and rows that are kept for later requests.
 
 How the answers of several pipeline stages become one result, and those of several samples the request's.
 """
@@ -30,7 +30,7 @@ class Origin:
     """Where a request's results go.
 
     Attributes:
-        reply: Address of the result hub of the front end that owns the request; None if nobody waits.
+        reply: Address of the result hub of the front end that owns the request; None if no caller waits.
         key: Random per request: what the hub knows it by. Those of one HTTP call begin alike; see `join_key`.
     """
 
@@ -39,7 +39,7 @@ class Origin:
 
     @property
     def call(self) -> str:
-        """The same for all requests of one HTTP call; a request of none is a call of its own."""
+        """An id that all requests of one HTTP call share; a request of none is a call of its own."""
         return self.key.partition(_JOINT)[0]
 
 
@@ -267,7 +267,7 @@ class CaptureResults:
 
 
 def with_messages(results: CaptureResults, messages: Sequence[MessageSpan] | None) -> CaptureResults:
-    """Return results that tell where the messages of their request's chat lie; the same ones if that is None."""
+    """Return results that say where the messages of their request's chat lie; the same ones if that is None."""
     if messages is None:
         return results
 

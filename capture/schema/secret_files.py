@@ -9,18 +9,18 @@ from pathlib import Path
 from headgate.capture.schema.errors import ConfigError
 
 MAX_BYTES = 4 << 20
-"""Of such a file: some ten thousand keys."""
+"""Largest size of such a file: some ten thousand keys."""
 
 
 def read_secret(path: Path, what: str, *, is_reader: bool = False) -> bytes:
     """Read a file of secrets.
 
-    The group may read it, as volumes of secrets in Kubernetes have it; nobody else but its owner may do anything.
+    The group may read it, as volumes of secrets in Kubernetes have it; other users may do nothing.
 
     Args:
         path: The file; links are followed.
         what: Name of the setting, for messages.
-        is_reader: The secret is shown to somebody, and lets nobody in here: the file may belong to another user.
+        is_reader: The secret is shown to a server, and does not open this one: the file may belong to another user.
 
     Raises:
         ConfigError: If it cannot be read, is too long, belongs to another user than this one or root, others may read

@@ -27,7 +27,7 @@ class HookPoint(str, Enum):
     ATTN_IN = "attn_in"
     """Input of attention: after its input norm; the stream itself where there is none."""
     HOOK_Z = "hook_z"
-    """Input of attention's output projection: the heads' results, one behind the other."""
+    """Input of attention's output projection: the heads' results, concatenated."""
     ATTN_OUT = "attn_out"
     """Attention branch as it is added to the stream: after any post-norm and multiplier."""
     MLP_IN = "mlp_in"
@@ -38,7 +38,7 @@ class HookPoint(str, Enum):
     """Output of the model's last norm, before the LM head: HF ``hidden_states[-1]``."""
 
     __hash__ = str.__hash__
-    """That of `Enum` is no other than a name's, but computed in Python: sites are looked up often."""
+    """`Enum` would compute this very hash in Python: sites are looked up often."""
 
     def __str__(self) -> str:
         return self.value
@@ -138,16 +138,16 @@ def parse_sites(hooks: object, num_layers: int, field: str) -> tuple[Site, ...]:
 
 
 def parse_configured(hooks: object, field: str, *, num_layers: int, sites: Sequence[Site]) -> tuple[Site, ...]:
-    """`parse_sites` for those that a server has: ``"all"`` means every layer that is configured for a hook point.
+    """`parse_sites` for the sites that a server has: ``"all"`` means every layer that is configured for a hook point.
 
     Args:
         hooks: As of `parse_sites`.
         field: Likewise.
         num_layers: Of the model.
-        sites: Those that are configured.
+        sites: The configured sites.
 
     Raises:
-        RequestError: Also if a site is not configured, naming those that are.
+        RequestError: Also if a site is not configured, naming the configured ones.
     """
     if isinstance(hooks, Mapping) and len(hooks) <= len(HOOK_NAMES):
         hooks = {name: _expand_all(name, layers, sites, field) for name, layers in hooks.items()}

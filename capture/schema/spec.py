@@ -56,7 +56,7 @@ class SpecReader:
     """Reads specs off the wire for one worker. What many requests want alike is read once, but for their options.
 
     Args:
-        sites: Those that the worker owns; others are left out.
+        sites: The sites that the worker owns; others are left out.
     """
 
     def __init__(self, sites: Iterable[Site]) -> None:

@@ -32,7 +32,7 @@ _HOST, _DEVICE = 1, 2
 
 
 class Rectangle(NamedTuple):
-    """Runs of rows, one behind the other in the target.
+    """Runs of rows, consecutive in the target.
 
     Attributes:
         start: Row of the target at which the first run begins.
@@ -52,7 +52,7 @@ class Rectangle(NamedTuple):
 def rectangles_of(
     index: Int64Array, starts: Int64Array, *, max_distance: int, most: int | None = None
 ) -> list[Rectangle] | None:
-    """Put runs together that are as long and as far apart, each behind the one before it.
+    """Put runs together that are as long and as far apart, each after the one before it.
 
     Args:
         index: Rows of the source, int64 ``[N]``.
@@ -119,7 +119,7 @@ class PitchedCopier:
     """
 
     def __init__(self, source_FD: Tensor, stream: torch.cuda.Stream) -> None:
-        # It only enqueues. With the lock of Python held: whoever got it meanwhile could keep it for milliseconds.
+        # It only enqueues. With the lock of Python held: a thread that got it meanwhile could keep it for milliseconds.
         try:
             self._copy = ctypes.PyDLL("libcuda.so.1").cuMemcpy2DAsync_v2
         except (OSError, AttributeError) as error:
@@ -198,7 +198,7 @@ class DeviceCopier(Protocol):
         ...
 
     def wait_for_forward(self) -> None:
-        """Order all copies that follow behind the forward that was launched."""
+        """Order all copies that follow after the forward that was launched."""
         ...
 
     def fetch(self, source: Tensor, target: Tensor) -> None:
@@ -298,7 +298,7 @@ class CudaCopier:
 
     The side stream runs no kernel, only copies. On an H200, once kernels of two streams of a process have overlapped,
     each of its kernels starts 0.2 to 0.4 us later from then on, in CUDA graphs too, until another process uses the
-    GPU: 5 to 15 % of a decode step, whoever captures or not (``tests/benchmarks/bench_side_stream.py``). So a few
+    GPU: 5 to 15 % of a decode step, with captures or without (``tests/benchmarks/bench_side_stream.py``). So a few
     rectangles of rows, or many long runs, are copied from where they are; others are packed first by the stream of the
     forward, which takes it microseconds. Readouts, too, are computed there.
 
@@ -388,7 +388,7 @@ class CudaCopier:
                 target_ND[each.start : stop].copy_(source, non_blocking=True)
 
     def _copy_packed(self, count: int, target_ND: Tensor) -> None:
-        """Pack rows behind the forward, in its stream, and copy what was packed.
+        """Pack rows after the forward, in its stream, and copy what was packed.
 
         With more than two buffers full, the next forward waits for the copies of all but the last two.
         """
@@ -452,7 +452,7 @@ class CudaReadouts:
             jobs: At least one.
             index: int64 on the device.
             target_V: Pinned.
-            order_copies: Orders the stream of the copies behind everything that was launched.
+            order_copies: Orders the stream of the copies after everything that was launched.
         """
         self._target_V, self._order_copies = target_V, order_copies
         failed = self._reader.run(jobs, index, self._buffers.put)
@@ -486,7 +486,7 @@ class _CudaCopied:
     """A copy that an event ends. Dispatch thread; a deque's ends are safe to use from two threads.
 
     Args:
-        event: Recorded behind the copy.
+        event: Recorded after the copy.
         idle: Takes the event back.
     """
 

@@ -140,7 +140,7 @@ class CopyPart(NamedTuple):
     """Some of the wanted rows of the kept steps, at all their sites, which are copied at once."""
 
     groups: tuple[PackGroup, ...]
-    """Those of sites first, then those of readouts."""
+    """Sites first, then readouts."""
     start: int
     """Index of the first one among the wanted rows of those steps."""
     num_rows: int
@@ -150,7 +150,7 @@ class CopyPart(NamedTuple):
     num_token_rows: int = 0
     """Rows of the arena that hold the tokens of the rows, ahead of the rows; 0 if the tokens are not known."""
     num_output_rows: int = 0
-    """Rows of the arena that hold the outputs of readouts, behind the rows."""
+    """Rows of the arena that hold the outputs of readouts, after the rows."""
 
     @property
     def num_leased(self) -> int:
@@ -261,7 +261,7 @@ class StagedRows:
         return self._arena_AD[start : start + num_sites * num_rows].view(num_sites, num_rows, -1)
 
     def token_ids(self, group: PackGroup) -> Int32Array | None:
-        """The token that each row of `group` was computed from, int32 ``[N]``; None if nobody knows."""
+        """The token that each row of `group` was computed from, int32 ``[N]``; None if unknown."""
         if not self.part.num_token_rows:
             return None
         if self._token_ids is None:
@@ -304,7 +304,7 @@ class StagingMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what must not stay behind; nothing is copied any more, and nobody else is told of rows."""
+        """Give back what must not outlive the process; nothing is copied any more, and no rows are handed out."""
         ...
 
 
@@ -316,11 +316,11 @@ class PinnedMemory:
         self.rows_AD = torch.empty(self.arena.num_rows, hidden_size, dtype=dtype, pin_memory=is_pinned)
 
     def announce(self, lease: Lease, copied: Copied, copier: DeviceCopier) -> Copied:
-        """See `StagingMemory.announce`: an event stands behind the copies."""
+        """See `StagingMemory.announce`: an event is recorded after the copies."""
         return copied
 
     def prove(self, copier: DeviceCopier) -> None:
-        """See `StagingMemory.prove`: an event tells."""
+        """See `StagingMemory.prove`: an event shows it."""
 
     def close(self) -> None:
         """See `StagingMemory.close`; it goes with the last reference to it."""

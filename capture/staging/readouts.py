@@ -1,6 +1,6 @@
 """Readouts on the device: outputs of kept rows, in place of the rows, on their way into host memory.
 
-They are computed behind the forward, by its stream, as rows are packed there. Outputs gather in a buffer on the device
+They are computed after the forward, by its stream, as rows are packed there. Outputs gather in a buffer on the device
 and leave it by few copies.
 
 Shapes: F rows of the flat ring (all sites' slots), C rows of a chunk, N rows of a job, P outputs, D hidden size, V
@@ -101,7 +101,7 @@ ReadOut = Callable[[Sequence[Job], Tensor], frozenset[int]]
 
 
 def jobs_of(groups: Sequence[PackGroup], readouts: Sequence[BoundReadout], num_sites: int, row_bytes: int) -> list[Job]:
-    """The jobs of a part whose groups have their rows, and their outputs in host memory, one behind the other.
+    """The jobs of a part whose groups have their rows, and their outputs in host memory, consecutively.
 
     Args:
         groups: Those of sites first, then those of readouts.
@@ -136,7 +136,7 @@ def row_cost(num_outputs: int, row_bytes: int) -> int:
 
 
 class RingReadouts:
-    """The readouts of a ring, which are numbered behind its sites.
+    """The readouts of a ring, which are numbered after its sites.
 
     Attributes:
         sources: int64: of each site and readout, the index of the site whose rows it is of.
@@ -166,7 +166,7 @@ class RingReadouts:
             read_out: Of the copier.
 
         Returns:
-            The groups, in which nobody wants rows any more whose readout has failed; and the bytes of the outputs.
+            The groups, without the rows whose readout has failed; and the bytes of the outputs.
         """
         jobs = jobs_of(groups, self._readouts, self._num_sites, self._row_bytes)
         failed = read_out(jobs, target_V)
@@ -200,7 +200,7 @@ class RowReader:
             put: Takes outputs ``[n, P]`` and their target, in order.
 
         Returns:
-            Groups of which an output could not be computed, which is logged: their outputs are undefined.
+            Groups with an output that could not be computed, which is logged: their outputs are undefined.
         """
         failed = set()
         with torch.inference_mode():
@@ -255,7 +255,7 @@ class OutputBuffers:
         self.device_bytes = self._buffers.nbytes
 
     def put(self, target: int, found: Tensor) -> None:
-        """Take outputs ``[n, P]``, at most a buffer full, whose target lies behind those of the last ones."""
+        """Take outputs ``[n, P]``, at most a buffer full, whose target follows that of the last ones."""
         stop = target + found.numel()
         if self._first is not None and stop - self._first > BUFFER_OUTPUTS:
             self.flush()

@@ -50,7 +50,7 @@ class _KeptStep(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The slot behind its last wanted row."""
+        """The slot after its last wanted row."""
         return self.base + len(self.plan.token_rows)
 
 
@@ -121,16 +121,16 @@ class _SlotTable:
 class StagingRing:
     """The memory that the forward pass writes captured rows to, and the way out of it.
 
-    A step's rows get consecutive slots of every site's ring, and each step the ones behind the last step's. So the
+    A step's rows get consecutive slots of every site's ring, and each step the ones after the last step's. So the
     forward of a step waits for the copies of an earlier one only when the ring has gone round, and the rows of some
     small steps can be copied out together: `keep` leaves them where they are, `collect` copies all kept rows. All
     methods are for the step thread, with the stream of the forward pass current. Nothing is allocated after
     construction.
 
     Attributes:
-        buffers: ``[S, R + NUM_TRASH_ROWS, D]`` on the device; each site's slots from ``R`` on take rows that nobody
-            wants. Never moves.
-        slots: int64 ``[max_tokens]`` on the device: the slot of each batch row, one from ``R`` on if nobody wants it.
+        buffers: ``[S, R + NUM_TRASH_ROWS, D]`` on the device; each site's slots from ``R`` on take unwanted rows. Never
+            moves.
+        slots: int64 ``[max_tokens]`` on the device: the slot of each batch row, one from ``R`` on if it is unwanted.
             Never moves; the graph reads ``slots[:n]``.
         counters: Steps, rows and bytes that passed through, and stalls.
         device_bytes: Memory on the device, buffers of the copies included.
@@ -230,11 +230,11 @@ class StagingRing:
         return self._kept_copies * self.row_bytes >= RING_BYTES or self.num_kept_rows >= max_rows
 
     def drop_kept(self) -> None:
-        """Let go of the rows of all steps that were kept; nobody wants them any more."""
+        """Let go of the rows of all steps that were kept; they are no longer wanted."""
         self._kept, self._kept_copies = [], 0
 
     def has_to_collect(self, plan: StepPlan) -> bool:
-        """Whether `begin` needs slots, for this plan, that lie behind the end of the ring while rows are kept in it."""
+        """Whether `begin` needs slots, for this plan, that lie past the end of the ring while rows are kept in it."""
         return bool(self._kept) and self._next_slot + len(plan.token_rows) > self._num_rows
 
     def begin(self, plan: StepPlan | None, token_ids: torch.Tensor | None = None) -> None:
@@ -334,7 +334,7 @@ class StagingRing:
             base: Slot of the kept steps' first wanted row.
 
         Returns:
-            The part, in which nobody wants rows any more whose readouts have failed.
+            The part, without the rows whose readouts have failed.
         """
         index, start = self._copier.index_to_fill(), 0
         stride = self.buffers.shape[1]

@@ -1,4 +1,4 @@
-"""Staging memory that a worker writes and others read, and how they tell each other without a thread.
+"""Staging memory that a worker writes and others read, and how they notify each other without a thread.
 
 A copy into it is followed, on the same stream, by a copy of its number into a word of the memory, which the readers
 watch. Each reader writes the number of each lease that it has read into a table of its own, where the step thread finds
@@ -29,7 +29,7 @@ MAX_LEASES = 4096
 """Leases that may be out at a time, at most half of it; their numbers are counted modulo this."""
 
 _HEADER = 2
-"""int64 words in front of the rows: the last copy that has arrived, whether somebody waits; then released leases."""
+"""int64 words in front of the rows: the last copy that has arrived, whether a process waits; then released leases."""
 _ARRIVED, _IS_WAITING, _RELEASED = 0, 1, 2
 _PAGE = mmap.PAGESIZE
 
@@ -46,7 +46,7 @@ class SharedMemory:
 
     Attributes:
         memory_fd: Of the memory.
-        freed_fd: An eventfd that is written to when a lease was released and somebody waits.
+        freed_fd: An eventfd that is written to when a lease was released and a process waits.
         words: int64 ``[_HEADER + num_readers * MAX_LEASES]``: see there.
 
     Args:
@@ -98,7 +98,7 @@ class SharedMemory:
             self._pinned()
 
     def close(self) -> None:
-        """Unpin the memory, and close the files behind it; what is mapped stays so."""
+        """Unpin the memory, and close its files; what is mapped stays so."""
         self.unpin()
         os.close(self.memory_fd)
         os.close(self.freed_fd)
@@ -146,7 +146,7 @@ class SharedArena(Arena):
 
     @property
     def is_served(self) -> bool:
-        """Whether somebody is there who releases."""
+        """Whether a process that releases is alive."""
         return len(self._gone) < self._shared.num_readers
 
     def try_lease(self, num_rows: int) -> Lease | None:
@@ -160,7 +160,7 @@ class SharedArena(Arena):
             return lease
 
     def lease(self, num_rows: int, patience_s: float) -> Lease | None:
-        """See `Arena.lease`; also None once nobody is there who could release anything."""
+        """See `Arena.lease`; also None once no process is left that could release anything."""
         words = self._shared.words
         words[_IS_WAITING] = 1
         try:
@@ -194,7 +194,7 @@ class SharedArena(Arena):
         self._shared.release(lease.number, reader)
 
     def leave(self, reader: int) -> None:
-        """Note that a reader is gone: whoever waits for memory takes back what it holds. Any thread."""
+        """Note that a reader is gone: the process that waits for memory takes back what it holds. Any thread."""
         self._gone.add(reader)
 
     def enter(self, reader: int) -> None:
@@ -309,7 +309,7 @@ class SharedStaging:
             UnsupportedError: If they do not.
         """
         lease = self.arena.try_lease(1)
-        assert lease is not None  # noqa: S101  (nobody has leased anything yet)
+        assert lease is not None  # noqa: S101  (nothing is leased yet)
         sent = torch.arange(self.rows_AD.shape[1], device=self._numbers.device).to(self.rows_AD.dtype)
         copier.wait_for_forward()
         copier.fetch(sent, self.rows_AD[lease.start])

@@ -81,7 +81,7 @@ class ActionSender:
             return False
 
     def _opened(self) -> Channel | None:
-        """Return the channel; None as long as nobody listens."""
+        """Return the channel; None as long as no process listens."""
         if self._channel is None or self._pid != os.getpid():
             folder = Path(self._address.removeprefix("ipc://")).parent
             if not folder.exists():
@@ -109,7 +109,7 @@ def _close_channel(channel: Channel, pid: int) -> None:
 
 
 class _Queue:
-    """Actions that have come; whoever puts waits for room, which closing ends."""
+    """Actions that have come; a thread that puts waits for room, which closing ends."""
 
     def __init__(self) -> None:
         self._waiting: list[Submitted] = []
@@ -117,7 +117,7 @@ class _Queue:
         self._is_closing = False
 
     def put(self, frames: Sequence[zmq.Frame]) -> None:
-        """Take a message in, on the inbox's thread; it is acknowledged behind that."""
+        """Take a message in, on the inbox's thread; it is acknowledged after that."""
         if len(frames) != 2:
             raise MalformedMessage(f"{len(frames)} frames, expected a header and an action")
         try:
@@ -148,7 +148,7 @@ class _Queue:
             return self._changed.wait_for(lambda: bool(self._waiting), timeout_s)
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """Wake every waiting thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -213,4 +213,4 @@ def _close(queue: _Queue, inbox: Inbox, folder: Path, pid: int) -> None:
 _CLOSE_S = 1.0
 """Seconds that what was sent gets to arrive, and what is being read to be put down."""
 _SHARE = MAX_SUBMITTED // 2
-"""Of a consumer's actions, so many are on their way, and so many have come and wait."""
+"""How many of a consumer's actions are on their way, and how many have come and wait."""

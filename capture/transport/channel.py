@@ -36,7 +36,7 @@ PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 """Pause before a connection is made again, doubled each time up to the latter."""
 
 HEARTBEAT_S, SILENCE_S = 5, 15
-"""Between hosts each end tells the other so often that it lives; a connection that is silent for longer is broken."""
+"""Between hosts each end reports so often that it lives; a connection that is silent for longer is broken."""
 
 SESSION_BYTES, NUMBER_BYTES = 8, 8
 REFUSED = (1 << 8 * NUMBER_BYTES) - 1
@@ -136,7 +136,7 @@ class Channel:
 
     def _has_room(self, num_bytes: int, timeout_s: float | None) -> bool:
         if timeout_s is not None:
-            # One timeout is enough: until it moves again, nobody waits for it.
+            # One timeout is enough: until it moves again, no thread waits for it.
             deadline = time.monotonic() + (0 if self._is_stuck else timeout_s)
             while self._is_full(num_bytes) and self._ended is None:
                 left = deadline - time.monotonic()
@@ -283,14 +283,14 @@ class _Link:
         socket.connect(endpoint.address)
 
     def send(self, frames: Frames) -> None:
-        """Send a message; does not wait. Where it cannot, there is no connection any more, as is heard next."""
+        """Send a message; does not wait. Where it cannot, the connection is lost, as the next receive reports."""
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
         except zmq.Again:  # a connection that failed leaves a socket without any, and a send to that never returns
             self._is_gone = True
 
     def receive(self, timeout_s: float) -> _Heard:
-        """Return what there is to hear, waiting for the first."""
+        """Return the messages that have come, waiting for the first."""
         numbers: list[int] = []
         is_connected, is_broken = False, self._is_gone
         ready = dict(self._poller.poll(0 if is_broken else math.ceil(timeout_s * 1000)))

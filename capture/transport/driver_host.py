@@ -62,7 +62,7 @@ from headgate.capture.transport.result_hub import ResultHub
 NO_LIMIT = np.iinfo(np.int64).max
 
 RequestKey = tuple[str, str]
-"""``(key, req_id)``: nobody can write to a request without its key."""
+"""``(key, req_id)``: no process can write to a request without its key."""
 
 
 def join_requests(stages: Mapping[int, RequestInfo]) -> RequestInfo:
@@ -143,7 +143,7 @@ def _part(block: RowBlock, is_kept: npt.NDArray[np.bool_], request: RequestInfo)
 
 @dataclass(kw_only=True, slots=True)
 class _Arriving:
-    """A request of which some stage has begun to send, and not all have ended.
+    """A request that some stage has begun to send, and not all have ended.
 
     Attributes:
         begun: By stage, the request with the sites of that stage.
@@ -296,7 +296,7 @@ def _key(request: RequestInfo) -> RequestKey:
 def _note_lost(arriving: _Arriving, request: ConsumerRequest, final: FinalState) -> None:
     """Count the rows that stages have lost on the way as dropped in the request's audit.
 
-    Stages tell how many rows they lost, not which: the missing ones, unless some were never computed.
+    Stages report how many rows they lost, not which: the missing ones, unless some were never computed.
     """
     num_lost = sum(count for _, count in arriving.ended.values())
     if not num_lost:
@@ -340,7 +340,7 @@ class DriverHost:
     the sites of all stages as if there were one.
 
     Threads: any. Each consumer has one thread for its calls and one that reads what workers send; when its queue is
-    full, the reading thread waits, which blocks the workers' queues for this consumer and nobody else. The overload
+    full, the reading thread waits, which blocks the workers' queues for this consumer alone. The overload
     policy is the worker's.
 
     Args:
@@ -471,7 +471,7 @@ def _deliver(hub: ResultHub, instance: str, request: RequestInfo, result: Captur
 
 
 def _close(feeds: Sequence[_Feed], timeout_s: float) -> bool:
-    """Read no more, deliver what was read, close the consumers; False if a thread had to be left behind."""
+    """Read no more, deliver what was read, close the consumers; False if a thread still runs."""
     started = time.monotonic()
     close_by = started + timeout_s
     for feed in feeds:

@@ -40,7 +40,7 @@ MAX_FAILURES = 10
 """Failures of an inbox's thread in a row after which it gives up: what is broken then stays so."""
 
 MAX_SENDERS = 65_536
-"""Channels whose last number is remembered; those that were silent for longest are forgotten first."""
+"""Channels whose last number is remembered; senders silent for longest are forgotten first."""
 
 
 class Inbox:
@@ -140,7 +140,7 @@ class Inbox:
         if not self._is_closing:
             self._is_closing = True
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)  # ZMQ leaves it behind
+                os.unlink(self.path)  # ZMQ does not remove it
             self._stop_sender.send(b"")
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -155,13 +155,13 @@ class Inbox:
                 if not self._turn(poller):
                     break
                 in_a_row = 0
-            except BaseException as error:  # noqa: BLE001  (without this thread nobody would ever get a result)
+            except BaseException as error:  # noqa: BLE001  (without this thread no result would ever arrive)
                 in_a_row += 1
                 self._note_failure(error, in_a_row)
         else:
-            self._socket.close(linger=0)  # workers then know that nobody reads
+            self._socket.close(linger=0)  # workers then know that no process reads
             self._stop_receiver.recv()
-        # Here and not in `close`, which may have given up waiting. Nobody else uses the sockets any more.
+        # Here and not in `close`, which may have given up waiting. No other thread uses the sockets any more.
         for one in (self._socket, self._stop_receiver, self._stop_sender):
             one.close(linger=0)
         self._let_nobody_in()
@@ -244,14 +244,14 @@ SOCKET = "hub"
 """Name of the listener's own socket in its folder; those of others that open with it are beside it."""
 
 OLD_S = 60.0
-"""Age from which a folder of which nobody listens is a leftover: a new one is made before its sockets are."""
+"""Age from which a folder without a listener is a leftover: a new one is made before its sockets are."""
 
 Closer: TypeAlias = Callable[[float], bool]
 Handle: TypeAlias = Callable[[Sequence[zmq.Frame]], None]
 
 
 class Doors:
-    """The inboxes of one hub: its own, and those that are opened beside it for rows.
+    """The inboxes of one hub: its own, and the ones opened beside it for rows.
 
     Attributes:
         hub: The hub's own, open from the beginning.
@@ -401,7 +401,7 @@ def sweep(parent: str) -> None:
 
 
 def _is_left_over(folder: str) -> bool:
-    """Whether a folder is of our making, and nobody listens there any more."""
+    """Whether a folder is of our making, and no process listens there any more."""
     about = os.lstat(folder)
     is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
     if not is_own or time.time() - about.st_mtime < OLD_S:

@@ -1,7 +1,7 @@
 """Messages between a worker and a front end: a msgpack header and raw frames. Never pickle.
 
 Every message is one multipart ZMQ message. Its first frame is the header, one of the structs below, tagged; the
-frames after it are arrays, whose shapes and dtypes the header tells:
+frames after it are arrays, whose shapes and dtypes are in the header:
 
 ================ ==================================================================================
 `ResultMessage`  none
@@ -162,7 +162,7 @@ def origin_of(request: RequestInfo) -> Origin:
     """Return where the request's results go.
 
     Raises:
-        ConsumerError: If nobody is to get them.
+        ConsumerError: If no inbox is to get them.
     """
     if request.origin is None:
         raise ConsumerError(f"request {request.client_request_id} has no front end that waits for its results")

@@ -1,8 +1,8 @@
 """Where a front end listens for workers on other hosts, and the keys with which both ends know each other.
 
-Connections between hosts are encrypted and authenticated by CURVE, ZMQ's own mechanism: a front end lets nobody in who
-lacks the workers' key, and a worker talks to nobody who lacks the front ends' key. One file, or environment variable,
-holds both key pairs; every host of an engine has the same.
+Connections between hosts are encrypted and authenticated by CURVE, ZMQ's own mechanism: a front end accepts no peer
+without the workers' key, and a worker no peer without the front ends' key. One file, or environment variable, holds
+both key pairs; every host of an engine has the same.
 
 Addresses that requests carry, so that workers know where their front end takes results and rows.
 
@@ -80,7 +80,7 @@ class NetworkKeys:
         socket.curve_server = True
         socket.curve_secretkey = z85.encode(self.listening)
         socket.zap_domain = DOMAIN
-        socket.zap_enforce_domain = True  # without somebody who checks keys, nobody is let in
+        socket.zap_enforce_domain = True  # without an authenticator, no peer is accepted
 
     def secure_connecting(self, socket: zmq.Socket[bytes]) -> None:
         """Talk only to front ends."""
@@ -89,12 +89,12 @@ class NetworkKeys:
         socket.curve_serverkey = zmq.curve_public(z85.encode(self.listening))
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether the public key of somebody who connects is the workers': a credentials provider of `zmq.auth`."""
+        """Whether the public key of a connecting peer is the workers': a credentials provider of `zmq.auth`."""
         return secrets.compare_digest(key, zmq.curve_public(z85.encode(self.connecting)))
 
 
 DOMAIN = b"headgate"
-"""Of ZMQ's authentication protocol: addresses bound without it, the Unix sockets, are not asked about."""
+"""Answer ZMQ's authentication protocol: addresses bound without it, the Unix sockets, are not asked about."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +138,7 @@ def listening_of(config: NetworkConfig) -> Listening:
     """Return where a front end listens for workers on other hosts.
 
     Raises:
-        ConfigError: If it is not told where, or the keys are missing or wrong.
+        ConfigError: If the settings lack the address, or the keys are missing or wrong.
     """
     keys = read_keys(config)
     if config.listen is None:
@@ -154,7 +154,7 @@ def parse_listen(text: str) -> tuple[str, range | None]:
     """Read ``IP``, ``IP:PORT``, ``IP:FIRST-LAST``, with an IPv6 address in brackets where a port follows.
 
     Raises:
-        ConfigError: If it is none of these, or means all addresses of a host, to which nobody could connect.
+        ConfigError: If it is none of these, or means all addresses of a host, to which no peer could connect.
     """
     host, ports = text.strip(), ""
     if host.startswith("["):
@@ -223,10 +223,10 @@ def write_keys(path: Path, keys: NetworkKeys) -> None:
 
 @lru_cache(maxsize=1)
 def host_id() -> str:
-    """Return what tells this host from others; containers and network namespaces of one host have the same.
+    """Return what distinguishes this host from others; containers and network namespaces of one host have the same.
 
     Raises:
-        UnsupportedError: If the kernel does not tell.
+        UnsupportedError: If the kernel does not provide it.
     """
     try:
         return _HOST_ID.read_text().strip()
@@ -283,7 +283,7 @@ def rows_address(reply: str, instance: str) -> str:
     """Return the address of the rows for a driver-located consumer, so that `reply` is all that a request carries.
 
     Raises:
-        ValueError: If `reply` is none, or does not tell of the consumer.
+        ValueError: If `reply` is none, or does not name the consumer.
     """
     if reply.startswith(IPC):
         return f"{reply}.{suffix(instance)}"

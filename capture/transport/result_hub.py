@@ -145,7 +145,7 @@ class ExpectedResults:
             callback()
 
     def end_waits(self, missing: CaptureResult | None = None) -> None:
-        """Let nobody wait any more: from now on `missing` stands for a result that did not come."""
+        """Wake every waiting thread: from now on `missing` stands for a result that did not come."""
         with self._lock:
             self.missing, self._is_over = missing or self.missing, True
             callbacks = [callback for expected in self._requests.values() for callback in expected.callbacks]
@@ -200,7 +200,7 @@ class ResultHub:
     """Collects the results of this process's requests.
 
     It listens on a Unix socket in a folder that only this user may enter, from the first use of `address` until
-    `shutdown` or the end of the process. After `shutdown` it stays closed, and nobody waits. A forked child starts
+    `shutdown` or the end of the process. After `shutdown` it stays closed, and no thread waits. A forked child starts
     afresh, with an address of its own.
 
     Threads: any. Answers arrive on the hub's own thread or, from consumers
@@ -227,10 +227,10 @@ class ResultHub:
         return self._listener.open(self._handle)
 
     def on_open(self, opener: Opener) -> None:
-        """Call ``opener(doors)`` whenever the hub starts to listen, before anybody learns the address.
+        """Call ``opener(doors)`` whenever the hub starts to listen, before the address is known to any process.
 
         It opens inboxes beside the hub's with `Doors.rows`. The function that it returns is called when the hub is shut
-        down, with the seconds that are left, and tells whether it was done in time.
+        down, with the seconds that are left, and returns whether it was done in time.
         """
         self._listener.on_open(opener)
 
@@ -260,7 +260,7 @@ class ResultHub:
         return self._table.deliver(key, sample_index, instance, stage, num_stages, result)
 
     def wait(self, key: str, timeout_s: float) -> CaptureResults:
-        """Wait until all results are there, for `timeout_s` seconds at most; those that are not are ``pending``.
+        """Wait until all results are there, for `timeout_s` seconds at most; missing results are ``pending``.
 
         After `fail`, they are errors; neither then nor after `shutdown` does anybody wait.
 

@@ -127,7 +127,7 @@ class ZmqResultSender:
         self._results: dict[str, Channel] = {}
         self._rows: dict[str, Channel] = {}
         self._num_unreachable: Counter[bool] = Counter()
-        """Messages of which nobody knows the way, by whether they were results."""
+        """Messages without a known destination, by whether they were results."""
         self._is_closed = False
 
     def send_result(
