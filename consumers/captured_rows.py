@@ -20,7 +20,7 @@ def rows_at(rows: Mapping[Site, Tensor], site: Site | str) -> Tensor:
     """Return the rows of one site, by its name, an alias or itself.
 
     Raises:
-        KeyError: If it was not captured; the message lists those that were.
+        KeyError: If it was not captured; the message lists the captured ones.
     """
     try:
         return rows[site if isinstance(site, Site) else Site.parse(site)]
@@ -89,12 +89,12 @@ class CapturedRows:
         """``[num_rows, hidden]`` of one site.
 
         Raises:
-            KeyError: If it was not captured; the message lists those that were.
+            KeyError: If it was not captured; the message lists the captured ones.
         """
         return rows_at(self.rows, site)
 
     def numpy(self, site: Site | str) -> npt.NDArray[Any]:
-        """The same as numpy; bfloat16 becomes float32, which holds it exactly."""
+        """The rows as a numpy array; bfloat16 becomes float32, which holds it exactly."""
         rows = self[site]
         array: npt.NDArray[Any] = (rows.float() if rows.dtype is torch.bfloat16 else rows).numpy()
         return array

@@ -185,7 +185,7 @@ class Feed:
         return self._sink.finish(FinishedRequest(request=request.info, final=request.final))
 
     def abandon(self, request: ExampleRequest) -> None:
-        """Tell the consumer that a request failed and will not be finished."""
+        """Notify the consumer that a request failed and will not be finished."""
         self._sink.abandon(request.info)
 
     def whole(self, request: ExampleRequest) -> Any:

@@ -1,4 +1,4 @@
-"""The consumer behind ``return_hidden_states``: the last row of each sample, and nothing else."""
+"""The consumer of ``return_hidden_states``: the last row of each sample, and nothing else."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from headgate.consumers.filesystem.formats.layout import POSITIONS, TOKEN_IDS, s
 
 TAG = "inline"
 MAX_CALLS = 4096
-"""Calls that are remembered beside those of which something runs."""
+"""Calls that are remembered beside the calls with running requests."""
 
 
 class InlineParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,8 +117,8 @@ class _CallSize:
 class CallSizes:
     """Counts the bytes of each HTTP call, over its prompts and samples. Used by one thread.
 
-    How many requests a call will have is known to nobody here. So a call of which nothing runs is remembered for a
-    while, up to `MAX_CALLS`: its next prompts may have to wait for a place in the batch.
+    How many requests a call will have is unknown here. So a call without running requests is remembered for a while, up
+    to `MAX_CALLS`: its next prompts may have to wait for a place in the batch.
 
     Args:
         max_bytes: Of one call; a request that would pass it gets none of its rows.
@@ -231,7 +231,7 @@ class InlineRows:
         """``[num_rows, hidden]`` of one site.
 
         Raises:
-            KeyError: If it was not captured; the message lists those that were.
+            KeyError: If it was not captured; the message lists the captured ones.
         """
         return rows_at(self._rows, site)
 

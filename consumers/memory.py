@@ -197,7 +197,7 @@ class MemoryConsumer(StreamingConsumer):
     them (`headgate.capture.schema.results.RowKeeper`); it then waits for its result.
 
     `MemoryParams` lists the parameters. A request that would pass `max_bytes` ends with an error and gives its memory
-    back at once; the memory of a payload comes free when nobody holds it any more.
+    back at once; the memory of a payload comes free when its last holder drops it.
     """
 
     location = "driver"

@@ -5,7 +5,7 @@
     for capture in open_captures("captures"):
         print(capture.tag, capture.request_id, capture["12.post_mlp"].shape, capture.positions)
 
-Nothing is read before it is used. What a killed process left behind is not there; a file that is
+Nothing is read before it is used. What a killed process left unfinished is not there; a file that is
 damaged is refused with `CaptureFileError`.
 """
 
@@ -114,7 +114,7 @@ class StoredCapture:
         return iter(self.sites)
 
     def __getitem__(self, site: Site | str) -> Tensor:
-        """The same as `tensor`."""
+        """Return `tensor` of the site."""
         return self.tensor(site)
 
     @property
@@ -159,7 +159,7 @@ class StoredCapture:
             site: ``"12.post_mlp"``, ``"final_norm"``, an alias such as ``"12.resid_post"``, or a `Site`.
 
         Raises:
-            KeyError: If the site was not captured; the message lists those that were.
+            KeyError: If the site was not captured; the message lists the captured ones.
         """
         import torch  # reading positions, metadata or numpy needs none
 

@@ -42,7 +42,7 @@ class ConsumerContract(ABC):
 
     Class attributes:
         consumer_class: The consumer.
-        model: The model it is told about.
+        model: The model it is given.
     """
 
     consumer_class: ClassVar[type[CaptureConsumer]]

@@ -102,7 +102,7 @@ class RowPool:
         return numbers, self.copies(slots)
 
     def take(self, random: np.random.Generator, count: int) -> tuple[Numbers, Numbers]:
-        """The same, but for the bytes the slots where `copies` finds them, until rows are added."""
+        """Take rows out like `draw`, but return slots in place of bytes: `copies` reads them until rows are added."""
         before, count = self.count, min(count, self.count)
         chosen = random.choice(before, count, replace=False)
         slots = self._slots[chosen]
@@ -414,7 +414,7 @@ class _Refill(NamedTuple):
     """Rows that were read to what the pool had reserved for them.
 
     Attributes:
-        next_block: The block behind the last that was read.
+        next_block: The block after the last that was read.
         numbers: Of the rows.
         num_sinks: Rows that were left out.
     """

@@ -54,7 +54,7 @@ class Slots(NamedTuple):
         return len(self.chosen) * int(self.memory.shape[1])
 
     def put(self, data: Bytes) -> None:
-        """Copy the bytes of all rows, one behind the other."""
+        """Copy the bytes of all rows, one after the other."""
         self.memory[self.chosen] = data.reshape(-1, self.memory.shape[1])
 
     def part(self, start: int, stop: int) -> Slots:
@@ -254,7 +254,7 @@ class Files:
         return out.view(np.int64)
 
     def copy(self) -> Files:
-        """The same files for another thread, which opens them itself."""
+        """A copy for another thread, which opens the files itself."""
         return Files(self.table, [copy(reader) for reader in self._readers], self._root_of_unit)
 
     def read(self, entries: Numbers, starts: Numbers, stops: Numbers, tensor: str, out: Bytes | Slots) -> None:
@@ -449,7 +449,7 @@ class RowView:
 
 
 def ascending(starts: Numbers, stops: Numbers) -> Numbers:
-    """The numbers ``start : stop`` of several blocks, one behind the other."""
+    """The numbers ``start : stop`` of several blocks, one after the other."""
     lengths = stops - starts
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
@@ -458,7 +458,7 @@ def ascending(starts: Numbers, stops: Numbers) -> Numbers:
 
 
 def fingerprint_of(view: RowView) -> str:
-    """A hash of which rows these are, by request and place: a state fits the rows that it was saved with alone."""
+    """A hash that identifies these rows, by request and place: a state fits the rows that it was saved with alone."""
     columns = view.files.table.columns
     digest = blake2b(repr((view.sites, view.dtype, view.hidden_size)).encode(), digest_size=16)
     for name in ("key", "written", "rows"):
@@ -469,7 +469,7 @@ def fingerprint_of(view: RowView) -> str:
 
 
 def _runs(ordered: Numbers) -> Iterator[slice]:
-    """Slices of ascending numbers, in each of which no gap is wide and which reach over `_MAX_READ` rows at most."""
+    """Slices of ascending numbers; each has no wide gap and reaches over `_MAX_READ` rows at most."""
     edges = np.flatnonzero(np.diff(ordered) > _MAX_GAP) + 1
     bounds = np.concatenate(([0], edges, [len(ordered)]))
     for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):

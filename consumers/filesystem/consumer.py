@@ -178,7 +178,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
 
     Returns:
         The spec; its options are ``tag``, ``request_id``, ``layout`` and ``name``, the file's name; and ``messages``,
-        where those of the chat lie, if the request told.
+        where the chat's messages lie, if the request says so.
 
     Raises:
         RequestError: Naming the field.
@@ -209,7 +209,7 @@ def _run(params: Mapping[str, Any]) -> str:
 
 
 def own_paths(spec: CaptureSpec, context: SpecContext, num_samples: int) -> Sequence[str]:
-    """Return the paths that a request with a chosen ``request_id`` writes, of which there must be no others.
+    """Return the paths that a request with a chosen ``request_id`` writes; there must be no others of them.
 
     Raises:
         RequestError: If one of them exists.
@@ -232,7 +232,7 @@ def own_paths(spec: CaptureSpec, context: SpecContext, num_samples: int) -> Sequ
 
 
 def _messages(value: object, field: str) -> list[dict[str, Any]]:
-    """Check where the messages of a chat lie, as a client tells that rendered it itself."""
+    """Check where the messages of a chat lie, as given by a client that rendered it itself."""
     if not isinstance(value, list | tuple) or len(value) > MAX_MESSAGES:
         got = f"{len(value)} of them" if isinstance(value, list | tuple) else shown(value)
         raise RequestError(field, f"expected a list of at most {MAX_MESSAGES} messages; got {got}")
@@ -383,7 +383,7 @@ class FilesystemConsumer(StreamingConsumer):
     def begin(self, request: RequestInfo) -> None:
         if request.spec.sites:
             index = self._writers.begin(request.request_id)
-            # Nobody wakes up for it: the first rows bring the writer to it.
+            # No thread wakes up for it: the first rows bring the writer to it.
             self._threads[index].submit(partial(self._request_writers[index].begin, request), is_urgent=False)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:

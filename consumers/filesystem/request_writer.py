@@ -201,7 +201,7 @@ class Piece(NamedTuple):
         block: Sites and positions.
         data: The block's rows, uint8 ``[S, N, row_bytes]``.
         start: The first row.
-        stop: The one behind the last.
+        stop: The one after the last.
     """
 
     block: RowBlock
@@ -325,7 +325,7 @@ class WritersOfRequests:
 
 
 class WriterThread:
-    """A thread that runs tasks in order, behind a queue bounded by the bytes that its tasks hold.
+    """A thread that runs tasks in order, from a queue bounded by the bytes that its tasks hold.
 
     `submit` and `close` may be called from any thread. Tasks and `after_batch` run on this thread, without the lock.
 
@@ -362,7 +362,7 @@ class WriterThread:
         num_bytes += _TASK_BYTES
         with self._changed:
             if not self._has_room(num_bytes):
-                self._changed.notify_all()  # room may be taken by tasks that nobody has woken the thread for
+                self._changed.notify_all()  # room may be taken by tasks that the thread was not woken for
             self._changed.wait_for(lambda: self._closed or self._has_room(num_bytes))
             if self._closed:
                 raise ConsumerError("the consumer is closed")
@@ -372,7 +372,7 @@ class WriterThread:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Take no more tasks; the thread ends after those that wait. May be called again."""
+        """Take no more tasks; the thread ends after the waiting ones. May be called again."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -62,7 +62,7 @@ def run(
         with HarvestRoot(to, spool=spool) as root:
             early = {"model": model, **described(given, wanted, context, batch)}
             if context is None:
-                del early["context"]  # the engine tells
+                del early["context"]  # the engine reports it
             root.check(early)
             with _running(model, flags.args, wanted, root) as engine, showing(Console(stderr=True)) as report:
                 finish = run_prompts(
@@ -83,7 +83,7 @@ def _running(model: str, flags: Sequence[str], wanted: Wanted, root: HarvestRoot
     """An engine that writes to the root, shut down at the end."""
     from headgate.capture import start_llm
 
-    # In this process: nobody writes to the root when it is gone, and pipeline stages write one file.
+    # In this process: no other process writes to the root when it is gone, and pipeline stages write one file.
     params = {**root.params, "layout": "shards", "tag": TAG}
     files = CaptureConsumerSpec(name="filesystem", params=params, location="driver")
     llm = start_llm(

@@ -18,7 +18,7 @@ class EngineFacts(NamedTuple):
 
     Attributes:
         model: Its name or folder, as the engine was given it.
-        revision: Of its weights; None of a folder that does not tell.
+        revision: Of its weights; None for a folder that does not name one.
         tokenizer: Name or folder of its tokenizer.
         dtype: ``bfloat16``, ``float16`` or ``float32``: of every row.
         quantization: Of its weights; None if there is none.

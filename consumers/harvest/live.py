@@ -145,7 +145,7 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
         self.close()
 
     def of_one_site(self) -> Iterator[Tensor]:
-        """The same batches as tensors ``[rows, hidden]``.
+        """Yield the batches as tensors ``[rows, hidden]``.
 
         Raises:
             ValueError: If there are several sites.
@@ -284,7 +284,7 @@ class _Plan:
 
 
 class _Source:
-    """A thread that runs batches of prompts, at most `_BATCHES` ahead of those who take their rows.
+    """A thread that runs batches of prompts, at most `_BATCHES` ahead of the readers of their rows.
 
     Args:
         engine: Used by the thread alone.

@@ -64,7 +64,7 @@ class Record(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSet:
-    """Prompts that can be gone through more than once; `records` goes on behind one that is bad.
+    """Prompts that can be gone through more than once; `records` goes on after a bad one.
 
     Attributes:
         name: As the user named them.
@@ -86,7 +86,7 @@ class PromptSet:
         return (record.prompt() for record in self.records())
 
     def records(self) -> Iterator[Record]:
-        """Every record in order, also those that are no prompts."""
+        """Every record in order, including records that are no prompts."""
         return (Record(place, record, self.field) for place, record in self._records())
 
 
@@ -114,7 +114,7 @@ def open_prompts(name: str, *, field: str | None = None, split: str = "train") -
 
 
 def each_record(prompts: str | Iterable[Prompt]) -> Iterator[Record]:
-    """Go through prompts of any kind once: those of a file or a data set by its name, or those that a program has.
+    """Go through prompts of any kind once: prompts of a file or a data set by its name, or of a program.
 
     Raises:
         ConfigError: As `open_prompts`.

@@ -276,7 +276,7 @@ class HarvestRoot:
         self._place.close()
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Refuse a root that was begun with other settings; those that only one side knows are not compared.
+        """Refuse a root that was begun with other settings; settings that only one side knows are not compared.
 
         Raises:
             ConfigError: Naming each setting that differs, or if there are rows without settings.

@@ -70,7 +70,7 @@ class _Run:
     unclear: int = 0
     refusals: Refusals = field(default_factory=Refusals)
     messages: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """Of chats that have yet to run, where their messages lie."""
+    """Where the messages lie of chats that have yet to run."""
     durable: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class _Run:
             yield pending
 
     def _counted(self, prompts: PromptSet) -> Iterator[list[Task]]:
-        """Fixed batches, the last of which is the first that the rows are there after."""
+        """Fixed batches, up to the first batch after which the rows are there."""
         numbered = enumerate(prompts.records())
         while self.rows < self.wanted_rows and (group := list(islice(numbered, self.batch))):
             planned = [self._plan(index, record) for index, record in group if index not in self.done]
@@ -264,7 +264,7 @@ def described(prompts: PromptSet, wanted: Wanted, context: int | None, batch: in
 
 
 def of_engine(facts: EngineFacts) -> dict[str, Any]:
-    """Settings of a harvest that its engine tells, in JSON values."""
+    """Settings of a harvest that its engine reports, in JSON values."""
     names = ("model", "revision", "tokenizer", "dtype", "quantization", "hidden_size")
     return {name: getattr(facts, name) for name in names}
 

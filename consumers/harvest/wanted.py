@@ -1,4 +1,4 @@
-"""The rows that a harvest wants of each prompt: at which sites, of which tokens, how many."""
+"""The rows that a harvest wants of each prompt: at what sites, for what tokens, how many."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Wanted:
         drop_first: Positions at the beginning whose rows are left out, such as those of BOS and of attention sinks.
         max_tokens: Tokens that are generated; the last one has no row.
         temperature: Of the sampling; 0 takes the likeliest token. Each prompt's index is its seed.
-        messages: Whether files tell where the messages of chats lie.
+        messages: Whether files say where the messages of chats lie.
 
     Raises:
         ConfigError: If a value is out of range, or no token can have a row.
@@ -84,7 +84,7 @@ class Wanted:
             )
         if self.tokens == "prompt" and self.max_tokens > 1:
             raise ConfigError(
-                f"max_tokens: {self.max_tokens} with tokens='prompt' would generate tokens whose rows nobody wants; "
+                f"max_tokens: {self.max_tokens} with tokens='prompt' would generate tokens whose rows are not wanted; "
                 "give tokens='all' or 'generated', or leave it at 1"
             )
 

@@ -199,7 +199,7 @@ class MomentsConsumer(StreamingConsumer):
     location = "worker"
     takes_tag = True
     global_spec_param = "hooks"
-    linger_s = 0.25  # nobody looks at a row
+    linger_s = 0.25  # rows are not looked at
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)

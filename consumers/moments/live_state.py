@@ -58,7 +58,7 @@ class RunningRequest:
         num_prompt: Length of its prompt.
         num_rows: Rows that were counted, over all sites.
         num_skipped: Rows left out at its beginning, over all sites.
-        num_past_end: Of `num_rows`, those that turned out to lie past its end.
+        num_past_end: The part of `num_rows` that turned out to lie past its end.
     """
 
     def __init__(self, request: RequestInfo) -> None:

@@ -1,8 +1,8 @@
 """Rows as Arrow: each batch is a whole stream in Arrow's IPC format, with its schema, that any Arrow library reads.
 
 Columns: ``request_id`` and ``tag`` (text), ``sample`` (int32), ``position`` and ``token_id`` (int64), ``is_prompt``
-(bool), and one for each site, lists of ``hidden_size`` values. Arrow has no bfloat16: its bits are uint16, which the
-field's metadata ``dtype`` tells. All rows of a batch are of one request.
+(bool), and one for each site, lists of ``hidden_size`` values. Arrow has no bfloat16: its bits are uint16, as the
+field's metadata ``dtype`` says. All rows of a batch are of one request.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def parse_global(context: SpecContext) -> CaptureSpec | None:
 logger = logging.getLogger(__name__)
 
 FAREWELL_S = 5.0
-"""Seconds in which a reader that has acknowledged everything is told that the stream has ended."""
+"""Seconds in which a reader that has acknowledged everything is sent the end of the stream."""
 
 
 class StreamConsumer(StreamingConsumer):

@@ -1,4 +1,4 @@
-"""The serving side of a stream: lets one reader in at a time, sends it batches, and hears what it has taken."""
+"""The serving side of a stream: lets one reader in at a time, sends it batches, and receives its acknowledgements."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ MAX_GUESTS = 16
 class Listener:
     """Accepts readers on a thread of its own; each shakes hands on another, and one that was let in has two more.
 
-    Whoever connects costs nobody else anything: a connection has `FIRST_BYTES_S` for its first byte and `HANDSHAKE_S`
+    A connection costs other connections nothing: a connection has `FIRST_BYTES_S` for its first byte and `HANDSHAKE_S`
     for all, and where `MAX_GUESTS` shake hands already, the next one takes the place of one that has said nothing yet.
 
     Attributes:
@@ -194,7 +194,7 @@ class Listener:
         place: Where.
         token: What a reader must prove to have; None lets all in.
         backlog: The batches.
-        model: What readers are told of the rows.
+        model: The model that readers are sent.
 
     Raises:
         OSError: If it cannot listen there.
@@ -218,7 +218,7 @@ class Listener:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Let nobody in any more, and end the connection of the reader; it is told the end within `timeout_s`."""
+        """Accept no more readers, and end the reader's connection; it is sent the end within `timeout_s`."""
         self._is_closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
@@ -254,7 +254,7 @@ class Listener:
             thread.start()
 
     def _make_room(self) -> None:
-        """Drop a guest if there are too many: of the host with the most, the oldest that is silent, or the oldest."""
+        """If too many connections wait, drop one of the host with the most: the oldest silent one, or the oldest."""
         guests = [guest for guest in self._guests.values() if guest.is_waiting]
         if len(guests) < MAX_GUESTS:
             return
@@ -263,7 +263,7 @@ class Listener:
         next((guest for guest in of_host if not guest.has_spoken), of_host[0]).drop()
 
     def _receive(self, guest: _Guest) -> None:
-        """Shake hands with one guest; the connection stays open if it became a session."""
+        """Shake hands on one connection; it stays open if it became a session."""
         try:
             self._let_in(guest)
         except (OSError, StreamRefusedError) as error:
@@ -364,7 +364,7 @@ def _host(host: str) -> str:
 
 
 class Session:
-    """The connection of a reader that was let in: one thread sends, one hears acknowledgements.
+    """The connection of a reader that was let in: one thread sends, one receives acknowledgements.
 
     Attributes:
         reader: Its random name.

@@ -209,7 +209,7 @@ class StreamReader(Iterator[StreamBatch]):
         return self._take(self._batch_size or len(self._waiting[0]))
 
     def acknowledge(self) -> None:
-        """Tell the server that the rows of all batches so far may be forgotten: no state before now can be used."""
+        """Let the server forget the rows of all batches so far: no state before now can be used."""
         number = self._place[0]
         while self._sizes and self._sizes[0][0] < number:
             self._num_bytes -= self._sizes.popleft()[1]
@@ -343,7 +343,7 @@ class _Line:
                 pause_s = min(pause_s * 2, MAX_PAUSE_S)
 
     def acknowledge(self, number: int) -> None:
-        """Tell the server, now or with the next connection."""
+        """Acknowledge now or with the next connection."""
         if number <= self._acknowledged or self.stream is None:
             return
         self._acknowledged = number

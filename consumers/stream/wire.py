@@ -61,7 +61,7 @@ class Address:
         return False
 
     def listen(self) -> socket.socket:
-        """A listening socket. That of a Unix socket is its owner's alone; one that nobody listens on is replaced.
+        """A listening socket. That of a Unix socket is its owner's alone; one without a listener is replaced.
 
         Raises:
             OSError: If it is taken, or cannot be made.
@@ -85,7 +85,7 @@ class Address:
         """A connected socket.
 
         Raises:
-            OSError: If nobody listens there.
+            OSError: If no process listens there.
         """
         if self.path is None:
             return socket.create_connection((self.host, self.port), CONNECT_S)
@@ -100,7 +100,7 @@ class Address:
 
 
 def _is_left_over(path: str) -> bool:
-    """Whether a Unix socket lies there that nobody listens on."""
+    """Whether a Unix socket without a listener lies there."""
     if not Path(path).is_socket():
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probing:

@@ -45,7 +45,7 @@ class Problem(NamedTuple):
     """A file that gives no rows.
 
     Attributes:
-        kind: ``torn``: partial or damaged; ``newer``: a newer headgate wrote it; ``foreign``: of somebody else.
+        kind: ``torn``: partial or damaged; ``newer``: a newer headgate wrote it; ``foreign``: of another program.
         path: The file, or the folder.
         message: The reason, with the path.
     """
@@ -70,7 +70,7 @@ class Listed(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """The units of a root by name, and what is somebody else's."""
+    """The units of a root by name, and what other programs left there."""
 
     units: list[Unit]
     problems: list[Problem]
@@ -107,7 +107,7 @@ def list_root(files: Any, root: str) -> Listing:
 
 
 def read_units(source: Source, root: str, units: Sequence[Unit], builder: TableBuilder) -> list[Problem]:
-    """Open units and add their requests to `builder`; return those that give none, with the reason.
+    """Open units and add their requests to `builder`; return the ones that give none, with the reason.
 
     A unit with a problem is added without requests, so that an index knows it.
     """
@@ -207,7 +207,7 @@ def _local_entries(root: str) -> Callable[[str], list[Listed]]:
 
 
 def _remote_entries(files: Any, root: str) -> Callable[[str], list[Listed]]:
-    """The same in a store, which lists all keys at once, a thousand in a request, and folders one by one."""
+    """Find the units of a store, which lists all keys at once, a thousand in a request, and folders one by one."""
     files.invalidate_cache()
     tree: dict[str, dict[str, Listed]] = {}
     for path, entry in files.find(root, detail=True).items():
@@ -460,7 +460,7 @@ Known = tuple[Table, list[Problem]]
 
 
 def _updated(source: Source, root: str, units: list[Unit], known: Known | None) -> tuple[Table, list[Problem], int]:
-    """A table of `units`: those that the index knows from there, the others from their files."""
+    """A table of `units`: known ones from the index, the others from their files."""
     builder = TableBuilder()
     problems: list[Problem] = []
     old = set(known[0].units) if known else set()

@@ -39,7 +39,7 @@ class MessagePlace(msgspec.Struct, frozen=True):
     Attributes:
         role: As the client wrote it.
         start: Its first position.
-        stop: The position behind its last.
+        stop: The position after its last.
     """
 
     role: str

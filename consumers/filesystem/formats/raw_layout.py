@@ -71,7 +71,7 @@ def _sidecar_file(finished: Finished, site: Site) -> Iterator[memoryview]:
 
 
 def read_raw_folder(source: Source, folder: str) -> StoredPart | None:
-    """Read a folder of this layout; None if it is of somebody else.
+    """Read a folder of this layout; None if another program wrote it.
 
     Raises:
         CaptureFileError: If it is partial or damaged.

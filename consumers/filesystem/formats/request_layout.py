@@ -73,7 +73,7 @@ def _buffers(finished: Finished) -> Iterator[memoryview]:
 
 
 def read_request_file(source: Source, path: str) -> StoredPart | None:
-    """Read a file of this layout; None if it is a whole safetensors file of somebody else.
+    """Read a file of this layout; None if it is a whole safetensors file of another program.
 
     Raises:
         CaptureFileError: If it is partial or damaged.

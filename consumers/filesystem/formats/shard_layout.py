@@ -8,8 +8,8 @@
 * ``index.jsonl``: one line per request: ``rows``, its range ``[start, stop]`` in those arrays, and the other fields of
   `Sidecar`; ``check`` is the CRC-32 of the rest of the line.
 
-A line is appended once the rows it speaks of are on the disk, so the index tells what is whole: whatever a killed
-process left behind it is not there. No shard is ever appended to by a second process.
+A line is appended once the rows it speaks of are on the disk, so the index shows what is whole: whatever a killed
+process wrote after that is not there. No shard is ever appended to by a second process.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Shard:
     """One shard while it grows. Used by one thread.
 
     Attributes:
-        num_bytes: Of rows, those that `sync` has yet to write included.
+        num_bytes: Bytes of rows, including rows that `sync` has yet to write.
         is_damaged: After a failure that left the index in doubt; such a shard is not appended to again.
         begun: When, on the monotonic clock.
 
@@ -248,7 +248,7 @@ class Shard:
             logger.warning("%s is not appended to again: %s", self._path, error)
             self.is_damaged = True
         for name, _, width in self._columns():
-            with suppress(OSError):  # rows beyond the index are nobody's; the next ones overwrite them
+            with suppress(OSError):  # rows beyond the index belong to no request; the next ones overwrite them
                 os.truncate(f"{self._path}/{name}", self._num_rows * width)
 
 
@@ -288,7 +288,8 @@ def read_shard(source: Source, folder: str) -> Iterator[StoredPart]:
 def forget_requests(folder: Path, is_kept: Callable[[Sidecar], bool]) -> int:
     """Take requests out of the index of a shard that no process writes to any more; return how many.
 
-    The index is replaced as a whole, so a process that is killed here has changed it or not. Rows stay, as nobody's.
+    The index is replaced as a whole, so a process that is killed here has changed it or not. Rows stay, belonging to no
+    request.
 
     Raises:
         CaptureFileError: If the shard is damaged.
@@ -325,7 +326,7 @@ def _checked(line: bytes) -> dict[str, Any] | None:
     try:
         return msgspec.json.decode(b"{" + rest, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
-        return None  # its check agrees, but nobody of headgate wrote it
+        return None  # its check agrees, but headgate did not write it
 
 
 def _part(

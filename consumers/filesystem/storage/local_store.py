@@ -60,7 +60,8 @@ def try_lock(file: int) -> Lock:
 
 
 def open_lock(path: Path) -> int:
-    """Open a lock file, made if it is missing, that no other user can open: whoever can, can hold the lock for ever.
+    """Open a lock file, made if it is missing, that no other user can open: a user that can could hold the lock for
+    ever.
 
     Raises:
         OSError: If it cannot be opened, or is a symbolic link.
@@ -76,7 +77,7 @@ def exclusively(path: Path) -> Iterator[None]:
     """Hold the lock file `path`, made if it is missing, unless the file system has no locks.
 
     Raises:
-        TimeoutError: If somebody else holds it for `LOCK_TIMEOUT_S`.
+        TimeoutError: If another process holds it for `LOCK_TIMEOUT_S`.
         OSError: If it cannot be opened, or is a symbolic link.
     """
     file = open_lock(path)
@@ -93,7 +94,7 @@ def _wait_for_lock(file: int, path: Path) -> None:
         if time.monotonic() >= deadline:
             raise TimeoutError(
                 f"another process has held the lock {path} for {LOCK_TIMEOUT_S:g} s. It is held for moments only, "
-                f"while a process starts: `fuser -v {path}` tells who holds it. End that process, or use another root"
+                f"while a process starts: `fuser -v {path}` shows who holds it. End that process, or use another root"
             )
         time.sleep(LOCK_PAUSE_S)
 
@@ -109,7 +110,7 @@ class TempFolder:
     """``{root}/.tmp/{host}.{pid}.{token}``, locked as long as its process lives.
 
     Opening one removes the folders of processes of this host that are gone: the lock, which the kernel drops with the
-    process, tells, so a reused process id does not matter. Without locks (some network file systems) nothing is
+    process, shows it, so a reused process id does not matter. Without locks (some network file systems) nothing is
     removed. Any thread may call.
 
     Attributes:
@@ -146,7 +147,7 @@ class TempFolder:
             return os.open(self.new_path().parent, _UNNAMED, 0o666)
 
     def new_path(self) -> Path:
-        """A path that nobody else uses, on the file system of the root.
+        """A path that no other process uses, on the file system of the root.
 
         Raises:
             ConsumerError: If the root is gone.
@@ -408,7 +409,7 @@ class Folder:
 class Folders:
     """The folders below a root. Any thread may call.
 
-    A folder stays open for those who come next, as every system call of a writer costs the engine's own thread a wait
+    A folder stays open for its next users, as every system call of a writer costs the engine's own thread a wait
     for the interpreter. Whether it still is what lies at its path is looked up each time.
 
     Args:
@@ -449,7 +450,7 @@ class Folders:
                 folder.are_parents_synced = True
 
     def close(self) -> None:
-        """Close every folder that nobody is using. May be called again."""
+        """Close every unused folder. May be called again."""
         with self._lock:
             while self._kept:
                 self._close_unused(self._kept.popitem()[1])

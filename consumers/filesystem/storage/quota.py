@@ -20,18 +20,18 @@ from headgate.consumers.filesystem.storage.store import TEMP_FOLDER
 FILE_BYTES = 4096
 """Counted for a file beside its bytes: what the disk spends on one."""
 MEASURE_AGAIN_S = 10.0
-"""Time after which a full folder is measured again: somebody may have removed files."""
+"""Time after which a full folder is measured again: files may have been removed."""
 MEASURE_SHARE = 0.01
 """Part of the time that measuring one folder may take: the larger a folder is, the more rarely."""
 MAX_TAGS = 1024
 """Tags that are remembered beside those in use; others are measured anew when they are used again."""
 _ROOT = ""
-"""Stands for the root among the tags, none of which is empty; also as the path below it."""
+"""Stands for the root among the tags, which are never empty; also as the path below it."""
 
 
 @dataclass(slots=True)
 class _Folder:
-    """A folder with a limit: its bytes, those that running requests will add included."""
+    """A folder with a limit: its bytes, including what running requests will add."""
 
     num_bytes: int
     measure_at: float  # not before
@@ -46,7 +46,7 @@ class _Charge:
 
 
 class DiskQuota:
-    """Counts the bytes under each tag and under the root: those on the disk when it is first used, and those that
+    """Counts the bytes under each tag and under the root: the bytes on the disk when it is first used, and what
     requests add since.
 
     Rows count as soon as they arrive, so that requests which run together cannot pass a limit together; once its files
@@ -88,7 +88,7 @@ class DiskQuota:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is any limit; without one, nothing is counted and nobody looks at the disk."""
+        """Whether there is any limit; without one, nothing is counted and the disk is not looked at."""
         return self._max_tag_bytes is not None or self._max_root_bytes is not None
 
     def open(self) -> None:

@@ -126,7 +126,7 @@ class ObjectStore:
     def put(self, path: Path, key: str) -> bool:
         """Upload a file; False if the key holds something else, which stays as it is.
 
-        A key that holds the very bytes of the file is taken for an earlier attempt of which no answer came. Whether it
+        A key that holds the very bytes of the file is taken for an earlier attempt whose answer was lost. Whether it
         is free is asked before the bytes are sent, too: they would be sent in vain, and there are stores that ignore
         the condition.
         """

@@ -19,7 +19,7 @@ TEMP_FOLDER = ".tmp"
 """Folder of a root that files in the making lie in."""
 
 FILE_SUFFIX = ".safetensors"
-"""Of the one file that a request has in the layout `request`."""
+"""Name of the one file that a request has in the layout `request`."""
 
 TAKEN = (
     "exists and is not overwritten; give another tag or request_id, or let the operator set the parameter "

@@ -3,7 +3,7 @@
 Files that wait on this machine for an object store, so that nothing is lost while it is down or when a process dies.
 
 ``{spool}/{root's name}/{host}.{pid}.{token}`` is a process's own folder, in the form of a root, and locked as long as
-the process lives. A process that starts takes over the folders of those that are gone.
+the process lives. A process that starts takes over the folders of processes that are gone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Unit:
         return self.folder.joinpath(*self.names)
 
     def files(self) -> list[str]:
-        """Names of the files of a folder in the order of their upload: those that vouch for others come last."""
+        """Names of the files of a folder in the order of their upload: files that vouch for others come last."""
         return sorted((path.name for path in self.path.iterdir() if not path.name.startswith(".")), key=_rank)
 
     def num_bytes(self) -> int:
@@ -83,7 +83,7 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 class SpoolFolder:
-    """A process's own folder of the spool, and those that it took over.
+    """A process's own folder of the spool, and the folders that it took over.
 
     Attributes:
         parent: Holds the folders of all processes that write to the same root.
@@ -95,7 +95,7 @@ class SpoolFolder:
         url: The root that the files are for.
 
     Raises:
-        ConfigError: If it cannot be made or written to, is somebody else's, or has no locks.
+        ConfigError: If it cannot be made or written to, is another user's, or has no locks.
     """
 
     def __init__(self, spool: Path, url: str) -> None:
@@ -140,7 +140,7 @@ class SpoolFolder:
         os.close(lock)
         if outcome is Lock.UNSUPPORTED:
             raise ConfigError(
-                f"filesystem: {self.parent} is on a file system without locks, which tell whose files wait there; set "
+                f"filesystem: {self.parent} is on a file system without locks, which show whose files wait there; set "
                 "the parameter spool to a folder on a local disk"
             )
         return False
@@ -315,7 +315,7 @@ _FIGURES: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
 class Uploader:
     """Uploads units, then removes them from the spool. Any thread may call.
 
-    A unit whose place in the store is taken gets the next number if `numbering` is on, or if nobody can be told any
+    A unit whose place in the store is taken gets the next number if `numbering` is on, or if no request awaits it any
     more: its request has had its result. Otherwise its request ends with an error and the unit is removed.
 
     Attributes:
@@ -364,7 +364,7 @@ class Uploader:
 
         Args:
             unit: One that is whole and does not change any more.
-            answer: Told when it is uploaded; None if nobody waits.
+            answer: Set when it is uploaded; None if no request waits.
             is_old: An earlier process may have begun to upload it.
         """
         num_bytes = _size_of(unit)
@@ -433,9 +433,9 @@ class Uploader:
     def _upload(self, task: _Task) -> None:
         unit, answer = task.unit, task.answer
         if not unit.path.exists():
-            logger.error("%s was removed by somebody else before it was uploaded", unit.path)
+            logger.error("%s was removed by another process before it was uploaded", unit.path)
             if answer is not None:
-                answer.fail(ConsumerError(f"{unit.path} was removed by somebody else before it was uploaded"))
+                answer.fail(ConsumerError(f"{unit.path} was removed by another process before it was uploaded"))
             return
         for key in _keys(self._store.root, unit):
             urls = self._put(task, key)
@@ -505,7 +505,7 @@ class Uploader:
 
 
 def _size_of(unit: Unit) -> int:
-    """Bytes of a unit; 0 if it is gone, of which its upload tells."""
+    """Bytes of a unit; 0 if it is gone, which its upload reports."""
     try:
         return unit.num_bytes()
     except OSError:
