@@ -31,8 +31,8 @@ def make_sampling_params() -> type:
     They are `capture`, `capture_wait`, `capture_messages` and `return_hidden_states`, and steering's `steering_vectors`
     and so on.
 
-    Calling it returns an instance of vLLM's own class, and ``isinstance(x, it)`` holds for those, so nothing in vLLM
-    can tell the difference.
+    Calling it returns an instance of vLLM's own class, and ``isinstance(x, it)`` holds for those, so vLLM sees no
+    difference.
     """
     base = vllm.SamplingParams
 

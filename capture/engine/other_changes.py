@@ -86,7 +86,7 @@ CHANGES = (
         *(
             "instance",
             f"{_CORE}.core_startup",
-            "tells who waited too long, and what came ahead of time; ends an engine whose workers no longer agree",
+            "reports who waited too long, and what came ahead of time; ends an engine whose workers no longer agree",
         ),
     ),
     Change(
@@ -130,7 +130,7 @@ CHANGES = (
     Change("Request._headgate_hashed_with", "attribute", f"{_CORE}.block_keys", "keys of blocks that are hashed"),
     Change("InputProcessor._headgate_front_end", "attribute", _INPUT, "capture where requests are made"),
     Change("InputProcessor._headgate_reader", "attribute", _INPUT, "reads the fields of requests"),
-    Change("InputProcessor._headgate_chat", "attribute", _INPUT, "the conversation behind the next prompt"),
+    Change("InputProcessor._headgate_chat", "attribute", _INPUT, "the conversation of the next prompt"),
     Change("OutputProcessor._headgate_watched", "attribute", f"{_FRONT}.output_processor", "requests that capture"),
     Change("OutputProcessor._headgate_is_noted", "attribute", _NOTED, "whether notes are to be taken out"),
     Change("RequestState._headgate_notes", "attribute", _NOTED, "notes about a sample that its next output takes"),

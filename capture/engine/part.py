@@ -35,7 +35,7 @@ COMMANDS = {
 
 @hookimpl
 def headgate_worker(section: Document) -> CapturePart | None:
-    """Capture in one worker; None without consumers: nothing in the graph, nothing behind the step."""
+    """Capture in one worker; None without consumers: nothing in the graph, nothing after the step."""
     from headgate.capture.engine.worker.capture_part import CapturePart
 
     config = parse_config(section)

@@ -68,7 +68,7 @@ SERVER_PATCHES = (
         module="vllm.plugins",
         target="load_endpoint_plugins",
         wrap=retry_after.load_endpoint_plugins,
-        why="where VLLM_PLUGINS keeps our routes out, says so to those who call them",
+        why="where VLLM_PLUGINS keeps our routes out, says so to their callers",
         parameters=("supported_tasks",),
     ),
     Patch(
@@ -115,7 +115,7 @@ PATCHES = (
         module=_CORE,
         target="EngineCoreProc._handle_client_request",
         wrap=engine_core.handle_client_request,
-        why="a request that is refused at the scheduler would end the engine, or leave its reservations behind",
+        why="a request that is refused at the scheduler would end the engine, or leave its reservations held",
         parameters=("self", "request_type", "request"),
     ),
     Patch(
@@ -150,14 +150,14 @@ PATCHES = (
         module=_SCHEDULER,
         target="Scheduler.reset_prefix_cache",
         wrap=steps_in_flight.reset_prefix_cache,
-        why="tokens of steps in flight would be dropped, although the rows behind them were captured and told",
+        why="tokens of steps in flight would be dropped, although the rows after them were captured and reported",
         parameters=("self", "reset_running_requests"),
     ),
     Patch(
         module="vllm.v1.core.kv_cache_utils",
         target="generate_block_hash_extra_keys",
         wrap=block_keys.extra_keys,
-        why="KV blocks of steered tokens are shared with those that were steered alike, and with no others",
+        why="KV blocks of steered tokens are shared with tokens that were steered alike, and with no others",
         parameters=_EXTRA_KEYS,
     ),
     Patch(
@@ -244,7 +244,7 @@ PATCHES = (
         module=_CLIENT,
         target="AsyncMPClient._ensure_output_queue_task",
         wrap=core_calls.end_calls_with_receiving,
-        why="a call into an engine core that ends would stay open, and a server that is told to end would wait for it",
+        why="a call into an engine core that ends would stay open, and a server that is asked to end would wait for it",
         parameters=("self",),
     ),
     Patch(
@@ -286,7 +286,7 @@ PATCHES = (
         module="vllm.v1.engine.async_llm",
         target="AsyncLLM.check_health",
         wrap=async_llm.check_health,
-        why="/health tells when results of captures can no longer come",
+        why="/health reports when results of captures can no longer come",
         parameters=("self",),
     ),
     Patch(
@@ -321,7 +321,7 @@ PATCHES = (
         module="vllm.entrypoints.llm",
         target="LLM._preprocess_chat_one",
         wrap=llm.keep_chat,
-        why="remembers the conversation behind a prompt, for selectors of one message",
+        why="remembers the conversation of a prompt, for selectors of one message",
         parameters=("self", "conversation"),
     ),
     *(
@@ -345,7 +345,7 @@ PATCHES = (
         module=_OUTPUT,
         target="OutputProcessor.process_outputs",
         wrap=output_processor.process_outputs,
-        why="tells the engine how many tokens were kept up to a stop string; keeps notes until there is an output",
+        why="sends the engine how many tokens were kept up to a stop string; keeps notes until there is an output",
         parameters=("self", "engine_core_outputs"),
     ),
     Patch(

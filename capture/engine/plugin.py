@@ -93,7 +93,7 @@ def _patch_worker(module: ModuleType) -> None:
 
 
 def unregister() -> list[str]:
-    """Take the patches out again; return the names of those that another plugin's patch lies on top of."""
+    """Take the patches out again; return the names of patches that another plugin's patch lies on top of."""
     patches = process_patches()
     set_process_patches(None)
     return patches.undo() if patches is not None else []

@@ -1,4 +1,4 @@
-"""The client behind the HTTP request at hand: whose keys it has shown, and what was counted for it.
+"""The client that sent the HTTP request at hand: whose keys it has shown, and what was counted for it.
 
 Who asks is found once for each request, from its headers, by its `Client`: `server.clients` puts one around the whole
 handling of a request, before its body is received. Whatever belongs to a client (kept rows, conversations, quotas,
@@ -58,7 +58,7 @@ class Usage:
         self._process = _process_of(os.getpid()) or str(os.getpid())
         self._lock = Lock()
         self._settled: deque[tuple[Charge, int, int]] = deque()
-        """Requests that are over and still counted: whoever holds the lock takes them off, as soon as the file can be
+        """Requests that are over and still counted: the holder of the lock takes them off, as soon as the file can be
         written. They are no more than were admitted, and none is admitted before they are taken off."""
         self._name = "in memory" if path is None else path.name
         self._log = SparseLog(f"headgate: usage file {path}")
@@ -121,7 +121,7 @@ class Usage:
         """Take off all that are over, in order.
 
         Raises:
-            sqlite3.Error: If the file cannot be written; those that are left are taken off by the next call.
+            sqlite3.Error: If the file cannot be written; the rest are taken off by the next call.
         """
         while self._settled:
             charge, num_bytes, num_requests = self._settled[0]
@@ -276,7 +276,7 @@ class Caller:
 
 
 class Client(Protocol):
-    """Whoever sent an HTTP request to the server."""
+    """The sender of an HTTP request to the server."""
 
     @property
     def caller(self) -> Caller | None:

@@ -183,7 +183,7 @@ class KeyRing:
         raise ForbiddenError(self._why(role, known))
 
     def matching(self, given: Iterable[str]) -> list[AccessKey]:
-        """Find the keys among what a client sent, those that have expired included, in the order in which it sent them.
+        """Find the keys among what a client sent, expired ones included, in the order in which it sent them.
 
         All are compared, in a time that does not depend on which of them matches.
         """

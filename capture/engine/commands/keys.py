@@ -45,7 +45,7 @@ def new(
     """Make the keys with which the hosts of one engine know each other: in a file, or printed.
 
     Every host gets the same: the file, named with --headgate-network-keys, or what is printed, in the environment
-    variable HEADGATE_NETWORK_KEYS. Whoever has them can read what is captured, and send results in a worker's place.
+    variable HEADGATE_NETWORK_KEYS. Their holder can read what is captured, and send results in a worker's place.
     """
     made = NetworkKeys.make()
     if file is None:

@@ -26,7 +26,7 @@ LOADED_BY_DEFAULT = (
     "vllm.io_processor_plugins",
     "vllm.stat_logger_plugins",
 )
-"""Groups of which vLLM loads every plugin while VLLM_PLUGINS is not set."""
+"""Groups whose plugins vLLM loads all while VLLM_PLUGINS is not set."""
 
 serve = typer.Typer(add_completion=False)
 
@@ -97,7 +97,7 @@ def _prepare_keys(path: str | None) -> None:
 def plugins_to_load(allowed: str | None) -> list[str]:
     """The value of VLLM_PLUGINS with which headgate's routes are served and nothing else changes.
 
-    vLLM loads all plugins while it is not set, except those that add routes, and only the named ones when it is. A
+    vLLM loads all plugins while it is not set, except plugins that add routes, and only the named ones when it is. A
     plugin whose name also stands for routes that the operator has not allowed is left out, and that is said.
 
     Args:

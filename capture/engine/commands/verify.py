@@ -1,4 +1,4 @@
-"""``headgate verify MODEL ...``: proof on the user's own machine that headgate does what it says and harms nobody."""
+"""``headgate verify MODEL ...``: proof on the user's own machine that headgate does what it says and harms nothing."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ def environment(kind: str, base: Mapping[str, str]) -> dict[str, str]:
 def run_engine(job: Path, log: Path, env: Mapping[str, str], timeout_s: float) -> int | None:
     """Run one engine to its end; returns its exit status, None if it took too long.
 
-    Whatever it leaves behind is killed: its workers are in a process group of their own.
+    Processes that outlive it are killed: its workers are in a process group of their own.
     """
     with log.open("wb") as target:
         process = subprocess.Popen(  # noqa: S603  (this Python, and a file of ours)

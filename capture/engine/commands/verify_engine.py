@@ -63,12 +63,13 @@ SITES: Document = {"post_mlp": [0, 1, -1], "pre_attn": [1], "final_norm": "all"}
 CONSUMER = "memory"
 MAX_BYTES = 8 << 30
 MIN_COSINE = 0.999
-"""Of a site's rows, on average, in models of 16 bits."""
+"""Least mean cosine of a site's rows, in models of 16 bits."""
 MIN_ROW_COSINE = 0.975
-"""Of a single row of theirs. Hugging Face's bfloat16 rows of SmolLM2 have cosines down to 0.994 with its float32 rows,
-an angle of 6.3 degrees. Two right implementations in bfloat16 may each be that far off, in opposite directions."""
+"""Least cosine of a single row of theirs. Hugging Face's bfloat16 rows of SmolLM2 have cosines down to 0.994 with its
+float32 rows, an angle of 6.3 degrees. Two right implementations in bfloat16 may each be that far off, in opposite
+directions."""
 MAX_RELATIVE_ERROR = 1e-3
-"""Of a row of a float32 model."""
+"""Largest relative error of a row of a float32 model."""
 LIKE_EAGER = "captured rows equal those of eager mode"
 NEARER = 0.5
 """Rows of the same token may be so alike that rounding decides which is nearer: half as far is another's."""
@@ -529,7 +530,7 @@ def _less(counts: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, in
 
 
 def _device_name() -> str:
-    """Of the hardware; asked of vLLM, which makes no CUDA context for it."""
+    """Name of the hardware, as vLLM reports it, which makes no CUDA context for it."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

@@ -27,7 +27,7 @@ from headgate.capture.monitoring.verify_checks import (
 
 MAX_TOKENS = 12
 LENGTHS = (1, 2, 5, 33, 17, 64, 129, 300, 9, 47, 200, 23)
-"""Of the prompts, so that steps mix prefills of many sizes with decodes."""
+"""Lengths of the prompts, so that steps mix prefills of many sizes with decodes."""
 MIN_MODEL_LENGTH = 48
 MAX_SCATTER = 10.0
 """Between the quartiles of a cost, in percent: beyond, it says nothing."""
@@ -55,7 +55,7 @@ def plain_requests(vocabulary: int, max_model_len: int) -> list[Request]:
 
 
 def judge_weights(runs: Runs) -> Iterator[Verdict]:
-    """Whether the model's weights let a wrong row be told from a right one."""
+    """Whether the model's weights make a wrong row differ from a right one."""
     if any(recording.facts.load_format == "dummy" for recordings in runs.values() for recording in recordings):
         yield Verdict(
             "weights tell layers apart",
@@ -174,7 +174,7 @@ def judge_costs(costs: Sequence[Cost], *, bound: float, is_limit: bool) -> Itera
     Args:
         costs: In percent.
         bound: What is accepted, in percent.
-        is_limit: Whether more is a failure, and not only worth a warning; so is a cost that cannot be told.
+        is_limit: Whether more is a failure, and not only worth a warning; so is a cost that cannot be measured.
     """
     for cost in costs:
         check = f"idle cost, {cost.in_flight} in flight"

@@ -58,7 +58,7 @@ def _path(module: str) -> Path:
 
 
 def _function(found: object) -> FunctionType | None:
-    """The Python function behind an object of traced code: itself, or what a wrapper of some kind holds."""
+    """The Python function of an object of traced code: itself, or what a wrapper of some kind holds."""
     if isinstance(found, partial):
         return _function(found.func)
     for attribute in ("__func__", "_init_fn", "fn", "__wrapped__"):  # methods, custom operators, Triton kernels

@@ -27,7 +27,7 @@ _PACKAGE = "torch._inductor"
 Lower = Callable[..., "TensorBox"]
 """A lowering: makes the result of an operator from its arguments."""
 Index = Sequence[object]
-"""Of an element, as symbols."""
+"""Index of an element, as symbols."""
 Compute = Callable[[Index], "OpsValue"]
 """Makes the code for the element at an index."""
 
@@ -35,12 +35,12 @@ LOWERING = {
     "lowering.register_lowering": "lowerings of headgate's custom operators",
     "lowering.fallback_handler": "a copy that is not fused",
     "lowering.lowerings": "the addition of two tensors, to be lowered as inductor does",
-    "ir.BaseView": "tells values that are stored from others",
-    "ir.Buffer": "tells values that are stored from others",
-    "ir.Reduction": "tells sums from other values that are stored",
+    "ir.BaseView": "distinguishes stored values from others",
+    "ir.Buffer": "distinguishes stored values from others",
+    "ir.Reduction": "distinguishes sums from other stored values",
     "ir.TensorBox": "sums that are computed once more",
     "ir.Pointwise": "code for each element of a tensor",
-    "ops_handler.OpCounterCSE": "tells inductor's counting of reads from its writing of code",
+    "ops_handler.OpCounterCSE": "distinguishes inductor's counting of reads from its writing of code",
     "virtualized.V": "the graph and the kernel that are being compiled",
     "virtualized.ops": "operations on the elements of a tensor",
 }
@@ -92,7 +92,7 @@ class Inductor:
         """Return `value`, or its elements computed once more, so that the code that makes it stays as it is.
 
         A value that is stored anyway is taken. Any other is computed once more with its reductions, unless a kernel in
-        front reads them: a sum that kernels in front of us and behind us read would be a kernel of its own, in other
+        front reads them: a sum that kernels before us and after us read would be a kernel of its own, in other
         blocks than those of the kernel that makes it otherwise.
         """
         if isinstance(self._behind_views(value), self._buffer):
@@ -106,7 +106,7 @@ class Inductor:
             inner: Makes the code for an element.
             reads: Names of the buffers that it reads.
             size: Of the value; what has its width is no sum along it.
-            made: Names of the sums made so far, by the names of those that they take the place of.
+            made: Names of the sums made so far, by the names of the sums that they replace.
         """
         graph = self._virtual.graph
         for name in reads:

@@ -125,7 +125,7 @@ class RewriteCounts:
     Attributes:
         excluded: Buffers left out of inductor's heuristics, summed over the graphs. No switch turns this off.
         kernels: Kernels that were written.
-        norms: Those that go over a row in several passes, as the norms of long rows do.
+        norms: Reductions that go over a row in several passes, as the norms of long rows do.
         hoisted: Kernels whose loads of tables were moved.
         prefetched: Kernels that prefetch the norm's weights.
         unmatched: Norms whose loops or weights were not found in the text: a new inductor writes them otherwise.
@@ -182,17 +182,17 @@ class Rewrites:
 
 
 REWRITES = Rewrites()
-"""Of this process: inductor's classes are patched once for all graphs."""
+"""The rewrites of this process: inductor's classes are patched once for all graphs."""
 
 
 _NAMES = "headgate_excluded"
-"""Attribute of one of inductor's graphs: names of the excluded buffers. Of a kernel: those that it reads. Also of
-replaced methods, to replace each once."""
+"""Attribute of one of inductor's graphs: names of the excluded buffers. Of a kernel: the excluded ones that it reads.
+Also of replaced methods, to replace each once."""
 
 
 @torch.library.custom_op("headgate::excluded", mutates_args=())
 def excluded(slots: Tensor, rows: Tensor) -> Tensor:
-    """Return `slots`, of which reads are excluded from the heuristics, as are writes to `rows`.
+    """Return `slots`; its reads are excluded from the heuristics, as are writes to `rows`.
 
     `register_exclusion` must have been called before inductor meets it.
     """

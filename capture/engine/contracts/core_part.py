@@ -4,7 +4,7 @@ The hook ``headgate_core`` of a part returns its `CorePart`. Everything here is 
 vLLM. An engine core has two threads that a part meets: the input thread takes requests in and hashes their prompts,
 and the engine thread does everything else, between two steps unless it is said otherwise.
 
-How a request ended, as front end, engine core and worker tell each other.
+How a request ended, as front end, engine core and worker report it to each other.
 
 The front end's count travels in its list of requests to abort, which keeps the order with everything else it sends and
 takes no round trip. Final states travel from the engine core to the workers as the attribute `FINAL_ATTRIBUTE` of a
@@ -68,7 +68,7 @@ class Marks(NamedTuple):
     Attributes:
         ids: The requests.
         kept: What `mark_kept` wrote, by id.
-        sent: The fan-outs of which `mark_sent` wrote.
+        sent: The fan-outs that `mark_sent` wrote.
     """
 
     ids: list[str]
@@ -136,7 +136,7 @@ class Progress(NamedTuple):
     """A request that runs, or waits.
 
     Attributes:
-        position: The first one, behind the prompt, whose row no launched step computes for the first time.
+        position: The first one, after the prompt, whose row no launched step computes for the first time.
         token_ids: Its tokens so far, the prompt's first; a view that grows with the request.
     """
 
@@ -149,11 +149,11 @@ class Actions(Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Those that have come and were not taken."""
+        """The actions that have come and were not taken."""
         ...
 
     def take(self) -> Sequence[Submitted]:
-        """Return those that have come since, in their order."""
+        """Return the actions that have come since, in their order."""
         ...
 
 
@@ -161,7 +161,7 @@ class CoreServices(Protocol):
     """Services of an engine core to its part. Engine thread only.
 
     Attributes:
-        actions: Those that capture consumers submit; None if the part takes none, or consumers have no way to it.
+        actions: Actions that capture consumers submit; None if the part takes none, or consumers have no way to it.
     """
 
     @property
@@ -188,7 +188,7 @@ class CoreServices(Protocol):
         So no step is in flight when `restart_running` or `rekey_running` follow, and none of its tokens is lost.
 
         Args:
-            field: The field that the client is told.
+            field: The field that the client is given.
 
         Raises:
             Exception: What a step raised; the engine ends.
@@ -217,7 +217,7 @@ class CoreServices(Protocol):
         ...
 
     def rekey(self, req_id: str, first: int) -> None:
-        """Ask for the block keys of one request anew, for the blocks that end behind a position.
+        """Ask for the block keys of one request anew, for the blocks that end after a position.
 
         Args:
             req_id: Of a request that entered the scheduler, or waits.
@@ -301,7 +301,7 @@ class CorePart(Protocol):
             req_id: Of a request that was accepted.
             priority: Lower values go first; 0 for all unless the scheduler goes by priorities.
             is_session: It is a streaming-input session: its prompt grows.
-            is_offline: An `LLM` made it: whoever waits, waits for requests of the same program.
+            is_offline: An `LLM` made it: a waiting request waits for requests of the same program.
 
         Raises:
             RequestError: If it can never be served; `release` follows.
@@ -352,7 +352,7 @@ class ReadingCore(Protocol):
                 come a second time.
 
         Returns:
-            A note for each request that the front end is to be told something of: plain values and bytes, by id. They
+            A note for each request that the front end is to be sent something of: plain values and bytes, by id. They
             come with the request's next output, and reach its `request_part.NotesReader`; notes of requests whose
             `request_part.PartRequest` does not want them are dropped.
         """
@@ -361,7 +361,7 @@ class ReadingCore(Protocol):
     def begin_again(self, req_id: str) -> object | None:
         """Forget what was read of the rows of a request so far: its prompt begins again, under something else.
 
-        No token was sampled behind those rows. Those of steps in flight come with the request among ``discarded``.
+        No token was sampled after those rows. Those of steps in flight come with the request among ``discarded``.
 
         Returns:
             A note as those of `take_readings`; None if nothing was read.
@@ -371,14 +371,15 @@ class ReadingCore(Protocol):
 
 @runtime_checkable
 class DescribingCore(ReadingCore, Protocol):
-    """A `ReadingCore` that tells capture consumers how the rows of a request came about."""
+    """A `ReadingCore` that describes to capture consumers how the rows of a request came about."""
 
     def describe(self, req_id: str, num_prompt: int) -> None:
-        """Follow a request that captures, behind `accept`, whether or not it asks for notes. Input thread."""
+        """Follow a request that captures, after `accept`, whether or not it asks for notes. Input thread."""
         ...
 
     def description(self, req_id: str) -> Callable[[int], Document] | None:
-        """Return what is to be told of a request that is followed and ends now; None if nothing was read or decided.
+        """Return what is to be reported of a request that is followed and ends now; None if nothing was read or
+        decided.
 
         The function is given how many tokens were kept, prompt and output; the front end may still have to say that.
         It returns plain values; a list in them whose length is that of their ``positions``, and which has numbers or
@@ -388,10 +389,10 @@ class DescribingCore(ReadingCore, Protocol):
 
 
 class Decided(NamedTuple):
-    """Decisions of a part about requests, behind a step.
+    """Decisions of a part about requests, after a step.
 
     Attributes:
-        endings: Requests that end now, each with the ``stop_reason`` that its client is told.
+        endings: Requests that end now, each with the ``stop_reason`` that its client receives.
         notes: As `ReadingCore.take_readings` returns them.
     """
 
@@ -404,7 +405,7 @@ class DecidingCore(ReadingCore, Protocol):
     """A `ReadingCore` that decides, from what was read, what later steps do."""
 
     def decide(self) -> Decided | None:
-        """Decide. Engine thread, once behind each step, when its tokens were taken; None if nothing is to be told."""
+        """Decide. Engine thread, once after each step, when its tokens were taken. None reports nothing."""
         ...
 
     def orders(self, scheduled: Mapping[str, int]) -> Document | None:
@@ -414,7 +415,7 @@ class DecidingCore(ReadingCore, Protocol):
             scheduled: The requests of the step, with the number of rows of each. What is for others is kept for later.
 
         Returns:
-            Plain values, bytes and numpy arrays that nobody writes to after that, for
+            Plain values, bytes and numpy arrays that are not written to after that, for
             `worker_hooks.WorkerHooks.headgate_ordered` of the same part in every worker.
         """
         ...

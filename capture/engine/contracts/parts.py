@@ -1,6 +1,6 @@
 """The one way in which a part joins headgate: hook implementations, published under the group ``headgate.parts``.
 
-Capture, steering and the consumers' commands are parts, and so can be a package of somebody else's. A part is an
+Capture, steering and the consumers' commands are parts, and so can be another author's package. A part is an
 entry point ``NAME = "package.module"`` (or ``"package.module:object"``): the name is the part's, and that of its
 section of ``additional_config["headgate"]``; the module or object implements any of the hooks of `PartSpecs`, each
 marked with `headgate.capture.hookimpl`. pluggy checks their names and arguments when the part is loaded::
@@ -239,7 +239,7 @@ def _load(name: str, value: str) -> Part:
 
 
 def worker_part(name: str) -> Part:
-    """Load the part behind a section of ``additional_config["headgate"]``.
+    """Load the part of a section of ``additional_config["headgate"]``.
 
     Raises:
         ConfigError: If no installed part has such a section, or it cannot be loaded.

@@ -152,7 +152,7 @@ Operation = Generator[CoreCall, Sequence[Any], Result]
 
 
 class EngineCores(Protocol):
-    """The engine cores behind one `LLM`.
+    """The engine cores of one `LLM`.
 
     Attributes:
         num_engines: Data-parallel engine cores that this front end talks to.
@@ -172,7 +172,7 @@ class EngineCores(Protocol):
 
 
 class AsyncEngineCores(Protocol):
-    """The engine cores behind one `AsyncLLM`; see `EngineCores`."""
+    """The engine cores of one `AsyncLLM`; see `EngineCores`."""
 
     @property
     def num_engines(self) -> int: ...
@@ -201,7 +201,7 @@ class NestingPart(Protocol):
 
     Attributes:
         nested: Those names, each with the fields that have it within them. Beside one of these it is refused; where
-            there is none it is somebody else's.
+            there is none it belongs to another client.
     """
 
     @property

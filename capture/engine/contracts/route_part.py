@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class RouteClient(NamedTuple):
-    """The client behind a request.
+    """The client of a request.
 
     Attributes:
         key: Name of the key that it was let in with; None if it needed none.
         address: At the other end of its connection; None if it has none.
         is_bound: Whether its key has a name of its own and is no operator's: others' modules are not its to change.
-        forwarded: What its request says of whom it was forwarded for (``X-Forwarded-For``); anybody can write that.
+        forwarded: The address that its request says it was forwarded for (``X-Forwarded-For``); anybody can write that.
     """
 
     key: str | None
@@ -93,7 +93,7 @@ class RouteServices(Protocol):
         ...
 
     def client(self, request: Request) -> RouteClient:
-        """Return the client behind a request that `require_key` has let pass."""
+        """Return the client of a request that `require_key` has let pass."""
         ...
 
     async def read_object(self, request: Request) -> dict[str, object]:

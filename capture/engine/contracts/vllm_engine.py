@@ -1,7 +1,7 @@
 """vLLM's objects in engine cores and workers, as far as headgate touches them.
 
 Protocols and not vLLM's own classes: those differ from release to release, are untyped in places, and importing them
-loads CUDA. An attribute that only some supported releases have is not listed; whoever reads it asks with ``hasattr``.
+loads CUDA. An attribute that only some supported releases have is not listed; its reader asks with ``hasattr``.
 
 Where the `RequestWire` of a request lies: in the ``extra_args`` of its parameters, which vLLM carries everywhere.
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 Document = Mapping[str, object]
-"""None, numbers, texts, bytes, and lists and dicts of these, by name. Whoever reads one checks it."""
+"""None, numbers, texts, bytes, and lists and dicts of these, by name. Its reader checks it."""
 
 
 Function = Callable[..., Any]
@@ -322,7 +322,7 @@ class WorkerWrapper(Protocol):
 
 
 class EngineClient(Protocol):
-    """``vllm.v1.engine.core_client.EngineCoreClient``, behind an `LLM`.
+    """``vllm.v1.engine.core_client.EngineCoreClient``, of an `LLM`.
 
     One whose engine core is in this process has it as ``engine_core``.
     """
@@ -354,14 +354,14 @@ class OpenCall(Protocol):
 
 
 class SyncEngineClient(SendingClient, Protocol):
-    """``vllm.v1.engine.core_client.SyncMPClient``, behind an `LLM` whose engine core has a process of its own."""
+    """``vllm.v1.engine.core_client.SyncMPClient``, of an `LLM` whose engine core has a process of its own."""
 
     utility_results: Mapping[int, OpenCall]
     outputs_queue: Queue[object]
 
 
 class AsyncEngineClient(SendingClient, Protocol):
-    """``vllm.v1.engine.core_client.DPLBAsyncMPClient``, behind an `AsyncLLM`."""
+    """``vllm.v1.engine.core_client.DPLBAsyncMPClient``, of an `AsyncLLM`."""
 
     core_engines: Sequence[object]
     utility_results: Mapping[int, OpenCall]

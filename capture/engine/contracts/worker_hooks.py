@@ -42,8 +42,8 @@ class WorkerFacts:
         pp_rank: Pipeline stage.
         pp_size: Number of stages.
         reapplies_mid: Whether layers carry the stream alone, so that `SiteAction.reapply_to_residual` is called.
-        has_one_row_each: Tells operations, while a forward is launched or recorded, whether each request has one row in
-            it; False if that is not certain.
+        has_one_row_each: Says to operations, while a forward is launched or recorded, whether each request has one row
+            in it; False if that is not certain.
         actions: Where the actions of consumers go.
         network_keys: To reach front ends on other hosts; None if all are on this one.
     """
@@ -85,8 +85,8 @@ class SiteValue(NamedTuple):
         value: ``[num_tokens, hidden]`` or ``[1, num_tokens, hidden]``.
         addend: Second summand of the value, or None: the stream of fused layers is ``value + addend``.
         carry: The tensor that a vector is added to so that it acts on the site's value.
-        gain: Multiplier between the carry and the value, None if they are alike: whoever adds v to the value adds
-            ``v / gain`` to the carry.
+        gain: Multiplier between the carry and the value, None if they are alike: to add v to the value, add ``v /
+            gain`` to the carry.
     """
 
     value: Tensor
@@ -147,7 +147,7 @@ class StepReadings(Protocol):
 
 
 class WorkerHooks:
-    """The hooks of a worker part, which leaves out those that it does not need."""
+    """The hooks of a worker part, which leaves out the hooks that it does not need."""
 
     @hookspec
     def headgate_allocate(self, facts: WorkerFacts) -> int:  # type: ignore[empty-body]
@@ -185,7 +185,7 @@ class WorkerHooks:
 
         Args:
             req_id: Of a request that was stopped.
-            final: Its end as the scheduler tells it; None if it does not.
+            final: Its end as the scheduler reports it; None if it does not.
         """
 
     @hookspec
@@ -289,7 +289,7 @@ def direct_calls(hook: pluggy.HookCaller) -> Callable[..., None]:
     step has up to three.
 
     Raises:
-        AssertionError: If one is a wrapper, or nobody knows the hook.
+        AssertionError: If one is a wrapper, or the hook is unknown.
     """
     spec, found = hook.spec, list(reversed(hook.get_hookimpls()))
     if spec is None or any(one.wrapper or one.hookwrapper for one in found):

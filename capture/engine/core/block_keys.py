@@ -17,7 +17,7 @@ from headgate.capture.schema.errors import UnsupportedError
 _KEYS = "_headgate_block_keys"
 _HASHED_WITH = "_headgate_hashed_with"
 _LOOKAHEAD = 64
-"""More tokens than any hash of a block reads behind that block."""
+"""More tokens than any hash of a block reads after that block."""
 
 
 def attach_keys(sampling_params: RequestParams | None, keys: BlockKeys | None) -> None:
@@ -57,7 +57,7 @@ def rehash(request: Request, keys: BlockKeys | None) -> None:
 
 
 def rehash_from(request: Request, keys: BlockKeys | None, num_computed: int, block_size: int) -> None:
-    """Hash the blocks of vLLM's `request` that end behind its computed tokens with `keys`; others stay as they are.
+    """Hash the blocks of vLLM's `request` that end after its computed tokens with `keys`; others stay as they are.
 
     Args:
         request: May run: a block that is not full is not in use under a hash.

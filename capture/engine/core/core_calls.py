@@ -96,7 +96,7 @@ def ext_hook(original: Function) -> Function:
     @wraps(original)
     def wrapped(self: _Coder, code: int, data: memoryview) -> object:
         number = int.from_bytes(data, "little") if code == _EXTENSION else 0
-        # A message of somebody else's may say anything; what is no frame of it is the original's to refuse.
+        # A message of another sender may say anything; what is no frame of it is the original's to refuse.
         return frame_of(self.aux_buffers[number]) if 0 < number < len(self.aux_buffers) else original(self, code, data)
 
     return wrapped
@@ -106,7 +106,7 @@ METHOD = "headgate_call"
 
 
 class CoreClient:
-    """The engine core behind an `LLM`; see `EngineCores`.
+    """The engine core of an `LLM`; see `EngineCores`.
 
     Args:
         client: The `LLMEngine`'s: of a core in this process or in one of its own.
@@ -140,7 +140,7 @@ class CoreClient:
 
 
 class AsyncCoreClient:
-    """The engine cores behind an `AsyncLLM`; see `AsyncEngineCores`. Event loop only.
+    """The engine cores of an `AsyncLLM`; see `AsyncEngineCores`. Event loop only.
 
     Args:
         client: The `AsyncLLM`'s.
@@ -162,7 +162,7 @@ class AsyncCoreClient:
         """Call every engine core; return their answers.
 
         Raises:
-            RequestError: As one of them refused; those that did not refuse took it back with `undo`.
+            RequestError: As one of them refused; the other cores took it back with `undo`.
             EngineStateError: If they could not.
         """
         engines = list(self._client.core_engines)
@@ -181,7 +181,7 @@ class AsyncCoreClient:
         with as_client_error():
             async with self._call_lock:
                 step = await asyncio.to_thread(_advance, operation, None)  # reads vectors, perhaps from a file
-            # The first messages are sent before whoever waits for the lock is back from a thread.
+            # The first messages are sent before the waiter for the lock is back from a thread.
             while isinstance(step, CoreCall):
                 step = _advance(operation, await self.call(step.method, step.args, step.undo))
             return step.result
@@ -219,7 +219,7 @@ _RECEIVING = "_headgate_receiving"
 
 
 def end_waits_with_core(client: object) -> None:
-    """Let whoever waits for the engine core of an `LLM` get vLLM's ``EngineDeadError`` when it ends.
+    """Let callers that wait for the engine core of an `LLM` get vLLM's ``EngineDeadError`` when it ends.
 
     A thread waits for the end of vLLM's own, which receives what the engine core sends. It does not keep the client
     alive. The client of an `AsyncLLM`, or of an engine core in this process, has no such thread.

@@ -99,7 +99,7 @@ class EngineCoreAdapter:
         """Requests that wait for the part, by id."""
         self.shared_wires = SharedWires()
         self._untold: list[SentAway] = []
-        """Requests that ended between two steps, which the next one tells their clients."""
+        """Requests that ended between two steps, which the next one reports to their clients."""
         self._entering: str | None = None
         self._goes_by_priority = core.vllm_config.scheduler_config.policy == "priority"
         self.has_own_process = _has_own_process(core)
@@ -201,7 +201,7 @@ class EngineCoreAdapter:
             request = self._waiting.pop(req_id)
             self._part.release(req_id)
             request.status = status
-            # With several front ends, or data parallelism, the client is told of ids that ended.
+            # With several front ends, or data parallelism, the client is sent the ids that ended.
             if (told := self._scheduler.finished_req_ids_dict) is not None:
                 told[request.client_index].add(req_id)
             gone.append(request)
@@ -343,7 +343,7 @@ def handle_client_request(original: Function) -> Function:
 
 def _answer(core: EngineCoreProc, request: Request, error: RequestError) -> None:
     """End a request with the finish reason "error"."""
-    if hasattr(core, "_handle_request_validation_error"):  # vLLM 0.33 tells the client why
+    if hasattr(core, "_handle_request_validation_error"):  # vLLM 0.33 gives the client the reason
         core._handle_request_validation_error(request, error)
     else:
         _refusals.info(error.field.partition("[")[0], f"request {request.request_id}: {error}")
@@ -429,7 +429,7 @@ class RequestEnds:
     """The ends of one scheduler's requests. Used on the engine core's thread only.
 
     Attributes:
-        finals: Final states to be told with the next step, by request id.
+        finals: Final states to be reported with the next step, by request id.
     """
 
     def __init__(self) -> None:
@@ -459,7 +459,7 @@ class RequestEnds:
             self.finals[req_id] = self._held.pop(req_id).final(None)
 
     def pop_finals(self) -> dict[str, Final | None]:
-        """Return what is to be told now, once."""
+        """Return what is to be reported now, once."""
         finals, self.finals = self.finals, {}
         return finals
 
@@ -511,7 +511,7 @@ def update_after_schedule(original: Function) -> Function:
 
 
 def has_finished_requests(original: Function) -> Function:
-    """Wrap ``Scheduler.has_finished_requests``: an idle engine takes one more step while a final is to be told."""
+    """Wrap ``Scheduler.has_finished_requests``: an idle engine takes one more step while a final is to be reported."""
 
     @wraps(original)
     def wrapped(self: Scheduler) -> bool:

@@ -2,8 +2,8 @@
 
 The wire dict of the first sample that goes to an engine core is complete, and is kept there under a key; those of the
 others have the key alone, and the engine core puts the kept one in their place before anything looks at it. When the
-last sample is on its way, a mark in the list of requests to abort, which keeps the order with everything else, tells
-the engine cores to forget the key. From then on the samples themselves hold what they share.
+last sample is on its way, a mark in the list of requests to abort, which keeps the order with everything else, makes
+the engine cores forget the key. From then on the samples themselves hold what they share.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def fan_out(client: SendingClient, num_samples: int, sent: list[Any] | None = No
 
 @asynccontextmanager
 async def fan_out_async(client: SendingClient, num_samples: int) -> AsyncIterator[None]:
-    """The same for the client of an `AsyncLLM`."""
+    """Do as `fan_out` for the client of an `AsyncLLM`."""
     sent: list[Awaitable[object]] = []
     try:
         with fan_out(client, num_samples, sent):
@@ -109,7 +109,7 @@ async def fan_out_async(client: SendingClient, num_samples: int) -> AsyncIterato
 
 
 def _release(client: SendingClient, samples: FanOut) -> list[object]:
-    """Tell each engine core that all samples are sent; nothing if the engine is dead."""
+    """Notify each engine core that all samples are sent; nothing if the engine is dead."""
     if not samples.engines or client.resources.engine_dead:
         return []
     from vllm.v1.engine import EngineCoreRequestType

@@ -44,7 +44,7 @@ SentAway = tuple[Request, str]
 
 
 def after_step(original: Function, end_overdue: Callable[[], Iterable[SentAway]]) -> Function:
-    """Wrap ``EngineCore.step_fn``: the outputs of a step tell those who have waited too long, too.
+    """Wrap ``EngineCore.step_fn``: the outputs of a step also end requests that waited too long.
 
     Args:
         original: Returns a step's outputs by client, or None, and whether the model ran.
@@ -68,7 +68,7 @@ def after_step(original: Function, end_overdue: Callable[[], Iterable[SentAway]]
 
 
 def send_away(core: EngineCoreProc, request: Request, why: str) -> None:
-    """Tell the client of `request` that it was not taken."""
+    """Report to the client of `request` that it was not taken."""
     core.output_queue.put_nowait((request.client_index, _outputs(request, why)))
 
 
@@ -109,7 +109,7 @@ def end_sessions(core: EngineCore, acts: Callable[[str], bool]) -> None:
 
     Args:
         core: vLLM's ``EngineCore``.
-        acts: Tells whether anything acts on a request.
+        acts: Returns whether anything acts on a request.
     """
     from vllm.v1.request import RequestStatus
 
@@ -151,7 +151,7 @@ SERVICES = "_headgate_services"
 
 
 class _Salts(dict[str, str]):
-    """Texts by request, of which each is unique."""
+    """Unique texts by request."""
 
     def __init__(self) -> None:
         self._num_made = 0
@@ -166,7 +166,7 @@ class _GoingOn(NamedTuple):
     """Requests whose next row is one that was never computed: as long as none is preempted, that stays so.
 
     Attributes:
-        req_ids: As somebody asked for them, the very object.
+        req_ids: The very object that the caller asked with.
         requests: vLLM's.
         num_prompt: int64 ``[n]``.
     """
@@ -219,9 +219,9 @@ class PartServices:
         self._waiting = waiting
         self._part: CorePart | None = None
         self._salts = _Salts()
-        """Of requests whose rows were computed under block keys that have changed since."""
+        """Salts of requests whose rows were computed under block keys that have changed since."""
         self._going_on: _GoingOn | None = None
-        """Those whose positions were asked for last, until one of them is freed or preempted."""
+        """The requests whose positions were asked for last, until one of them is freed or preempted."""
 
     def open(self, part: CorePart) -> None:
         """Serve `part`, which was made with these services."""
@@ -303,7 +303,7 @@ class PartServices:
     def preempted(self, request: Request) -> None:
         """Follow a preemption: rows that are computed again are computed under the present keys, whatever was before.
 
-        How they acted on rows before they were there nobody knows, so nobody else is to find the request's blocks.
+        How they acted on rows before they were there is unknown, so no other request may find these blocks.
         """
         req_id = request.request_id
         self._going_on = None
@@ -338,13 +338,13 @@ def _find(req_id: str, *held: Mapping[str, Request]) -> Request | None:
 
 def _first_new(request: Request) -> int:
     """Return the first position of a request whose row is computed under what acts now, and counts."""
-    # Of a preempted one, the row of the last token at the earliest: tokens were sampled behind those before it.
+    # Of a preempted one, the row of the last token at the earliest: tokens were sampled after the rows before it.
     known = request.num_tokens - 1 if request.num_tokens > request.num_prompt_tokens else 0
     return max(request.num_computed_tokens, known)
 
 
 def _position(request: Request) -> int:
-    """Return the first position of a request, behind its prompt, whose row no launched step computes anew."""
+    """Return the first position of a request, after its prompt, whose row no launched step computes anew."""
     return max(_first_new(request), request.num_prompt_tokens)
 
 

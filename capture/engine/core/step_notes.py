@@ -34,13 +34,13 @@ def attach_orders(name: str, part: DecidingCore, scheduler_output: SchedulerOutp
 
 
 def end_requests(scheduler: Scheduler, endings: Mapping[str, str], made: dict[int, CoreOutputs]) -> None:
-    """End requests behind a step, whose last token stays theirs.
+    """End requests after a step, whose last token stays theirs.
 
     Args:
         scheduler: vLLM's.
-        endings: The requests, each with its ``stop_reason``; those that have ended are passed over.
+        endings: The requests, each with its ``stop_reason``; requests that have ended are passed over.
         made: The outputs of the step by front end, completed here. A request gets an output of its own that ends it,
-            behind that of its last token: vLLM drops the token of an output that both has one and ends by a stop.
+            after that of its last token: vLLM drops the token of an output that both has one and ends by a stop.
     """
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.request import RequestStatus
@@ -69,7 +69,7 @@ def check_carrier() -> None:
 
 
 def nothing_noted(_: int) -> Document:
-    """Return the notes on a request of which there is nothing to tell."""
+    """Return the notes on a request without anything to report."""
     return {}
 
 
@@ -148,12 +148,12 @@ class StepNotes:
             self._describing.describe(req_id, num_prompt)
 
     def description(self, req_id: str) -> Callable[[int], Document]:
-        """Return a function of how many tokens of a request that captured were kept: what there is to tell, by part."""
+        """Return a function of how many tokens of a capturing request were kept: what there is to report, by part."""
         found = None if self._describing is None else self._describing.description(req_id)
         return nothing_noted if found is None else lambda end: {self._name: found(end)}
 
     def _decide(self, part: DecidingCore, made: dict[int, CoreOutputs]) -> None:
-        """Let the part decide behind a step whose outputs are `made`, and end the requests that it ends."""
+        """Let the part decide after a step whose outputs are `made`, and end the requests that it ends."""
         decided = part.decide()
         if decided is None:
             return

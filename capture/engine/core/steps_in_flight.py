@@ -1,9 +1,9 @@
 """The steps of an engine core that were launched and whose outputs have not been taken.
 
 Under asynchronous scheduling, and in a pipeline, vLLM launches the next step before it has the tokens of this one.
-Whatever restarts requests would make the scheduler drop those tokens, although the rows behind them were captured,
-counted and told already. So their outputs are taken first, and no token that was computed is lost. A prompt that is
-computed in part has no token yet, though: which of its rows are computed again is noted, and told at its end.
+Whatever restarts requests would make the scheduler drop those tokens, although the rows after them were captured,
+counted and reported already. So their outputs are taken first, and no token that was computed is lost. A prompt that is
+computed in part has no token yet, though: which of its rows are computed again is noted, and reported at its end.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StepsInFlight:
             outputs that were taken here come with the next steps.
 
     Attributes:
-        begin_again: Is told of each request whose prompt begins again under something else, and how many steps are in
-            flight.
+        begin_again: Is notified of each request whose prompt begins again under something else, and how many steps are
+            in flight.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -49,7 +49,7 @@ class StepsInFlight:
         self._begun: dict[str, int] = {}
         """Rows of prompts that were computed in part when their requests were preempted."""
         self._outdated: dict[str, int] = {}
-        """Those of them, and of others, that are computed again under something else."""
+        """Rows of theirs, and of others, that are computed again under something else."""
         if core.batch_queue is not None and not hasattr(core, "output_queue"):
             core.step_fn = self._kept_or_next
         setattr(core.scheduler, STEPS, self)
@@ -86,7 +86,7 @@ class StepsInFlight:
     def outdate(self, request: Request) -> None:
         """Note that the rows of a request are computed again under something else.
 
-        Those behind which a token was sampled stay what they were; those of a prompt without its first token do not.
+        Rows after which a token was sampled stay what they were; those of a prompt without its first token do not.
         """
         req_id = request.request_id
         num_begun = max(self._begun.get(req_id, 0), request.num_computed_tokens)

@@ -1,9 +1,9 @@
 """`InputProcessor`, where every request of every front end is made: what it asks of headgate is folded in here.
 
-How long vLLM waits for processes that it has told to end: as long as consumers may take to close.
+How long vLLM waits for processes that it has asked to end: as long as consumers may take to close.
 
 It kills engine cores, and with them workers whose consumers are writing, after 5 seconds; those of a server at once.
-Nobody waits longer than they take.
+vLLM waits no longer than they take.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def open_manager(original: Function) -> Function:
 
 
 def shutdown(original: Function) -> Function:
-    """Wrap ``vllm.v1.engine.utils.shutdown``, which tells engine cores to end and kills them `timeout` seconds later.
+    """Wrap ``vllm.v1.engine.utils.shutdown``, which asks engine cores to end and kills them `timeout` seconds later.
 
     Requests may run on for the time that vLLM gives them; consumers close after that.
     """
@@ -137,7 +137,7 @@ def open_front_end(vllm_config: VllmConfig) -> FrontEnd | None:
 def open_drivers_with_engine(original: Function) -> Function:
     """Wrap ``__init__`` of `AsyncLLM` and `LLMEngine`: open the consumers that are located here, or refuse to start.
 
-    Whoever waits for the engine core of an `LLM` does so until it ends.
+    A caller that waits for the engine core of an `LLM` does so until it ends.
 
     A server does so before it has clients: opening a folder may take long, and the event loop would wait. No earlier,
     since engine cores are forked in the course of it, and nothing should have threads and sockets then.
@@ -223,8 +223,8 @@ def open_with_engine(original: Function) -> Function:
 def process_inputs(original: Function) -> Function:
     """Wrap ``InputProcessor.process_inputs``: fold what the request asks into the `EngineCoreRequest`.
 
-    `AsyncLLM.generate` and `LLMEngine.add_request` have read it already and will wait for its results. For callers
-    that come here by another way nobody waits.
+    `AsyncLLM.generate` and `LLMEngine.add_request` have read it already and will wait for its results. Callers that
+    come here by another way get no waiting.
     """
 
     @wraps(original)

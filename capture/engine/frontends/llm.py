@@ -96,12 +96,12 @@ class _PendingResults:
 
     @property
     def front(self) -> FrontEnd:
-        """Of capture; only for requests that capture."""
+        """Capture's front end; only for requests that capture."""
         assert self.reader.capture is not None  # noqa: S101
         return self.reader.capture
 
     def forget(self, headgate_request: HeadgateRequest) -> None:
-        """Nobody waits for results of `headgate_request`."""
+        """Stop waiting for results of `headgate_request`."""
         if headgate_request.capture is not None:
             self.front.forget(headgate_request.capture)
 
@@ -265,7 +265,7 @@ def _collect(engine: LLMEngine, pending: _PendingResults, timeout_s: float) -> N
 
 
 def _tell_worker(engine: LLMEngine) -> None:
-    """An engine core inside this process takes a step only when told to: the worker has yet to learn who finished."""
+    """An engine core inside this process takes a step only when asked to: the worker has yet to learn who finished."""
     core = getattr(engine.engine_core, "engine_core", None)
     if core is None:
         return
@@ -304,7 +304,7 @@ def shutdown(original: Function) -> Function:
 
 
 def keep_chat(original: Callable[..., Mapping[str, object]]) -> Function:
-    """Wrap ``LLM._preprocess_chat_one``: remember the conversation behind a prompt, for message selectors."""
+    """Wrap ``LLM._preprocess_chat_one``: remember the conversation of a prompt, for message selectors."""
 
     @wraps(original)
     def wrapped(self: LLM, conversation: Sequence[Document], **kwargs: object) -> Mapping[str, object]:

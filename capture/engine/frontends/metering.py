@@ -47,7 +47,7 @@ class Meter:
         self._has_ended = self._has_ended or output.finished
 
     def settle(self) -> None:
-        """Charge what was captured; all that could be, if nobody saw the end."""
+        """Charge what was captured; all that could be, if its end was not seen."""
         self.charge.settle(self._captured() if self._has_ended else self.charge.num_bytes)
 
     def fail(self) -> None:
@@ -64,7 +64,7 @@ class Meter:
 
 
 def open_meter(front: FrontEnd, ask: CaptureRequest, num_prompt: int | None, params: SamplingParams) -> Meter | None:
-    """Count what a client captures; None if nobody counts it.
+    """Count what a client captures; None if it is not counted.
 
     Args:
         front: Capture's front end.
@@ -102,7 +102,7 @@ def check_quota(front: FrontEnd, ask: CaptureRequest, num_prompt: int, params: S
 
 
 def metered(outputs: Outputs, meter: Meter) -> Outputs:
-    """Settle the request when its outputs end, or when nobody will ever ask for them."""
+    """Settle the request when its outputs end, or when they will never be asked for."""
     watched = _metered(outputs, meter)
     # Generators that never began do not end: another prompt of the same call may have been refused.
     weakref.finalize(watched, meter.charge.cancel).atexit = False

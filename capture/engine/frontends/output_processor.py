@@ -1,4 +1,4 @@
-"""Tells the engine core how many tokens the front end kept of requests that it ended itself; see `scheduler`.
+"""Sends the engine core how many tokens the front end kept of requests that it ended itself; see `scheduler`.
 
 Notes of steps come with the engine core's outputs, and become values that a user finds on vLLM's outputs. An `AsyncLLM`
 makes outputs faster than they are read, at times, and merges them. So an output carries notes until it is handed out,
@@ -105,7 +105,7 @@ def _merging(kind: type[OutputQueue]) -> type[OutputQueue]:
         return kind
 
     class Merging(kind):  # type: ignore[misc, valid-type]
-        """A queue that appends notes, too, where it appends new tokens to those of an output that nobody has read."""
+        """A queue that appends notes, too, where it appends new tokens to those of an unread output."""
 
         def put(self, output: object) -> None:
             earlier = self.output if self.aggregate else None

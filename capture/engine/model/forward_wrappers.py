@@ -29,7 +29,7 @@ Forward = Callable[..., object]
 ForwardFactory = Callable[[type[nn.Module]], Forward]
 Args = tuple[Tensor, ...]
 Kwargs = dict[str, Tensor]
-"""Arguments of a forward: those that are no tensors are handed on and not looked at."""
+"""Arguments of a forward: other values than tensors are handed on and not looked at."""
 Output = Tensor | tuple[Tensor, ...]
 Enter = Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]]
 Leave = Callable[[nn.Module, Output], Output]

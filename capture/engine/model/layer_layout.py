@@ -212,7 +212,7 @@ def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerLay
         layer: The layer itself: its attributes then decide what the class alone leaves open.
 
     Raises:
-        UnsupportedError: If the stream cannot be told from the source; names the class and why.
+        UnsupportedError: If the stream cannot be found in the source; names the class and why.
     """
     where = f"{cls.__module__}.{cls.__qualname__}"
     if isinstance(layer, nn.Module) and "forward" in vars(layer):
@@ -227,7 +227,7 @@ def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerLay
         layouts = [_Reading(path, hidden, residual, None).layout() for path in walk_paths(cls, layer, inputs)]
         if residual and {layout.style for layout in layouts} == {"pair"}:
             first_layer = walk_paths(cls, layer, {hidden: True, residual: False})
-            # without a residual, nothing is told of the norm that hands it on
+            # without a residual, nothing is known of the norm that hands it on
             told = layouts[0].first_norm
             layouts += [
                 replace(_Reading(path, hidden, residual, "pair").layout(), first_norm=told) for path in first_layer

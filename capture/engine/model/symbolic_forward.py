@@ -103,7 +103,7 @@ class Conditions:
         return self._decisions.decide(test)
 
     def compared(self, node: ast.Compare) -> Value:
-        """Return the value of a comparison, if the layer or the kind of its sides tells it."""
+        """Return the value of a comparison, if the layer or the kind of its sides determines it."""
         left, right, kind = self._evaluate(node.left), self._evaluate(node.comparators[0]), type(node.ops[0])
         if len(node.ops) > 1:
             return Plain()
@@ -172,7 +172,7 @@ def attribute_of(layer: object | None, base: Plain, name: str, default: object =
 
 
 def owner_of(layer: object | None, base: Plain) -> object:
-    """Return the object that `base` stands for, of which attributes are asked."""
+    """Return the object that `base` stands for, to ask its attributes."""
     owner = layer if base.value is SELF else base.value
     return UNKNOWN if owner is None else owner
 

@@ -24,7 +24,7 @@ _ROW_SHARDING = ("reduce_scatter", "all_gather", "sequence_parallel")
 
 
 class Unknown:
-    """A value that the source does not tell: the value of an attribute without an instance, a shape, ..."""
+    """A value that the source does not determine: the value of an attribute without an instance, a shape, ..."""
 
     def __repr__(self) -> str:
         return "UNKNOWN"
@@ -127,7 +127,7 @@ class Call:
 
 
 class NotUnderstoodError(Exception):
-    """The source does something whose effect on the stream cannot be told; the text says what."""
+    """The source does something whose effect on the stream is unknown; the text says what."""
 
 
 def is_norm(path: str, module: object = UNKNOWN) -> bool:
@@ -211,7 +211,7 @@ class Tape:
         return self.operation(text, value, *args)
 
     def arithmetic(self, node: ast.BinOp, left: Value, right: Value) -> Value:
-        """Return the result of a binary operator of which one side, at least, is no plain object."""
+        """Return the result of a binary operator with at least one side that is no plain object."""
         if isinstance(node.op, ast.Add):
             if isinstance(left, Items) and isinstance(right, Items):
                 return Items(left.values + right.values)

@@ -58,7 +58,7 @@ class Notes:
 
 
 class UntoldNotes:
-    """Notes about the samples of one engine request that its HTTP answer has not told yet.
+    """Notes about the samples of one engine request that its HTTP answer has not reported yet.
 
     Args:
         read: Makes values of them, by name.
@@ -87,7 +87,7 @@ class UntoldNotes:
 
 
 ATTRIBUTE = HIDDEN_STATES
-"""Of a `CompletionOutput`, and key of a choice in an HTTP answer."""
+"""Attribute of a `CompletionOutput`, and key of a choice in an HTTP answer."""
 
 Form = Literal["list", "base64"]
 
@@ -197,7 +197,7 @@ _refusals: contextvars.ContextVar[list[Refusal] | None] = contextvars.ContextVar
 
 
 def watch_refusals() -> list[Refusal]:
-    """Begin a list for this HTTP call: `noting_refusals` fills it, from this task and those that it starts."""
+    """Begin a list for this HTTP call: `noting_refusals` fills it, from this task and the tasks that it starts."""
     found: list[Refusal] = []
     _refusals.set(found)
     return found

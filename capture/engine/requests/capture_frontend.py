@@ -1,4 +1,4 @@
-"""Capture in the process that owns requests: what they ask, what they are told, the consumers that live here."""
+"""Capture in the process that owns requests: what they ask, what they receive, the consumers that live here."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class FrontEnd:
             ask: What is asked. One that was resolved and checked is returned as it is.
             num_prompt: Tokens of the prompt.
             params: The request's; while ``max_tokens`` is not known, nothing is limited.
-            messages: See `requests.resolve`. Where results are to tell of them, they are put into ``ask.messages``.
+            messages: See `requests.resolve`. Where results are to name them, they are put into ``ask.messages``.
             call: The HTTP call that the prompt counts for; None if it is of none, or was counted before.
 
         Raises:
@@ -304,7 +304,7 @@ class FrontEnd:
             self.hub.expect(ask.key, instances=tuple(ask.specs), num_samples=num_samples, num_stages=self._num_stages)
 
     def forget(self, ask: CaptureRequest) -> None:
-        """Nobody waits for `ask` any more; idempotent."""
+        """The caller does not wait for `ask` any more; idempotent."""
         self._awaited.pop(ask.key, None)
         if self._hub is not None:
             self._hub.close(ask.key)

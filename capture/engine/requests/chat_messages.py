@@ -125,7 +125,7 @@ class ChatMessages:
 
 
 class KnownChat(Protocol):
-    """A conversation behind a request."""
+    """A conversation of a request."""
 
     def messages(self, prompt: Tokens) -> ChatMessages:
         """Return its messages in the prompt of these tokens."""
@@ -133,7 +133,7 @@ class KnownChat(Protocol):
 
 
 class LocatedChat:
-    """A conversation of which the messages that a request asks for were found before; implements `KnownChat`.
+    """A conversation whose messages that a request asks for were found before; implements `KnownChat`.
 
     Args:
         roles: Of each message.
@@ -159,7 +159,7 @@ def is_beginning(part: Chat, chat: Chat) -> bool:
 
 
 def locate(chat: Chat, index: int, *, is_continued: bool, bos: int | None, field: str) -> Rendering:
-    """Find message `index` of `chat`. A generator: whoever drives it renders, blocking or not.
+    """Find message `index` of `chat`. A generator: its driver renders, blocking or not.
 
     Args:
         chat: The conversation.
@@ -282,7 +282,7 @@ def message_spans(
 
     Args:
         chat: The messages, each with a ``role``.
-        prompt: The tokens of the whole chat; those that invite the model to answer may follow.
+        prompt: The tokens of the whole chat; tokens that invite the model to answer may follow.
         render: Renders a conversation with the same template, without a generation prompt.
         bos: The token that begins every text, if the tokenizer has one.
     """

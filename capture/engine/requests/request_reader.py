@@ -70,7 +70,7 @@ class OpenPart:
             self.reader.check(wanted, self.known)
 
     async def confirm_async(self, wanted: PartRequest, client: AsyncEngineClient) -> None:
-        """The same for `AsyncLLM`."""
+        """Do as `confirm` for `AsyncLLM`."""
         if not self.is_confirmed(wanted):
             self._take(await AsyncCoreClient(client, self.name).call(self.part.names_method, {}))
             self.reader.check(wanted, self.known)
@@ -96,7 +96,7 @@ class OpenPart:
         CoreClient(client, self.name).call(self.part.check_method, {"spec": dict(wanted.wire), "field": wanted.field})
 
     async def explain_async(self, wanted: PartRequest, client: AsyncEngineClient) -> None:
-        """The same for `AsyncLLM`."""
+        """Do as `explain` for `AsyncLLM`."""
         self.known = {}
         await self.confirm_async(wanted, client)
         await AsyncCoreClient(client, self.name).call(
@@ -123,7 +123,7 @@ class RequestReader:
         self.parts = parts or {}
 
     def read(self, params: SamplingParams, request_id: str) -> HeadgateRequest | None:
-        """Check the fields of a `SamplingParams`, for a request on whose results nobody waits.
+        """Check the fields of a `SamplingParams`, for a request whose results are not waited for.
 
         Returns:
             None if none of our fields is set and no consumer looks at the request unasked.
@@ -141,7 +141,7 @@ class RequestReader:
         return self._with_parts(params, self.capture.capture_reader.read(params, request_id))
 
     def read_answered(self, params: SamplingParams, request_id: str, *, is_offline: bool) -> HeadgateRequest | None:
-        """The same, with the address that results go to."""
+        """Check the fields like `read`, and add the address that results go to."""
         if _asks_nothing(params, self.capture):
             return None
         if self.capture is None:
@@ -226,7 +226,7 @@ class RequestReader:
         return all(self.parts[name].is_confirmed(wanted) for name, wanted in headgate_request.parts.items())
 
     def confirm(self, headgate_request: HeadgateRequest, client: EngineClient) -> None:
-        """Check registered names, asking the engine core about those that are not known here.
+        """Check registered names, asking the engine core about names that are not known here.
 
         Raises:
             RequestError: If one cannot be used.
@@ -235,7 +235,7 @@ class RequestReader:
             self.parts[name].confirm(wanted, client)
 
     async def confirm_async(self, headgate_request: HeadgateRequest, client: AsyncEngineClient) -> None:
-        """The same for `AsyncLLM`."""
+        """Do as `confirm` for `AsyncLLM`."""
         for name, wanted in headgate_request.parts.items():
             await self.parts[name].confirm_async(wanted, client)
 
@@ -263,7 +263,7 @@ class RequestReader:
             self.parts[name].explain(wanted, client)
 
     async def explain_async(self, headgate_request: HeadgateRequest, client: AsyncEngineClient) -> None:
-        """The same for `AsyncLLM`."""
+        """Do as `explain` for `AsyncLLM`."""
         for name, wanted in headgate_request.parts.items():
             await self.parts[name].explain_async(wanted, client)
 

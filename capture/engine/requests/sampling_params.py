@@ -11,7 +11,7 @@ vLLM keeps only declared fields of a `SamplingParams` when it copies, pickles or
 
 A request that arrives with either of those keys is refused, so clients set fields alone.
 
-Fields that are headgate's by their names and would act on nothing: each is refused, whoever wrote it.
+Fields that are headgate's by their names and would act on nothing: each is refused, whatever wrote it.
 
 A name is headgate's if it begins like its fields do, or is a field of an installed part. Values that say nothing
 (null, and the default of a field) are as good as absent: some clients send every field that they know.
@@ -125,7 +125,7 @@ def none_if_default(name: str, value: object) -> object:
 
 
 def read_fields(params: SamplingParams, names: Iterable[str]) -> dict[str, object]:
-    """Those of our fields that are set, by name."""
+    """Our fields that are set, by name."""
     if is_plain(params):
         return {}  # most requests: they shall not pay for ours
     early, extra, found = vars(params), params.extra_args or {}, {}
@@ -151,10 +151,10 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         is_explicit: The client named a consumer itself; otherwise only global consumers look at the request.
         named: Consumers that the client named: how much it may ask of these is limited.
         messages: Where the messages of its chat lie, once its prompt is known: empty before. None if its results do not
-            tell of them.
+            name them.
         is_resolved: Every position is absolute, and how much it may come to was checked.
         key: Random; results for the request must carry it.
-        reply: Address of the result hub; None if nobody waits.
+        reply: Address of the result hub; None if no caller waits.
         own_names: What no other request may have while it runs, each with the field that asks for it; see
             `CaptureConsumer.own_names`.
         claim: Holds those names as long as anything refers to it; None if there are none.
@@ -282,7 +282,7 @@ def _others(params: SamplingParams) -> dict[str, object]:
 
 
 def prompt_tokens(request: NewRequest, headgate_request: HeadgateRequest) -> Sequence[int]:
-    """Return the tokens of a request's prompt; kinds of requests whose rows cannot be told apart are refused.
+    """Return the tokens of a request's prompt; kinds of requests whose rows cannot be distinguished are refused.
 
     Raises:
         RequestError: Naming a field that was set.

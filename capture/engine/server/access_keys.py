@@ -149,7 +149,7 @@ class HttpClient:
 
     @cached_property
     def caller(self) -> Caller | None:
-        """Implement `Client`; found once, when somebody asks: most requests shall not pay for it."""
+        """Implement `Client`; found once, when first asked for: most requests shall not pay for it."""
         return self._access.identify(self._headers)
 
     def require_role(self, role: str) -> AccessKey | None:
@@ -187,7 +187,7 @@ def install_clients(app: FastAPI) -> None:
 def remember_peers() -> None:
     """Let uvicorn leave the address of a connection in a request's scope, before it puts a forwarded one in its place.
 
-    It believes the header ``X-Forwarded-For`` of whoever connects from this machine, a proxy or not.
+    It believes the header ``X-Forwarded-For`` of every connection from this machine, a proxy or not.
     """
     from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 

@@ -20,7 +20,7 @@ _LONG_S = 1e-3
 """Work after which the loop comes first."""
 _TURN = Lock()
 _NUM_THREADS = 4
-"""Of each loop. Python's lock is free while a body is hashed and its numbers are looked through; parsing holds it."""
+"""Threads of each loop. Python's lock is free while a body is hashed and its numbers are checked; parsing holds it."""
 
 
 async def run_in_thread(work: Callable[[], Result]) -> Result:
@@ -63,7 +63,7 @@ def _run(work: Callable[[], object], future: asyncio.Future[Any]) -> None:
         settle, outcome = future.set_result, work()
     except Exception as error:  # noqa: BLE001  (it is raised where the future is awaited)
         settle, outcome = future.set_exception, error
-    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    with suppress(RuntimeError):  # the loop is closed: no task waits any more
         future.get_loop().call_soon_threadsafe(_settle, future, settle, outcome)
     del work, future, settle, outcome  # for the same reason
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Kind = Literal["counter", "gauge"]
 
 _STAGING: tuple[tuple[str, Kind, str, str], ...] = (
-    ("steps", "counter", "steps", "Steps of which something was captured."),
+    ("steps", "counter", "steps", "Steps with captured rows."),
     ("rows", "counter", "rows", "Rows copied off the device, each once however many consumers want it."),
     ("bytes", "counter", "bytes", "Bytes of those rows, over all sites."),
     ("stalls", "counter", "stalls", "Times that the engine had to wait for staging memory."),
@@ -231,7 +231,7 @@ def _of_this_process(engine: AsyncLLM) -> tuple[Family, ...]:
 
 
 async def _fetch_parts(engine: AsyncLLM, parts: Mapping[str, MetricsPart]) -> dict[str, list[EngineStats]]:
-    """Of every part that is configured, what each engine core and its workers say."""
+    """What each engine core and its workers say of every configured part."""
     configured = {name: part for name, part in parts.items() if name in sections(engine.vllm_config)}
     client = engine.engine_core
     cores = list(client.core_engines)

@@ -270,7 +270,7 @@ def to_sampling_params(original: Function) -> Function:
             _refuse_unanswered(given)
         params: SamplingParams = original(self, *args, **kwargs)
         for name in read_fields(params, _answered_fields()):
-            # Its answer would have no place for results, and nobody has asked for a key.
+            # Its answer would have no place for results, and no client has asked for a key.
             with as_client_error():
                 raise RequestError(f"vllm_xargs.{name}", f"give {name!r} as a field of the body")
         for name, value in given.items():
@@ -281,13 +281,13 @@ def to_sampling_params(original: Function) -> Function:
 
 
 def _unknown_to_vllm(request: Body) -> Document:
-    """Fields of a body that vLLM's model of it does not have, and those that were taken out before."""
+    """Fields of a body that vLLM's model of it does not have, and fields that were taken out before."""
     extra, before = request.model_extra or {}, taken().fields
     return {**extra, **before} if before else extra
 
 
 def _given(request: Body) -> dict[str, object]:
-    """Those of our fields that a body has."""
+    """Our fields that a body has."""
     extra, xargs = _unknown_to_vllm(request), getattr(request, VLLM_XARGS, None)
     if not extra and not xargs:
         return {}  # most requests: they shall not pay for ours

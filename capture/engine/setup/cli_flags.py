@@ -1,7 +1,7 @@
 """``--capture-consumers``, ``--capture-sites`` and other parts' flags on vLLM's own command line, translated.
 
 vLLM hands its parsed arguments on to other processes and parses configurations anew in them, so the flags are turned
-into ``additional_config`` in the arguments themselves, once: whoever reads those sees the result.
+into ``additional_config`` in the arguments themselves, once: every reader of those sees the result.
 
 vLLM's parsed command line: what headgate reads of it, and takes out of it.
 
@@ -76,7 +76,7 @@ def read_server_args(args: Namespace) -> ServerArgs:
 
 
 def take_flag(args: Namespace, name: str) -> Any:
-    """Return the value of a flag and leave None in its place, so that nobody reads it again; None if not given."""
+    """Return the value of a flag and leave None in its place, so that it is not read again; None if not given."""
     value = vars(args).get(name)
     if value is not None:
         setattr(args, name, None)
@@ -280,7 +280,7 @@ _STATES = "enable_return_hidden_states"
 
 
 def _missing_states(consumers: Sequence[str], section: Document) -> list[str]:
-    """Name the consumer behind ``return_hidden_states``, unless it is configured."""
+    """Name the consumer of ``return_hidden_states``, unless it is configured."""
     configured = [*map(parse_shorthand, consumers), *parse_config(section).consumers]
     return [] if any(consumer.name == HIDDEN_STATES for consumer in configured) else [HIDDEN_STATES]
 

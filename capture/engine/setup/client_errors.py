@@ -40,7 +40,7 @@ _AS_CLIENT_ERROR = _AsClientError()
 
 
 def as_client_error() -> _AsClientError:
-    """Turn our errors into those that vLLM's servers answer, naming the field as ``param``.
+    """Turn our errors into errors that vLLM's servers answer, naming the field as ``param``.
 
     A `RequestError` is answered with status 400, a `ForbiddenError` with its own: 401, 403, 429 or 503.
     """

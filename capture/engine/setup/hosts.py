@@ -31,7 +31,7 @@ SETUP_RPC = "headgate_setup"
 """Name of the worker RPC that returns `setup_of`."""
 
 _PLACE = ("host", "rank")
-"""The entries that tell workers apart; all others must be the same."""
+"""The entries that distinguish workers; all others must be the same."""
 
 
 def has_far_engines(config: VllmConfig) -> bool:
@@ -67,7 +67,7 @@ def listening(config: VllmConfig) -> Listening | None:
     """Return where the engine's front ends listen for workers on other hosts; None where there are none.
 
     Raises:
-        ConfigError: If it is not told where, or the keys are missing or wrong.
+        ConfigError: If the settings lack the address, or the keys are missing or wrong.
     """
     if not spans_hosts(config) or capture_config(config) is None:
         return None

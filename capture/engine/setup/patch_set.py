@@ -1,7 +1,7 @@
 """Patches: wrapping attributes of vLLM, each right after its module was imported, and taking the wrappers out again.
 
 A replacement wraps whatever is there, so patches of other plugins stay in force below it. A patch whose target is
-missing, or takes other parameters than expected, is not installed and is remembered: whoever needs it refuses.
+missing, or takes other parameters than expected, is not installed and is remembered: the code that needs it refuses.
 
 Every vLLM process imports its own share of vLLM. `ImportHook` waits for a module instead of importing it: a patch must
 neither load a module where it is not needed nor come too late where it is.
@@ -151,7 +151,7 @@ class PatchSet:
         self._hook.when_imported(name, guarded)
 
     def undo(self) -> list[str]:
-        """Take the patches out, last first; return those that another patch lies on top of."""
+        """Take the patches out, last first; return the ones that another patch lies on top of."""
         self._hook.forget()
         stuck = [patch.name for patch, undo in reversed(self._undo) if not undo()]
         self._undo.clear()

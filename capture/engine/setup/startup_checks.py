@@ -183,7 +183,7 @@ def create_engine_config(original: Function) -> Function:
 
 
 def is_left_to_vllm(engine_args: object) -> bool:
-    """Whether nobody has said which share of the memory an engine may take."""
+    """Whether the share of the memory that an engine may take is not set."""
     share = "gpu_memory_utilization"
     return getattr(engine_args, share, None) == getattr(type(engine_args), share, None)
 

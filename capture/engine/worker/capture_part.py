@@ -1,8 +1,8 @@
-"""Capture as a part of one worker: its sites in the graph, its session behind the step.
+"""Capture as a part of one worker: its sites in the graph, its session after the step.
 
 The actions that capture: each scatters the value at a site into the staging ring.
 
-Rows that nobody wants go to the ring's trash rows, so the traced code is the same for every batch.
+Unwanted rows go to the ring's trash rows, so the traced code is the same for every batch.
 
 Start-up proof that every site responds: dummy steps through the very graphs that will serve.
 

@@ -41,7 +41,7 @@ from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 def has_one_row_each() -> bool:
     """Whether each request of the forward has one row, for certain.
 
-    Operations ask while vLLM runs or records the forward. False if nothing tells: in graphs of pieces of it, and
+    Operations ask while vLLM runs or records the forward. False if unknown: in graphs of pieces of it, and
     where attention has no metadata.
     """
     from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -311,7 +311,7 @@ def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_rea
 
     config = worker.vllm_config
     mode = config.compilation_config.cudagraph_mode
-    # Whole forwards that are recorded for any batch tell nothing of the batches that they will be replayed for.
+    # Whole forwards that are recorded for any batch say nothing of the batches that they will be replayed for.
     knows_steps = mode is None or mode.mixed_mode() != CUDAGraphMode.FULL
     sizes = config.compilation_config.cudagraph_capture_sizes or [0]
     return WorkerFacts(
@@ -365,7 +365,7 @@ def _configs(vllm_config: VllmConfig, model: nn.Module) -> list[VllmConfig]:
 def _key_graph(
     configs: Iterable[VllmConfig], hooks: pluggy.PluginManager, actions: Mapping[Site, Sequence[SiteAction]]
 ) -> None:
-    """Make vLLM's compile caches tell our graphs from stock's and from each other's.
+    """Make vLLM's compile caches distinguish our graphs from stock's and from each other's.
 
     `additional_config` is hashed into every compile-cache key. The operator's own section is taken out of it here,
     so that a consumer's output folder does not force a compilation; `settings` has read it before.

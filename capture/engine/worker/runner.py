@@ -181,7 +181,7 @@ class RunnerAdapter:
         has_token_ids: Whether `runner` knows the tokens of its batch: only on the first pipeline stage.
         is_output_rank: Whether the scheduler gets the outputs of `runner`; only then the parts' readings are asked for.
         is_last_stage: Whether `runner` samples. On earlier pipeline stages ``sample_tokens`` receives what was sampled,
-            and nothing is gained by following a step up behind it.
+            and nothing is gained by following a step up after it.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class RunnerAdapter:
         self._needs_plain_steps = tuple(direct_questions(hooks.hook.headgate_needs_plain_steps).values())
         self._samples = is_last_stage
         self._readings: dict[str, StepReadings] | None = None
-        """Of the step that was launched last, until its output is there."""
+        """Readings of the step that was launched last, until its output is there."""
         self._is_to_follow_up = False
         """Whether a step was launched that no part has followed up yet: its sampling comes first."""
         self._layout = layout_of(runner)
@@ -221,7 +221,7 @@ class RunnerAdapter:
         self._watch("_dummy_run", self._dummy_run)
         self._watch(self._layout.method, self._lay_out)
         self._watch("sample_tokens", self._sample_tokens)
-        # The V1 runner leaves attention out of dummy steps, and its output uninitialised, unless it is told not to.
+        # The V1 runner leaves attention out of dummy steps, and its output uninitialised, unless it is asked not to.
         takes = inspect.signature(runner._dummy_run).parameters
         self._with_attention = {"force_attention": True} if "force_attention" in takes else {}
 
@@ -273,7 +273,7 @@ class RunnerAdapter:
     def _sample_tokens(self, original: Function, *args: object, **kwargs: object) -> object:
         """Follow `execute_model`, which returns None and leaves the output of its step to this method.
 
-        What follows a step up comes behind its sampling, so that a GPU that waits for this thread has its work first.
+        What follows a step up comes after its sampling, so that a GPU that waits for this thread has its work first.
         """
         result = original(*args, **kwargs)
         self._follow_up()
@@ -319,7 +319,7 @@ class RunnerAdapter:
             self._step_begins(None, None)
 
     def _follow(self, scheduler_output: SchedulerOutput) -> None:
-        """Tell of requests that end and begin with a step.
+        """Report requests that end and begin with a step.
 
         Finished first: an id may end and begin again in one step. Sorted, so that all ranks see one order.
         """

@@ -233,7 +233,7 @@ async def _fields_of_form(scope: Scope, body: bytes) -> Document:
 
 
 def _fields_of_json(body: bytes, also: str = "") -> Document:
-    """Those fields of a JSON object that matter here; nothing for what is no JSON object, which the server refuses."""
+    """The fields of a JSON object that matter here; nothing for what is no JSON object, which the server refuses."""
     try:
         raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         return {name: _read_raw(name, value) for name, value in raw.items() if is_of_interest(name) or name == also}

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 STALLED_S = 10.0
-"""A body of which nothing has come for so long, or which is slow after so long, makes way if others need the room."""
+"""A body that has brought nothing for so long, or is slow after so long, makes way if others need the room."""
 SLOW_RATE = 128 << 10
 """Bytes a second below which a body is slow, from its beginning on: some 1 Mbit/s."""
 SHARES = 4
@@ -62,7 +62,7 @@ class ArrivingBody:
         pieces: Its bytes so far.
         is_refused: Whether there was no room for it; then it has no pieces.
         size: Bytes that it holds.
-        num_received: Bytes that have come, those that were thrown away included.
+        num_received: Bytes that have come, including bytes thrown away.
     """
 
     def __init__(self, client: str = "") -> None:
@@ -80,7 +80,7 @@ class BytesInFlight:
 
     Args:
         max_bytes: Of all bodies together.
-        clock: Tells the time, in seconds.
+        clock: Returns the time, in seconds.
     """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,7 +90,7 @@ class BytesInFlight:
         self._arriving: dict[ArrivingBody, None] = {}
         """Bodies that are not complete."""
         self._held: Counter[str] = Counter()
-        """Bytes by client, of those that hold any."""
+        """Bytes by client, for clients that hold any."""
 
     def begin(self, body: ArrivingBody) -> None:
         """Let the time of a body begin; its first piece does so, too."""
@@ -180,7 +180,7 @@ EXTRACT: Mapping[str, FieldExtractor] = {
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 LONG_BODY = 64 << 10
 """JSON bodies of fewer bytes are left to the server: on its loop they take less time than a thread needs to start.
-Those that say so beforehand are not even looked at: the server itself reads no more than was declared."""
+Bodies that say so beforehand are not even looked at: the server itself reads no more than was declared."""
 _HUGE = 1 << 20
 """Bodies of this many bytes are put together on a thread: Python's lock is free meanwhile."""
 
@@ -302,7 +302,7 @@ class Bodies:
                 await refuse(send, HTTPStatus.REQUEST_TIMEOUT, _TOO_SLOW, closes=True)
                 return False
             if message["type"] == "http.disconnect":
-                return False  # nobody waits for an answer
+                return False  # no client waits for an answer
             piece = message.get("body", b"")
             size += len(piece)
             if size <= self._max_bytes:
@@ -343,7 +343,7 @@ class Bodies:
 
 
 def _limited(receive: Receive, max_bytes: int, message: str) -> Receive:
-    """Receive no more than `max_bytes`; the server answers what is raised behind them."""
+    """Receive no more than `max_bytes`; the server answers what is raised after them."""
     from starlette.exceptions import HTTPException
 
     size = 0
@@ -360,7 +360,7 @@ def _limited(receive: Receive, max_bytes: int, message: str) -> Receive:
 
 
 def _client_of(scope: Scope) -> str:
-    """Tell clients apart, by their keys, and by addresses without: those of IPv6 by networks, of which each has one."""
+    """Distinguish clients by their keys, and by addresses without: IPv6 ones by network, since each client has one."""
     if (caller := current_caller()) is not None:
         return caller.name
     host = (scope.get("client") or ("",))[0]

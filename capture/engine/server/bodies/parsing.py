@@ -38,14 +38,14 @@ _MAX_NUMBERS = 1 << 15
 _LONG_LIST = re.compile(rb"\[[-+0-9eE., \t\r\n]{256,1048576}\]")
 _LONG_TEXT = 4096
 _MAX_BACKSLASHES = 64
-"""One behind the other, before a quote."""
+"""Most consecutive backslashes before a quote."""
 _WINDOW = 4 << 20
 """Bytes that are searched without a pause."""
 _LONG_COPY = 1 << 20
 """Bytes that are copied without one."""
 _MARK = re.compile(rb'"headgate-([0-9a-f]{32})-([0-9]+)"')
 _PAUSE_BYTES = 16 << 10
-"""Of lists, between two pauses: 0.2 ms of work."""
+"""Bytes of lists between two pauses: 0.2 ms of work."""
 _LONG_WORK = 64 << 10
 """Bytes after which a pause is as much longer: by then, the loop's thread sleeps deeply, and misses short ones."""
 
@@ -144,7 +144,7 @@ class _Lifted:
         self._end = self._num_short = self._num_unpaused = 0
 
     def lift(self, start: int, end: int) -> None:
-        """Put a mark in place of a list or a string of the body, behind those that were lifted before.
+        """Put a mark in place of a list or a string of the body, after the ones lifted before.
 
         Raises:
             _TooMuchError: If what lies between them is too long.
@@ -260,7 +260,7 @@ def _is_long_text(body: bytes, start: int, end: int) -> bool:
 
 
 def _end_of_string(body: bytes, start: int, budget: Iterator[int]) -> int:
-    """Behind the string that begins at `start`; the end of the body if it does not end.
+    """The position after the string that begins at `start`; the end of the body if it does not end.
 
     Raises:
         _TooMuchError: If it is too long, or `budget` has no turn left for a quote in it.
