@@ -195,7 +195,7 @@ _OPERATIONS = (*REQUEST_FIELDS.all, *DOCUMENT_FIELDS[len(MODULE_FIELDS) :], PRED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Access:
+class ServerAccess:
     """The address of a server, and its keys.
 
     Attributes:
@@ -224,7 +224,7 @@ class Access:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call(Generic[T]):
+class RouteCall(Generic[T]):
     """A call of one route.
 
     Attributes:
@@ -240,7 +240,7 @@ class Call(Generic[T]):
     key: str | None = None
 
 
-def request(access: Access, call: Call[T]) -> dict[str, Any]:
+def request(access: ServerAccess, call: RouteCall[T]) -> dict[str, Any]:
     """Return a call as keyword arguments of ``httpx.Client.build_request``."""
     headers = {"Accept": "application/json, text/event-stream"}
     if access.api_key is not None:
@@ -253,7 +253,7 @@ def request(access: Access, call: Call[T]) -> dict[str, Any]:
     return {"method": "POST", "url": access.target(call.path), "headers": headers, "content": content}
 
 
-def answer(call: Call[T], status: int, content: bytes) -> T:
+def answer(call: RouteCall[T], status: int, content: bytes) -> T:
     """Return the typed answer of a call.
 
     Raises:
@@ -342,61 +342,69 @@ def packed_fields(fields: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]
     return given
 
 
-def generation(access: Access, path: str, model: str, fields: Mapping[str, Any], *, stream: bool) -> Call[Answer]:
+def generation(
+    access: ServerAccess, path: str, model: str, fields: Mapping[str, Any], *, stream: bool
+) -> RouteCall[Answer]:
     """Return a call of /v1/completions or /v1/chat/completions."""
     body = {"model": model, **packed_fields(fields, as_text=not access.is_binary)}
     if stream:
         body["stream"] = True
     is_keyed = "capture" in body or has_sources(body)  # rows of earlier requests are the client's own
-    return Call(path=path, body=body, read=read_answer, key=access.capture_key if is_keyed else None)
+    return RouteCall(path=path, body=body, read=read_answer, key=access.capture_key if is_keyed else None)
 
 
-def completion(access: Access, model: str, prompt: Any, fields: Mapping[str, Any], *, stream: bool) -> Call[Answer]:
+def completion(
+    access: ServerAccess, model: str, prompt: Any, fields: Mapping[str, Any], *, stream: bool
+) -> RouteCall[Answer]:
     """Return the call that completes `prompt`."""
     return generation(access, "/v1/completions", model, {"prompt": prompt, **fields}, stream=stream)
 
 
-def chat(access: Access, model: str, messages: Any, fields: Mapping[str, Any], *, stream: bool) -> Call[Answer]:
+def chat(
+    access: ServerAccess, model: str, messages: Any, fields: Mapping[str, Any], *, stream: bool
+) -> RouteCall[Answer]:
     """Return the call for the next message of a conversation; a text is the user's first."""
     told = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     return generation(access, "/v1/chat/completions", model, {"messages": told, **fields}, stream=stream)
 
 
-def patch_sweep(access: Access, model: str, fields: Mapping[str, Any]) -> Call[None]:
+def patch_sweep(access: ServerAccess, model: str, fields: Mapping[str, Any]) -> RouteCall[None]:
     """Return the call of a sweep, whose answer is a stream."""
     body = {"model": model, **{name: value for name, value in fields.items() if value is not None}}
-    return Call(path="/v1/patch_sweep", body=body, read=_nothing, key=access.capture_key)
+    return RouteCall(path="/v1/patch_sweep", body=body, read=_nothing, key=access.capture_key)
 
 
 class Generation(Protocol):
     """`completion` or `chat`."""
 
     def __call__(
-        self, access: Access, model: str, subject: Any, fields: Mapping[str, Any], /, *, stream: bool
-    ) -> Call[Answer]:
+        self, access: ServerAccess, model: str, subject: Any, fields: Mapping[str, Any], /, *, stream: bool
+    ) -> RouteCall[Answer]:
         """Return the call for a prompt or a conversation."""
         ...
 
 
-def models() -> Call[str]:
+def models() -> RouteCall[str]:
     """Return the call for the name of the served model."""
-    return Call(path="/v1/models", body=None, read=lambda document: str(document["data"][0]["id"]))
+    return RouteCall(path="/v1/models", body=None, read=lambda document: str(document["data"][0]["id"]))
 
 
-def set_global(access: Access, vectors: Any, others: SteeringDocument, *, replace: bool) -> Call[GlobalUpdate]:
+def set_global(
+    access: ServerAccess, vectors: Any, others: SteeringDocument, *, replace: bool
+) -> RouteCall[GlobalUpdate]:
     """Return the call that sets global vectors, operations and features."""
     body = {**_document(access, vectors, others), "replace": replace}
-    return Call(path="/v1/steering/set", body=body, read=_reader(GlobalUpdate), key=access.steering_key)
+    return RouteCall(path="/v1/steering/set", body=body, read=_reader(GlobalUpdate), key=access.steering_key)
 
 
-def clear_global(access: Access) -> Call[None]:
+def clear_global(access: ServerAccess) -> RouteCall[None]:
     """Return the call that removes all global vectors."""
-    return Call(path="/v1/steering/clear", body={}, read=_nothing, key=access.steering_key)
+    return RouteCall(path="/v1/steering/clear", body={}, read=_nothing, key=access.steering_key)
 
 
 def register(
-    access: Access, name: str, vectors: Any, others: SteeringDocument, path: str | os.PathLike[str] | None
-) -> Call[ModuleStatus]:
+    access: ServerAccess, name: str, vectors: Any, others: SteeringDocument, path: str | os.PathLike[str] | None
+) -> RouteCall[ModuleStatus]:
     """Return the call that registers a module, from a document or from a file on this machine.
 
     Raises:
@@ -410,27 +418,29 @@ def register(
         others = {"prefill_vectors": file.prefill_vectors, "decode_vectors": file.decode_vectors}
     body = {"name": name, **_document(access, vectors, others)}
     read = _reader(ModuleStatus)
-    return Call(path="/v1/steering/modules/register", body=body, read=read, key=access.steering_key)
+    return RouteCall(path="/v1/steering/modules/register", body=body, read=read, key=access.steering_key)
 
 
-def unregister(access: Access, name: str) -> Call[None]:
+def unregister(access: ServerAccess, name: str) -> RouteCall[None]:
     """Return the call that forgets a module."""
-    return Call(path="/v1/steering/modules/unregister", body={"name": name}, read=_nothing, key=access.steering_key)
+    return RouteCall(
+        path="/v1/steering/modules/unregister", body={"name": name}, read=_nothing, key=access.steering_key
+    )
 
 
-def register_sae(access: Access, name: str, path: str, site: str | None) -> Call[SaeStatus]:
+def register_sae(access: ServerAccess, name: str, path: str, site: str | None) -> RouteCall[SaeStatus]:
     """Return the call that registers an SAE of the server's folder."""
     body = {"name": name, "path": path, **({} if site is None else {"site": site})}
-    return Call(path="/v1/steering/saes/register", body=body, read=_reader(SaeStatus), key=access.steering_key)
+    return RouteCall(path="/v1/steering/saes/register", body=body, read=_reader(SaeStatus), key=access.steering_key)
 
 
-def saes() -> Call[list[SaeStatus]]:
+def saes() -> RouteCall[list[SaeStatus]]:
     """Return the call for the SAEs whose features can be changed."""
     read = _reader(list[SaeStatus])
-    return Call(path="/v1/steering/saes", body=None, read=lambda document: read(document["saes"]))
+    return RouteCall(path="/v1/steering/saes", body=None, read=lambda document: read(document["saes"]))
 
 
-def register_probe(access: Access, name: str, probe: ProbeSource) -> Call[ProbeStatus]:
+def register_probe(access: ServerAccess, name: str, probe: ProbeSource) -> RouteCall[ProbeStatus]:
     """Return the call that registers a probe: one, a file of one on this machine, or its fields."""
     if isinstance(probe, str | os.PathLike):
         probe = load_probe(probe)
@@ -440,61 +450,61 @@ def register_probe(access: Access, name: str, probe: ProbeSource) -> Call[ProbeS
     fields["weight"] = pack_arrays(rows, "weight", as_text=not access.is_binary)
     fields["bias"] = bias.tolist() if bias is not None and hasattr(bias, "tolist") else bias
     body = {"name": name, **fields}
-    return Call(path="/v1/steering/probes/register", body=body, read=_reader(ProbeStatus), key=access.steering_key)
+    return RouteCall(path="/v1/steering/probes/register", body=body, read=_reader(ProbeStatus), key=access.steering_key)
 
 
-def unregister_probe(access: Access, name: str) -> Call[None]:
+def unregister_probe(access: ServerAccess, name: str) -> RouteCall[None]:
     """Return the call that forgets a probe."""
-    return Call(path="/v1/steering/probes/unregister", body={"name": name}, read=_nothing, key=access.steering_key)
+    return RouteCall(path="/v1/steering/probes/unregister", body={"name": name}, read=_nothing, key=access.steering_key)
 
 
-def probes() -> Call[list[ProbeStatus]]:
+def probes() -> RouteCall[list[ProbeStatus]]:
     """Return the call for the probes that gates can name."""
     read = _reader(list[ProbeStatus])
-    return Call(path="/v1/steering/probes", body=None, read=lambda document: read(document["probes"]))
+    return RouteCall(path="/v1/steering/probes", body=None, read=lambda document: read(document["probes"]))
 
 
-def register_rule(access: Access, name: str, rule: Mapping[str, Any]) -> Call[RuleStatus]:
+def register_rule(access: ServerAccess, name: str, rule: Mapping[str, Any]) -> RouteCall[RuleStatus]:
     """Return the call that registers a rule, given by its fields."""
     is_text = not access.is_binary
     packed = {key: pack_arrays(rule[key], key, as_text=is_text) for key in ("when", "then") if key in rule}
     body = {"name": name, **rule, **packed}
-    return Call(path="/v1/steering/rules/register", body=body, read=_reader(RuleStatus), key=access.steering_key)
+    return RouteCall(path="/v1/steering/rules/register", body=body, read=_reader(RuleStatus), key=access.steering_key)
 
 
-def unregister_rule(access: Access, name: str) -> Call[None]:
+def unregister_rule(access: ServerAccess, name: str) -> RouteCall[None]:
     """Return the call that forgets a rule."""
-    return Call(path="/v1/steering/rules/unregister", body={"name": name}, read=_nothing, key=access.steering_key)
+    return RouteCall(path="/v1/steering/rules/unregister", body={"name": name}, read=_nothing, key=access.steering_key)
 
 
-def rules() -> Call[list[RuleStatus]]:
+def rules() -> RouteCall[list[RuleStatus]]:
     """Return the call for the registered rules."""
     read = _reader(list[RuleStatus])
-    return Call(path="/v1/steering/rules", body=None, read=lambda document: read(document["rules"]))
+    return RouteCall(path="/v1/steering/rules", body=None, read=lambda document: read(document["rules"]))
 
 
-def modules() -> Call[list[str]]:
+def modules() -> RouteCall[list[str]]:
     """Return the call for the names of the registered modules."""
     read = _reader(list[str])
-    return Call(path="/v1/steering/modules", body=None, read=lambda document: read(document["modules"]))
+    return RouteCall(path="/v1/steering/modules", body=None, read=lambda document: read(document["modules"]))
 
 
-def status() -> Call[SteeringStatus]:
+def status() -> RouteCall[SteeringStatus]:
     """Return the call for global vectors, modules and slots."""
-    return Call(path="/v1/steering", body=None, read=read_status)
+    return RouteCall(path="/v1/steering", body=None, read=read_status)
 
 
-def layers() -> Call[Layers]:
+def layers() -> RouteCall[Layers]:
     """Return the call for the sites that can be steered."""
-    return Call(path="/v1/steering/layers", body=None, read=_reader(Layers))
+    return RouteCall(path="/v1/steering/layers", body=None, read=_reader(Layers))
 
 
-def consumers(access: Access) -> Call[Capturable]:
+def consumers(access: ServerAccess) -> RouteCall[Capturable]:
     """Return the call for the consumers that requests can capture to."""
-    return Call(path="/v1/capture/consumers", body=None, read=_reader(Capturable), key=access.capture_key)
+    return RouteCall(path="/v1/capture/consumers", body=None, read=_reader(Capturable), key=access.capture_key)
 
 
-def _document(access: Access, vectors: Any, others: SteeringDocument) -> dict[str, Any]:
+def _document(access: ServerAccess, vectors: Any, others: SteeringDocument) -> dict[str, Any]:
     return packed_fields(document_of(vectors, others), as_text=not access.is_binary)
 
 

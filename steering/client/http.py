@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import headgate.steering.client.calls as calls
 from headgate.steering.client.answers import Answer, Capturable, GlobalUpdate, Layers
 from headgate.steering.client.calls import (
-    Access,
-    Call,
     Generation,
     Lines,
+    RouteCall,
+    ServerAccess,
     answer,
     event,
     event_document,
@@ -61,7 +61,7 @@ class _Settings:
         timeout_s: float = 600.0,
         transport: Any = None,
     ) -> None:
-        self._access = Access(
+        self._access = ServerAccess(
             url=url, api_key=api_key, steering_key=steering_key, capture_key=capture_key, is_binary=is_binary
         )
         self._model = model
@@ -109,7 +109,7 @@ class Session(_Settings):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _send(self, call: Call[T]) -> T:
+    def _send(self, call: RouteCall[T]) -> T:
         response = self._http.send(self._http.build_request(**request(self._access, call)))
         return answer(call, response.status_code, response.content)
 
@@ -122,7 +122,7 @@ class Session(_Settings):
                 if (chunk := event(line)) is not None:
                     yield chunk
 
-    def _events(self, call: Call[None]) -> Generator[dict[str, Any], None, None]:
+    def _events(self, call: RouteCall[None]) -> Generator[dict[str, Any], None, None]:
         with self._http.stream(**request(self._access, call)) as response:
             if not response.is_success:
                 answer(call, response.status_code, response.read())
@@ -153,7 +153,7 @@ class AsyncSession(_Settings):
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def _send(self, call: Call[T]) -> T:
+    async def _send(self, call: RouteCall[T]) -> T:
         response = await self._http.send(self._http.build_request(**request(self._access, call)))
         return answer(call, response.status_code, response.content)
 
@@ -166,7 +166,7 @@ class AsyncSession(_Settings):
                 if (chunk := event(line)) is not None:
                     yield chunk
 
-    async def _events(self, call: Call[None]) -> list[dict[str, Any]]:
+    async def _events(self, call: RouteCall[None]) -> list[dict[str, Any]]:
         async with self._http.stream(**request(self._access, call)) as response:
             if not response.is_success:
                 answer(call, response.status_code, await response.aread())

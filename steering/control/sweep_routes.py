@@ -47,7 +47,7 @@ Score = Callable[[Sequence[int], Sequence[int], Mapping[str, Any]], Awaitable[Se
 """Scores one generation: tokens of the prompt, tokens to score, fields of the request. Returns their logprobs."""
 
 
-class Cell(NamedTuple):
+class PatchedGeneration(NamedTuple):
     """One generation of a sweep.
 
     Attributes:
@@ -87,7 +87,7 @@ class Sweep:
     scored: tuple[int, ...]
     alpha: float
 
-    def fields(self, cell: Cell) -> dict[str, Any]:
+    def fields(self, cell: PatchedGeneration) -> dict[str, Any]:
         """Return the fields of a cell's request."""
         operation = {
             "at": cell.site,
@@ -138,14 +138,14 @@ def read_sweep(document: Mapping[str, Any], steerable: Steerable, find: FindKept
     )
 
 
-def read_cells(sweep: Sweep) -> tuple[Cell, ...]:
+def read_cells(sweep: Sweep) -> tuple[PatchedGeneration, ...]:
     """Return a cell for each site and position, the sites of one position together; thousands take a while.
 
     Raises:
         RequestError: If a row was not captured, or is not finite.
     """
     return tuple(
-        Cell(site, position, float32_row(sweep.kept.row(site, partner, "source"), "source"))
+        PatchedGeneration(site, position, float32_row(sweep.kept.row(site, partner, "source"), "source"))
         for position, partner in sweep.positions.items()
         for site in sweep.sites
     )
@@ -183,7 +183,7 @@ class Baselines(NamedTuple):
 class Value(NamedTuple):
     """The value of one cell."""
 
-    cell: Cell
+    cell: PatchedGeneration
     value: float
 
 
@@ -199,14 +199,16 @@ async def measure(sweep: Sweep, score: Score) -> Baselines:
     return Baselines(clean, corrupt)
 
 
-async def run(sweep: Sweep, cells: Sequence[Cell], baselines: Baselines, score: Score) -> AsyncGenerator[Value, None]:
+async def run(
+    sweep: Sweep, cells: Sequence[PatchedGeneration], baselines: Baselines, score: Score
+) -> AsyncGenerator[Value, None]:
     """Yield the values of cells as they come; closing it ends the generations that run.
 
     Raises:
         Exception: What a generation raises; the others are ended.
     """
     waiting = iter(cells)
-    running: dict[asyncio.Task[Sequence[float]], Cell] = {}
+    running: dict[asyncio.Task[Sequence[float]], PatchedGeneration] = {}
 
     def start(count: int) -> None:
         for _, cell in zip(range(count), waiting, strict=False):
@@ -226,7 +228,7 @@ async def run(sweep: Sweep, cells: Sequence[Cell], baselines: Baselines, score: 
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _scored(score: Score, sweep: Sweep, cell: Cell) -> Sequence[float]:
+async def _scored(score: Score, sweep: Sweep, cell: PatchedGeneration) -> Sequence[float]:
     return await score(sweep.prompt, sweep.scored, sweep.fields(cell))
 
 
@@ -351,7 +353,7 @@ class SweepRoute:
         )
 
     async def _events(
-        self, sweep: Sweep, cells: Sequence[Cell], baselines: Baselines, first: Mapping[str, Any]
+        self, sweep: Sweep, cells: Sequence[PatchedGeneration], baselines: Baselines, first: Mapping[str, Any]
     ) -> AsyncGenerator[str, None]:
         yield event(first)
         try:

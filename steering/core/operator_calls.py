@@ -15,7 +15,7 @@ from headgate.steering.core.controllers.controllers import Controllers
 from headgate.steering.core.probes import ProbeCalls
 from headgate.steering.core.resolved import Module
 from headgate.steering.core.rules.calls import RuleCalls
-from headgate.steering.core.rules.step_readings import StepReadings
+from headgate.steering.core.rules.step_readings import RequestReadings
 from headgate.steering.core.saes.registry import SaeCalls
 from headgate.steering.core.state import PROGRAMS, GlobalTiers, SteeringState
 from headgate.steering.spec import SteeringSpec, SteeringWire, from_wire, to_wire
@@ -61,9 +61,9 @@ class OperatorCalls:
         services: CoreServices,
         audit: Audit,
         steerable: Steerable | None = None,
-        readings: StepReadings | None = None,
+        readings: RequestReadings | None = None,
     ) -> None:
-        self._readings = StepReadings(state.rules) if readings is None else readings
+        self._readings = RequestReadings(state.rules) if readings is None else readings
         self._audit = audit
         self._state = state
         self._reservations = reservations

@@ -30,7 +30,7 @@ from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.operator_calls import OperatorCalls
 from headgate.steering.core.probes import open_probe
 from headgate.steering.core.resolved import Resolved, SteeredBlocks
-from headgate.steering.core.rules.step_readings import StepReadings
+from headgate.steering.core.rules.step_readings import RequestReadings
 from headgate.steering.core.saes.registry import open_sae, warn_of_other_model
 from headgate.steering.core.state import SteeringState
 from headgate.steering.features.sparse_coder import gathered
@@ -103,7 +103,7 @@ class SteeringCore:
         latches = ConversationLatches() if has_conversations else None
         self.state = SteeringState(dtype, limits, steerable, latches)
         self.reservations: Reservations[str] = Reservations(capacity, num_reserved_slots)
-        self._readings = StepReadings(self.state.rules, latches)
+        self._readings = RequestReadings(self.state.rules, latches)
         self.operator = OperatorCalls(
             self.state, self.reservations, services, audit or Audit(), steerable, self._readings
         )

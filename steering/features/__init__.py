@@ -6,7 +6,7 @@
     coder.name, coder.format, coder.source_sha256           # "gs2-17", "gemma_scope", 64 hex digits
     coder.read_site, coder.write_sites                      # Site or None; an SAE: (read_site,), a CLT: several
     coder.width, coder.write_width, coder.num_features      # D, O, F
-    coder.kind, coder.k, coder.norm                         # Kind.JUMPRELU, None, Norm.NONE
+    coder.kind, coder.k, coder.norm                         # CoderKind.JUMPRELU, None, Norm.NONE
     coder.decision                                          # "exact", or for top-k "threshold" or "none"
     rows = coder.rows([3124, 77])                           # FeatureRows, float32: encoder [n, D], decoders [S, n, O],
                                                             # bias, threshold, magnitude_scale, magnitude_bias [n]

@@ -3,7 +3,7 @@
 Tensors: ``encoder`` ``[F, D]`` and ``decoder.0``, ``decoder.1``, ... ``[F, O]`` in one element type; ``bias`` ``[F]``,
 ``decoder_bias.0``, ... ``[O]`` and, where there are any, ``threshold``, ``magnitude_scale``, ``magnitude_bias`` and
 ``max_activations`` ``[F]`` in float64; ``skip`` ``[O, D]`` in float32. The metadata ``headgate.sparse_coder`` is the
-version of the format, and ``about`` a JSON document of `_About`. Everything that can be folded into the weights is.
+version of the format, and ``about`` a JSON document of `_Metadata`. Everything that can be folded into the weights is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from headgate.capture.files.tensors import SAFETENSORS
 from headgate.capture.schema.sites import Site
-from headgate.steering.features.source_coder import Hints, Kind, Norm, SourceCoder
+from headgate.steering.features.source_coder import CoderKind, Hints, Norm, SourceCoder
 from headgate.steering.features.sparse_coder import Encoding, FoldedWeights, digest
 from headgate.steering.features.tensors import Array, FeatureFileError, open_tensors
 
@@ -30,7 +30,7 @@ _MAGNITUDE = ("magnitude_scale", "magnitude_bias")
 _PLACE = dict[str, tuple[str, int, tuple[int, ...]]]
 
 
-class _About(msgspec.Struct, kw_only=True):
+class _Metadata(msgspec.Struct, kw_only=True):
     """The coder as the metadata describe it.
 
     Attributes:
@@ -44,7 +44,7 @@ class _About(msgspec.Struct, kw_only=True):
     """
 
     name: str
-    kind: Kind
+    kind: CoderKind
     k: int | None
     norm: Norm
     read_site: str | None
@@ -71,7 +71,7 @@ def write_coder(target: Path, coder: SourceCoder, *, name: str, path: str, row_d
         OSError: If it cannot be written.
     """
     dtype = row_dtype or _row_type(coder)
-    about = _About(
+    about = _Metadata(
         name=name,
         kind=coder.kind,
         k=coder.k,
@@ -112,7 +112,7 @@ def read(path: Path, hints: Hints) -> SourceCoder:
     if file.texts.get(VERSION_KEY) != VERSION:
         raise FeatureFileError(f"{path}: expected version {VERSION} of headgate's format; import the SAE again")
     try:
-        about = msgspec.json.decode(file.texts.get("about", ""), type=_About)
+        about = msgspec.json.decode(file.texts.get("about", ""), type=_Metadata)
         write_sites = tuple(Site.parse(text) for text in about.write_sites)
         read_site = None if about.read_site is None else Site.parse(about.read_site)
     except ValueError as error:
@@ -172,7 +172,7 @@ def _layout(coder: SourceCoder, dtype: RowType) -> _PLACE:
     return plan
 
 
-def _header(plan: _PLACE, about: _About) -> tuple[bytes, dict[str, int]]:
+def _header(plan: _PLACE, about: _Metadata) -> tuple[bytes, dict[str, int]]:
     metadata = {VERSION_KEY: VERSION, "about": msgspec.json.encode(about).decode()}
     entries: dict[str, object] = {"__metadata__": metadata}
     starts, end = {}, 0

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from headgate.capture.engine.contracts.parts import StoredRequest, stored_requests
 from headgate.capture.schema.sites import Site
-from headgate.steering.features.source_coder import Kind, Norm, SourceCoder
+from headgate.steering.features.source_coder import CoderKind, Norm, SourceCoder
 from headgate.steering.features.sparse_coder import SparseCoder, coder_of
 from headgate.steering.features.tensors import Array, FeatureFileError
 
@@ -89,7 +89,7 @@ def _blocks(num_rows: int, num_features: int) -> Sequence[slice]:
     return [slice(start, start + size) for start in range(0, num_rows, size)]
 
 
-class Sample(NamedTuple):
+class SiteSample(NamedTuple):
     """Rows of several sites, of the same tokens.
 
     Attributes:
@@ -101,7 +101,7 @@ class Sample(NamedTuple):
     num_left_out: int
 
 
-def sample(root: str, site: Site, max_rows: int, others: Iterable[Site] | None = ()) -> Sample:
+def sample(root: str, site: Site, max_rows: int, others: Iterable[Site] | None = ()) -> SiteSample:
     """Read rows, spread evenly over the requests that have a site.
 
     Args:
@@ -129,7 +129,7 @@ def sample(root: str, site: Site, max_rows: int, others: Iterable[Site] | None =
     if not kept.any():
         raise FeatureFileError(f"{root}: no finite rows at {site.name} but those at position 0")
     num_first = sum(int(request.positions[0] == 0) for request in requests)
-    return Sample({each: values[kept] for each, values in rows.items()}, int((~kept).sum()) + num_first)
+    return SiteSample({each: values[kept] for each, values in rows.items()}, int((~kept).sum()) + num_first)
 
 
 def _spread(request: StoredRequest, share: int) -> npt.NDArray[np.int64]:
@@ -159,7 +159,7 @@ _CLEARLY_BETTER = 0.7
 _WEIGHT_OF_L0 = 0.5
 
 
-class Report(msgspec.Struct, kw_only=True):
+class CoderReport(msgspec.Struct, kw_only=True):
     """Findings on one coder.
 
     Attributes:
@@ -188,7 +188,7 @@ class Report(msgspec.Struct, kw_only=True):
     findings: list[str]
 
 
-def check(coder: SparseCoder, root: str, *, max_rows: int = 4096, max_fvu: float = 0.6) -> Report:
+def check(coder: SparseCoder, root: str, *, max_rows: int = 4096, max_fvu: float = 0.6) -> CoderReport:
     """Compare a coder's figures on captured rows with those it declares, and look for what would fit better.
 
     Args:
@@ -206,7 +206,7 @@ def check(coder: SparseCoder, root: str, *, max_rows: int = 4096, max_fvu: float
     _check_widths(coder, site, found)
     figures = measure(coder, found.rows[site], written_rows(coder, found))
     problems = _problems(coder, figures, max_fvu)
-    return Report(
+    return CoderReport(
         name=coder.name,
         site=site.name,
         num_rows=len(found.rows[site]),
@@ -233,12 +233,12 @@ def site_of_reads(coder: SparseCoder) -> Site:
     return coder.read_site
 
 
-def written_rows(coder: SparseCoder, found: Sample) -> Array | None:
+def written_rows(coder: SparseCoder, found: SiteSample) -> Array | None:
     """Return the rows that a coder should reproduce; None if they are not there or others write them, too."""
     return found.rows.get(coder.write_sites[0]) if len(coder.write_sites) == 1 else None
 
 
-def _check_widths(coder: SparseCoder, site: Site, found: Sample) -> None:
+def _check_widths(coder: SparseCoder, site: Site, found: SiteSample) -> None:
     widths = {**dict.fromkeys(coder.write_sites, ("writes", coder.write_width)), site: ("reads", coder.width)}
     for each, rows in found.rows.items():
         what, width = widths[each]
@@ -279,7 +279,7 @@ def _findings(coder: SparseCoder, root: str) -> list[str]:
             search.factors("rows times {:.3g} (--scale)", lambda x: replace(source, scale=source.scale * x), usual)
         )
     threshold = source.threshold
-    if source.kind is Kind.JUMPRELU and threshold is not None:
+    if source.kind is CoderKind.JUMPRELU and threshold is not None:
         tried.append(search.factors("thresholds times {:.3g}", lambda x: replace(source, threshold=threshold * x)))
     now = search.score(coder)
     return [trial.text for trial in sorted(tried) if trial.score < _CLEARLY_BETTER * now.score][:4]
@@ -295,7 +295,7 @@ class _Trial(NamedTuple):
 class _Search:
     """Figures of other readings of a source, on few rows."""
 
-    def __init__(self, coder: SparseCoder, few: Sample, site: Site) -> None:
+    def __init__(self, coder: SparseCoder, few: SiteSample, site: Site) -> None:
         self.site = site
         self._coder, self._few = coder, few
         self._written = written_rows(coder, few)

@@ -16,7 +16,7 @@ from headgate.capture.engine.contracts.parts import StoredRequest, stored_reques
 from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.canonical import RowType, write_coder
-from headgate.steering.features.check import Report, check, measure, sample, site_of_reads, with_figures
+from headgate.steering.features.check import CoderReport, check, measure, sample, site_of_reads, with_figures
 from headgate.steering.features.importing import FORMATS, open_coder, read_source
 from headgate.steering.features.source_coder import Hints
 from headgate.steering.features.sparse_coder import SparseCoder, coder_of
@@ -287,7 +287,7 @@ def print_json(document: msgspec.Struct) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
 
 
-def _print_report(report: Report) -> None:
+def _print_report(report: CoderReport) -> None:
     declared = {"l0": report.declared_l0, "fvu": report.declared_fvu}
     told = {key: "" if value is None else f" (declared: {value:.3g})" for key, value in declared.items()}
     typer.echo(f"{report.name} at {report.site}: {report.num_rows:,} rows, {report.num_left_out:,} left out")

@@ -18,7 +18,7 @@ from headgate.steering.features.tensors import FeatureFileError, LazyTensor
 Vector = npt.NDArray[np.float64]
 
 
-class Kind(str, Enum):
+class CoderKind(str, Enum):
     """How pre-activations become activations."""
 
     RELU = "relu"
@@ -32,7 +32,7 @@ class Kind(str, Enum):
     @property
     def selects(self) -> bool:
         """Whether a feature is active depends on the other features of the row."""
-        return self in (Kind.TOPK, Kind.GROUPMAX)
+        return self in (CoderKind.TOPK, CoderKind.GROUPMAX)
 
 
 class Norm(str, Enum):
@@ -58,11 +58,11 @@ class SourceCoder:
         kind: Activation function.
         encoder: ``[F, D]``.
         decoders: ``[F, O]`` for each write site.
-        bias: ``[F]``, added to pre-activations; of `Kind.GATED` the gate's.
+        bias: ``[F]``, added to pre-activations; of `CoderKind.GATED` the gate's.
         decoder_biases: ``[O]`` for each write site.
-        threshold: ``[F]`` of `Kind.JUMPRELU`; of kinds that select, thresholds that stand for the selection.
-        magnitude: Of `Kind.GATED`: factor ``[F]`` and bias ``[F]`` of the magnitude.
-        k: Number of active features; of `Kind.TOPK` and `Kind.GROUPMAX`.
+        threshold: ``[F]`` of `CoderKind.JUMPRELU`; of kinds that select, thresholds that stand for the selection.
+        magnitude: Of `CoderKind.GATED`: factor ``[F]`` and bias ``[F]`` of the magnitude.
+        k: Number of active features; of `CoderKind.TOPK` and `CoderKind.GROUPMAX`.
         norm: Normalisation of rows.
         subtracts_bias: Whether the decoder's bias is taken off the row before it is encoded.
         scale: Factor on rows.
@@ -80,7 +80,7 @@ class SourceCoder:
 
     format: str
     paths: tuple[Path, ...]
-    kind: Kind
+    kind: CoderKind
     encoder: LazyTensor
     decoders: tuple[LazyTensor, ...]
     bias: Vector
@@ -108,9 +108,11 @@ class SourceCoder:
         for decoder, bias in zip(self.decoders, self.decoder_biases, strict=True):
             decoder.expect((num_features, len(bias)), "features of the encoder, width of the decoder's bias")
         self._check_columns(num_features)
-        if (self.kind is Kind.JUMPRELU and self.threshold is None) or (self.kind is Kind.GATED) != bool(self.magnitude):
+        if (self.kind is CoderKind.JUMPRELU and self.threshold is None) or (self.kind is CoderKind.GATED) != bool(
+            self.magnitude
+        ):
             raise FeatureFileError(f"{where}: {self.kind.value}, but not with the tensors of that kind")
-        if self.threshold is not None and self.kind in (Kind.RELU, Kind.GATED):
+        if self.threshold is not None and self.kind in (CoderKind.RELU, CoderKind.GATED):
             raise FeatureFileError(f"{where}: {self.kind.value} has no thresholds, but the file has")
         if self.kind.selects:
             self._check_k(num_features)
@@ -148,7 +150,7 @@ class SourceCoder:
     def _check_k(self, num_features: int) -> None:
         if not self.k or not 0 < self.k <= num_features:
             raise FeatureFileError(f"{self.encoder.where}: expected k from 1 to {num_features}, got {self.k}")
-        if self.kind is Kind.GROUPMAX and num_features % self.k:
+        if self.kind is CoderKind.GROUPMAX and num_features % self.k:
             raise FeatureFileError(f"{self.encoder.where}: {num_features} features make no {self.k} equal groups")
 
 

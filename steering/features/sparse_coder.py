@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.sites import Site
-from headgate.steering.features.source_coder import Kind, Norm, SourceCoder, Vector
+from headgate.steering.features.source_coder import CoderKind, Norm, SourceCoder, Vector
 from headgate.steering.features.tensors import Array, FeatureFileError, LazyTensor
 
 BLOCK_BYTES = 64 << 20
@@ -93,8 +93,13 @@ class FoldedWeights:
             encoder, bias, shift = encoder * lengths[:, None], bias * lengths, shift * lengths
         if source.scale != 1:
             encoder = encoder * source.scale
-        columns = (bias, self._threshold[index], scale, shift)
-        return Encoding(encoder.astype(dtype, copy=False), *(column.astype(dtype) for column in columns))
+        return Encoding(
+            encoder=encoder.astype(dtype, copy=False),
+            bias=bias.astype(dtype),
+            threshold=self._threshold[index].astype(dtype),
+            magnitude_scale=scale.astype(dtype),
+            magnitude_bias=shift.astype(dtype),
+        )
 
     def decoder(self, index: Index, write_site: int = 0, dtype: npt.DTypeLike = np.float64) -> Array:
         """``[n, O]``: what the features of `index` write at a write site, contiguous and in `dtype`.
@@ -196,7 +201,7 @@ class SparseCoder:
     num_features: int
     width: int
     write_width: int
-    kind: Kind
+    kind: CoderKind
     k: int | None
     norm: Norm
     read_site: Site | None
@@ -237,7 +242,14 @@ class SparseCoder:
         encoding = self.weights.encoding(index, np.float32)
         found = [self.weights.decoder(index, site, np.float32) for site in range(len(self.weights.source.decoders))]
         decoders = found[0][None] if len(found) == 1 else np.stack(found)
-        return FeatureRows(encoding.encoder, decoders, *encoding[1:])
+        return FeatureRows(
+            encoder=encoding.encoder,
+            decoders=decoders,
+            bias=encoding.bias,
+            threshold=encoding.threshold,
+            magnitude_scale=encoding.magnitude_scale,
+            magnitude_bias=encoding.magnitude_bias,
+        )
 
     def max_activations(self, features: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Float32 | None:
         """``[n]``: the largest activations that the source declares of a few features; None if it declares none."""
@@ -336,10 +348,10 @@ class SparseCoder:
         return np.where(projection + weights.bias > weights.threshold, activations, 0)
 
     def _selected(self, activations: Array) -> Array:
-        if self.kind is Kind.TOPK and self.k is not None and self.k < self.num_features:
+        if self.kind is CoderKind.TOPK and self.k is not None and self.k < self.num_features:
             others = np.argpartition(activations, -self.k, axis=1)[:, : -self.k]
             np.put_along_axis(activations, others, 0, axis=1)
-        elif self.kind is Kind.GROUPMAX and self.k is not None:
+        elif self.kind is CoderKind.GROUPMAX and self.k is not None:
             groups = activations.reshape(len(activations), self.k, -1)
             largest = groups.argmax(axis=2, keepdims=True)
             kept = np.zeros_like(groups)

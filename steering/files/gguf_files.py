@@ -75,7 +75,7 @@ def read(path: Path) -> tuple[PhaseVectors | None, dict[str, str]]:
         OSError: If it cannot be read.
     """
     file = StoredFile(path, ValueError)
-    header = _Header(file.read(0, _MAX_HEADER))
+    header = _GgufHeader(file.read(0, _MAX_HEADER))
     fields = header.fields()
     if fields.get("general.architecture") != ARCHITECTURE:
         raise ValueError(f"expected a GGUF file of {ARCHITECTURE}, got {shown(fields.get('general.architecture'))}")
@@ -93,7 +93,7 @@ def read(path: Path) -> tuple[PhaseVectors | None, dict[str, str]]:
     return PhaseVectors.from_rows({site: tensor.read(np.float32) for site, tensor in tensors.items()}), metadata
 
 
-class _Header:
+class _GgufHeader:
     """The beginning of a GGUF file, read from front to back; whatever is cut off raises `ValueError`."""
 
     def __init__(self, content: bytes) -> None:

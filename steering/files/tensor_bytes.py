@@ -66,8 +66,8 @@ def _spec(tensor: Tensor) -> Any:
 def _metadata(content: bytes) -> dict[str, str]:
     """Return the metadata of a content that `deserialize` accepted, since it does not hand the metadata out itself."""
     length = int.from_bytes(content[:8], "little")
-    return msgspec.json.decode(content[8 : 8 + length], type=_Header).metadata or {}
+    return msgspec.json.decode(content[8 : 8 + length], type=_FileMetadata).metadata or {}
 
 
-class _Header(msgspec.Struct):
+class _FileMetadata(msgspec.Struct):
     metadata: dict[str, str] | None = msgspec.field(default=None, name="__metadata__")

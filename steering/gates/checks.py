@@ -8,7 +8,7 @@ from itertools import product
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site, sort_sites
 from headgate.steering.gates.gate import Gate
-from headgate.steering.programs.gate_codes import Scope
+from headgate.steering.programs.gate_codes import GateScope
 
 _ATTENTION = (HookPoint.ATTN_IN, HookPoint.HOOK_Z, HookPoint.ATTN_OUT)
 _MLP = (HookPoint.MLP_IN, HookPoint.MLP_OUT)
@@ -25,7 +25,7 @@ def is_reached(write: Site, read: Site) -> bool:
 
 
 def check_this_token(gate: Gate, reads: Collection[Site], writes: Collection[Site]) -> None:
-    """Check that a gate of the scope `Scope.THIS` can act on the row that it reads; others may write anywhere.
+    """Check that a gate of the scope `GateScope.THIS` can act on the row that it reads; others may write anywhere.
 
     Args:
         gate: The gate.
@@ -35,7 +35,7 @@ def check_this_token(gate: Gate, reads: Collection[Site], writes: Collection[Sit
     Raises:
         RequestError: Naming its scope, and one that works.
     """
-    if gate.scope is not Scope.THIS:
+    if gate.scope is not GateScope.THIS:
         return
     if all(is_reached(write, read) for read in reads for write in writes):
         return

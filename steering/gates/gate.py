@@ -1,8 +1,8 @@
 """Gates in canonical form: conditions on rows of the stream, and what they turn on. Parsed, checked, not lowered yet.
 
-A condition is a tree of `Leaf`, `Group`, `Negation` and `Always`. The leaves compare scores with thresholds; a score is
-read off each row by a `Reading`. Names of probes, modules and SAEs stand as they are: the engine core, which has them,
-looks them up when it lowers (`headgate.steering.gates.lowering`). Numpy only.
+A condition is a tree of `Leaf`, `ConditionGroup`, `Negation` and `Always`. The leaves compare scores with thresholds; a
+`Reading` reads a score off each row. Names of probes, modules and SAEs stand as they are: the engine core, which has
+them, looks them up when it lowers (`headgate.steering.gates.lowering`). Numpy only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from headgate.capture.schema.sites import Site
 from headgate.steering.programs.feature_edits import FeatureEdit
-from headgate.steering.programs.gate_codes import Combine, Mode, Pool, Scope
+from headgate.steering.programs.gate_codes import Combine, GateScope, Mode, Pool
 from headgate.steering.programs.operations import Float32Row, ModuleVector, Operation
 
 
@@ -77,7 +77,7 @@ class Leaf:
     where: str = "steering_gates"
 
 
-class Group(NamedTuple):
+class ConditionGroup(NamedTuple):
     """Several conditions: the largest strength of them (`Combine.ANY`), or the smallest (`Combine.ALL`)."""
 
     combine: Combine
@@ -94,7 +94,7 @@ class Always(NamedTuple):
     """A condition of strength 1, which fires on every row."""
 
 
-Condition = Leaf | Group | Negation | Always
+Condition = Leaf | ConditionGroup | Negation | Always
 
 
 class ModuleThen(NamedTuple):
@@ -160,7 +160,7 @@ class Gate:
         amount: Gain of `Mode.PROPORTIONAL`, sharpness of `Mode.SIGMOID`; 1 for the others.
         pid: The control loop of `Mode.PID`; None for the others.
         scope: On which rows it acts.
-        conversation: Id of the conversation that `Scope.REST` goes on in; None if it ends with the request.
+        conversation: Id of the conversation that `GateScope.REST` goes on in; None if it ends with the request.
         where: Path in the client's document.
     """
 
@@ -170,7 +170,7 @@ class Gate:
     mode: Mode = Mode.BINARY
     amount: float = 1.0
     pid: Pid | None = None
-    scope: Scope = Scope.THIS
+    scope: GateScope = GateScope.THIS
     conversation: str | None = None
     where: str = "steering_gates"
 
@@ -195,14 +195,14 @@ class Gate:
     def has_state(self) -> bool:
         """Whether its strength at a row depends on other rows: those must be computed, not read from a cache."""
         remembers = any(leaf.pool is not Pool.TOKEN or leaf.hysteresis > 0 for leaf in self.leaves)
-        return self.scope is not Scope.THIS or self.pid is not None or remembers
+        return self.scope is not GateScope.THIS or self.pid is not None or remembers
 
 
 def leaves_of(condition: Condition) -> Iterator[Leaf]:
     """Yield the leaves of a condition, from left to right."""
     if isinstance(condition, Leaf):
         yield condition
-    elif isinstance(condition, Group):
+    elif isinstance(condition, ConditionGroup):
         for each in condition.conditions:
             yield from leaves_of(each)
     elif isinstance(condition, Negation):

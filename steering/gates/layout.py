@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headgate.steering.gates.gate import Condition, Gate, Group, Leaf, NamedProbe, Negation, Reading
+from headgate.steering.gates.gate import Condition, ConditionGroup, Gate, Leaf, NamedProbe, Negation, Reading
 from headgate.steering.programs.gate_codes import GATE_COLUMNS, LEAF_COLUMNS, NODE_COLUMNS, SCORE_COLUMNS
 
 COLUMNS_PER_GATE = 8
@@ -55,7 +55,7 @@ class GateColumn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GateLayout:
     """The columns of some gates.
 
     Attributes:
@@ -80,7 +80,7 @@ class Layout:
         raise AssertionError(f"no column for {reading}")
 
 
-def layout_of(gates: Sequence[Gate], first: int = 0) -> Layout:
+def layout_of(gates: Sequence[Gate], first: int = 0) -> GateLayout:
     """Lay out the columns of gates, from `first` on: all scores, then each gate's leaves, nodes and itself."""
     scores: list[ScoreColumn] = []
     at = first
@@ -95,14 +95,14 @@ def layout_of(gates: Sequence[Gate], first: int = 0) -> Layout:
         at += num_columns(gate.when)
         columns.append(GateColumn(gate, at, begins))
         at += GATE_COLUMNS
-    return Layout(tuple(scores), tuple(columns), at - first)
+    return GateLayout(tuple(scores), tuple(columns), at - first)
 
 
 def num_columns(condition: Condition) -> int:
     """Return the columns of a condition: of its leaves, and of the nodes that combine them two by two."""
     if isinstance(condition, Leaf):
         return LEAF_COLUMNS
-    if isinstance(condition, Group):
+    if isinstance(condition, ConditionGroup):
         return sum(map(num_columns, condition.conditions)) + NODE_COLUMNS * (len(condition.conditions) - 1)
     if isinstance(condition, Negation):
         return num_columns(condition.condition) + NODE_COLUMNS

@@ -19,7 +19,7 @@ from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.steering.gates.checks import check_reads, check_this_token, is_reached
 from headgate.steering.gates.gate import Always, Condition, Gate, Leaf, Negation, Then
-from headgate.steering.gates.layout import GateColumn, Layout, layout_of, num_columns
+from headgate.steering.gates.layout import GateColumn, GateLayout, layout_of, num_columns
 from headgate.steering.gates.readings import Content, Score, read_score, weights_of
 from headgate.steering.programs.codes import CODE_MASK, EVERYWHERE, Code, Flag, change_index, with_change
 from headgate.steering.programs.gate_codes import (
@@ -164,7 +164,7 @@ class _Placed:
         return not is_reached(site, self.site)
 
 
-def _reads(gate: Gate, layout: Layout, scores: Mapping[int, Score]) -> tuple[Site, ...]:
+def _reads(gate: Gate, layout: GateLayout, scores: Mapping[int, Score]) -> tuple[Site, ...]:
     return sort_sites({scores[layout.score_column(leaf.reading)].site for leaf in gate.leaves})
 
 
@@ -257,7 +257,7 @@ def _sites_of(vectors: PhaseVectors | None, program: Program | None) -> tuple[Si
 class _Evaluation:
     """Makes the entries that evaluate a gate at its decision site, in their order."""
 
-    def __init__(self, placed: _Placed, layout: Layout, scores: Mapping[int, Score]) -> None:
+    def __init__(self, placed: _Placed, layout: GateLayout, scores: Mapping[int, Score]) -> None:
         self.entries: list[Entry] = []
         self._placed = placed
         self._layout = layout

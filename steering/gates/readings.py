@@ -16,10 +16,10 @@ from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, Modu
 from headgate.steering.programs.codes import Code, with_change
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.feature_lowering import reading_entry
-from headgate.steering.programs.gate_codes import ScoreKind, Unit
+from headgate.steering.programs.gate_codes import ScoreKind, UnitFunction
 from headgate.steering.programs.operations import Float32Row, Lookup, ModuleVector
 from headgate.steering.programs.program import Entry, Program
-from headgate.steering.programs.stored_vectors import Stored, StoredVectors, store
+from headgate.steering.programs.stored_vectors import StoredVector, StoredVectors, store
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
@@ -150,11 +150,11 @@ def probe_entries(probe: Probe, dtype: StoredType) -> tuple[Entry, ...]:
             entries.append(read._replace(code=unit, params=(*read.params, factor)))
         elif factor:  # Its value is the same for all rows.
             bias += factor * float(probe.hidden.activation.apply(np.array([shift]))[0])
-    total = Entry(probe.site, Code.SCORE | ScoreKind.UNIT | Unit.SUM, None, None, (0.0, 0.0, bias))
+    total = Entry(probe.site, Code.SCORE | ScoreKind.UNIT | UnitFunction.SUM, None, None, (0.0, 0.0, bias))
     return (*entries, total)
 
 
-_UNITS = {Activation.RELU: Unit.RELU, Activation.GELU: Unit.GELU, Activation.SILU: Unit.SILU}
+_UNITS = {Activation.RELU: UnitFunction.RELU, Activation.GELU: UnitFunction.GELU, Activation.SILU: UnitFunction.SILU}
 
 
 def _check_probe(probe: Probe, reading: NamedProbe) -> None:
@@ -191,7 +191,7 @@ def _weight(reading: InlineProbe, content: Content) -> Float32Row:
     raise RequestError(reading.where, f"module {weight.module!r} has no vector at {weight.site.name}")
 
 
-def _score(site: Site, weight: Stored, bias: float, is_cosine: bool) -> Entry:
+def _score(site: Site, weight: StoredVector, bias: float, is_cosine: bool) -> Entry:
     rest = weight.rest()
     scale = 1 / float(np.linalg.norm(weight.values)) if is_cosine else 1.0
     code = Code.SCORE | (ScoreKind.COSINE if is_cosine else ScoreKind.LINEAR)

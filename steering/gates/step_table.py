@@ -43,7 +43,7 @@ def spread(values: Float32Rows, told: Int64Array | None, num_columns: int) -> Fl
     return signals.T
 
 
-class StepRows(NamedTuple):
+class RequestSignals(NamedTuple):
     """The rows of one request in a step: position of the first, and their signals ``[rows, columns]``."""
 
     req_id: str
@@ -76,10 +76,10 @@ class StepTable(NamedTuple):
         ids, firsts, counts = readings["ids"], readings["firsts"], readings["counts"]
         return cls(ids, firsts, counts, signals, readings["has_one_each"])
 
-    def rows(self, wanted: Container[str]) -> Iterator[StepRows]:
+    def rows(self, wanted: Container[str]) -> Iterator[RequestSignals]:
         """Yield the rows of each of the requests that are wanted."""
         start = 0
         for req_id, first, count in zip(self.ids, self.firsts.tolist(), self.counts.tolist(), strict=True):
             if req_id in wanted:
-                yield StepRows(req_id, first, self.signals[start : start + count])
+                yield RequestSignals(req_id, first, self.signals[start : start + count])
             start += count

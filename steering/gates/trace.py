@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headgate.steering.gates.gate import NamedProbe
-from headgate.steering.gates.layout import FOLLOWING, Layout, layout_of
+from headgate.steering.gates.layout import FOLLOWING, GateLayout, layout_of
 from headgate.steering.programs.codes import GROUP
 from headgate.steering.programs.gate_codes import EARLY, gate_column
 from headgate.steering.programs.program import Program
@@ -96,13 +96,13 @@ class GateSource(NamedTuple):
         key: Hash of their content and columns.
     """
 
-    layout: Layout
+    layout: GateLayout
     prefill: Writes
     decode: Writes
     key: bytes
 
     @classmethod
-    def of(cls, layout: Layout, programs: tuple[Program | None, Program | None]) -> GateSource:
+    def of(cls, layout: GateLayout, programs: tuple[Program | None, Program | None]) -> GateSource:
         """Make it of the columns and of the programs of both phases."""
         key = b"".join(program.key for program in programs if program is not None)
         prefill = writes_of(programs[0])
@@ -209,17 +209,17 @@ def _written(source: GateSource, column: int) -> tuple[int, int]:
     return (column + FOLLOWING, BEFORE) if column in source.decode.early else (column, NEVER)
 
 
-class _Rows(NamedTuple):
+class _ReportedRows(NamedTuple):
     """Rows to report: position of the first, their signals, and the signals of the row before each."""
 
     first: int
     signals: Float32Rows
     before: Float32Rows
 
-    def part(self, begin: int, end: int) -> _Rows:
+    def part(self, begin: int, end: int) -> _ReportedRows:
         """Return the rows at positions ``begin : end``."""
         at = slice(begin - self.first, end - self.first)
-        return _Rows(begin, self.signals[at], self.before[at])
+        return _ReportedRows(begin, self.signals[at], self.before[at])
 
 
 class TraceWriter:
@@ -291,7 +291,7 @@ class TraceWriter:
         signals = signals[start - first :]
         before = np.concatenate([np.zeros_like(signals[:1]) if self._last is None else self._last, signals[:-1]])
         self._last = signals[-1:].copy()
-        rows = _Rows(start, signals, before)
+        rows = _ReportedRows(start, signals, before)
         parts = list(self._parts(rows))
         scores = tuple(dict.fromkeys(name for era, _ in parts for name in era.scores))
         gates = tuple(dict.fromkeys(name for era, _ in parts for name in era.gates))
@@ -301,7 +301,7 @@ class TraceWriter:
             self._fill(values[at : at + len(part.signals)], era, part, scores, gates)
         return {"first": start, "rows": len(signals), "scores": scores, "gates": gates, "values": values.tobytes()}
 
-    def _parts(self, rows: _Rows) -> Iterator[tuple[_Era, _Rows]]:
+    def _parts(self, rows: _ReportedRows) -> Iterator[tuple[_Era, _ReportedRows]]:
         """Yield the rows of each era."""
         start, stop = rows.first, rows.first + len(rows.signals)
         ends = [*(era.since for era in self._eras[1:]), stop]
@@ -311,7 +311,7 @@ class TraceWriter:
                 yield era, rows.part(begin, end)
 
     def _fill(
-        self, values: Float32Rows, era: _Era, rows: _Rows, scores: tuple[str, ...], gates: tuple[str, ...]
+        self, values: Float32Rows, era: _Era, rows: _ReportedRows, scores: tuple[str, ...], gates: tuple[str, ...]
     ) -> None:
         """Write the rows of an era into their places in the values of a note with these names."""
         if rows.first == era.since:

@@ -14,9 +14,9 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.gate import (
     Always,
     Condition,
+    ConditionGroup,
     FeatureReading,
     Gate,
-    Group,
     InlineProbe,
     Leaf,
     ModuleThen,
@@ -27,7 +27,7 @@ from headgate.steering.gates.gate import (
     Then,
 )
 from headgate.steering.programs.feature_edits import edits_from_wire, edits_to_wire
-from headgate.steering.programs.gate_codes import Combine, Mode, Pool, Scope
+from headgate.steering.programs.gate_codes import Combine, GateScope, Mode, Pool
 from headgate.steering.programs.operations import ModuleVector, operations_from_wire, operations_to_wire
 
 GatesWire = list[dict[str, Any]]
@@ -61,7 +61,7 @@ def gates_from_wire(wire: Iterable[dict[str, Any]]) -> tuple[Gate, ...]:
             mode=Mode(given["mode"]),
             amount=given["amount"],
             pid=None if given["pid"] is None else Pid(*given["pid"]),
-            scope=Scope(given["scope"]),
+            scope=GateScope(given["scope"]),
             conversation=given["conversation"],
             where=given["where"],
         )
@@ -73,7 +73,7 @@ def _condition(condition: Condition) -> list[Any]:
     if isinstance(condition, Leaf):
         numbers = [condition.is_below, condition.threshold, condition.hysteresis, int(condition.pool), condition.alpha]
         return ["leaf", _reading(condition.reading), *numbers, condition.where]
-    if isinstance(condition, Group):
+    if isinstance(condition, ConditionGroup):
         return ["group", int(condition.combine), [_condition(each) for each in condition.conditions]]
     if isinstance(condition, Negation):
         return ["not", _condition(condition.condition)]
@@ -94,7 +94,7 @@ def _read_condition(wire: Sequence[Any]) -> Condition:
             where=where,
         )
     if kind == "group":
-        return Group(Combine(given[0]), tuple(_read_condition(each) for each in given[1]))
+        return ConditionGroup(Combine(given[0]), tuple(_read_condition(each) for each in given[1]))
     return Negation(_read_condition(given[0])) if kind == "not" else Always()
 
 

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from headgate.steering.programs import codes as program_codes
 from headgate.steering.programs import gate_codes
-from headgate.steering.programs.codes import Activation, Code, Edit, Flag, InputNorm
-from headgate.steering.programs.gate_codes import ScoreKind, Unit
+from headgate.steering.programs.codes import Code, Edit, FeatureActivation, Flag, InputNorm
+from headgate.steering.programs.gate_codes import ScoreKind, UnitFunction
 
 _CODE_MASK = tl.constexpr(program_codes.CODE_MASK)
 _READ_FEATURE = tl.constexpr(int(Code.READ_FEATURE))
@@ -21,8 +21,8 @@ _CHANGE_SHIFT = tl.constexpr(program_codes.CHANGE_SHIFT)
 _CHANGE_MASK = tl.constexpr(program_codes.CHANGE_MASK)
 _IF_ACTIVE = tl.constexpr(int(Flag.IF_ACTIVE))
 _ACTIVATION_MASK = tl.constexpr(program_codes.ACTIVATION_MASK)
-_GATED = tl.constexpr(int(Activation.GATED))
-_JUMP_RELU = tl.constexpr(int(Activation.JUMP_RELU))
+_GATED = tl.constexpr(int(FeatureActivation.GATED))
+_JUMP_RELU = tl.constexpr(int(FeatureActivation.JUMP_RELU))
 INPUT_NORM_MASK = tl.constexpr(program_codes.INPUT_NORM_MASK)
 _LAYER_NORM = tl.constexpr(int(InputNorm.LAYER_NORM))
 _CONSTANT_NORM = tl.constexpr(int(InputNorm.CONSTANT_NORM))
@@ -37,9 +37,9 @@ _COSINE = tl.constexpr(int(ScoreKind.COSINE))
 _ACTIVATION = tl.constexpr(int(ScoreKind.ACTIVATION))
 _UNIT = tl.constexpr(int(ScoreKind.UNIT))
 _UNIT_MASK = tl.constexpr(gate_codes.UNIT_MASK)
-_GELU = tl.constexpr(int(Unit.GELU))
-_SILU = tl.constexpr(int(Unit.SILU))
-_SUM = tl.constexpr(int(Unit.SUM))
+_GELU = tl.constexpr(int(UnitFunction.GELU))
+_SILU = tl.constexpr(int(UnitFunction.SILU))
+_SUM = tl.constexpr(int(UnitFunction.SUM))
 _SQRT_HALF = tl.constexpr(0.5**0.5)
 
 
@@ -115,7 +115,7 @@ def units_together(code, index, numbers, dots, rests, scores, total):
         dots: Products of the row with their first rows.
         rests: Products of the row with their second rows.
         scores: As `scores_of_row` returns them: right but for units.
-        total: The sum of the units before, since the last `Unit.SUM`.
+        total: The sum of the units before, since the last `UnitFunction.SUM`.
     """
     is_unit = (code != 0) & (code & _SCORE_KIND_MASK == _UNIT)
     kind = code & _UNIT_MASK
@@ -153,7 +153,7 @@ def amounts_between_sites(code, numbers, amounts, changes):
 
 @triton.jit
 def activation(kind, z, p0, p1, p3, p4):
-    """Return what an encoder makes of `z`; `kind` is one of `Activation`."""
+    """Return what an encoder makes of `z`; `kind` is one of `FeatureActivation`."""
     q = z + p0
     threshold = tl.where(kind == _JUMP_RELU, p1, 0.0)
     a = tl.where(kind == _GATED, tl.maximum(p3 * z + p4, 0.0), q)

@@ -13,7 +13,7 @@ import triton.language as tl
 from headgate.steering.programs import codes as program_codes
 from headgate.steering.programs import gate_codes
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code
-from headgate.steering.programs.gate_codes import Combine, GateFlag, Mode, Pool, Scope, TokenFlag
+from headgate.steering.programs.gate_codes import Combine, GateFlag, GateScope, Mode, Pool, TokenFlag
 
 _CODE_MASK = tl.constexpr(program_codes.CODE_MASK)
 _NUM_CODES = tl.constexpr(NUM_CODES)
@@ -42,8 +42,8 @@ _ALWAYS = tl.constexpr(int(Combine.ALWAYS))
 _ANY = tl.constexpr(int(Combine.ANY))
 _NOT = tl.constexpr(int(Combine.NOT))
 _SCOPE_MASK = tl.constexpr(gate_codes.SCOPE_MASK)
-_NEXT = tl.constexpr(int(Scope.NEXT))
-_REST = tl.constexpr(int(Scope.REST))
+_NEXT = tl.constexpr(int(GateScope.NEXT))
+_REST = tl.constexpr(int(GateScope.REST))
 
 _RESETS = tl.constexpr(int(TokenFlag.RESETS))
 _ENDS_PROMPT = tl.constexpr(int(TokenFlag.ENDS_PROMPT))

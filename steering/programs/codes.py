@@ -119,7 +119,7 @@ class Flag(IntFlag):
     """Of every code but those of gates: its effect is multiplied by f."""
 
 
-class Activation(IntEnum):
+class FeatureActivation(IntEnum):
     """A feature's activation function: bits 12 and 13 of the code."""
 
     RELU = 0 << 12

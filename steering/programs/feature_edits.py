@@ -92,10 +92,18 @@ def edits_from_wire(wire: FeatureEditsWire) -> tuple[FeatureEdit, ...]:
     """Return the edits that `edits_to_wire` wrote."""
     return tuple(
         FeatureEdit(
-            *(sae, feature, Edit(edit), value, is_relative, only_if_active),
-            *(None if site is None else Site(site[0], HookPoint(site[1])), *paths),
+            sae=sae,
+            feature=feature,
+            edit=Edit(edit),
+            value=value,
+            is_relative=is_relative,
+            only_if_active=only_if_active,
+            site=None if site is None else Site(site[0], HookPoint(site[1])),
+            where=where,
+            sae_at=sae_at,
+            feature_at=feature_at,
         )
-        for sae, feature, edit, value, is_relative, only_if_active, site, *paths in wire
+        for sae, feature, edit, value, is_relative, only_if_active, site, where, sae_at, feature_at in wire
     )
 
 
@@ -133,7 +141,7 @@ class SaeFacts(NamedTuple):
         site, write_sites = described["site"], described["write_sites"]
         names = [site] if write_sites == [site] else [site, *write_sites]
         keys = ("num_features", "decision", "has_max_act", "is_encoded")
-        return cls(tuple(Site.parse(name) for name in names), *(described[key] for key in keys))
+        return cls(sites=tuple(Site.parse(name) for name in names), **{key: described[key] for key in keys})
 
 
 def sae_key(name: str) -> str:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
-from headgate.steering.features.source_coder import Kind, Norm
+from headgate.steering.features.source_coder import CoderKind, Norm
 from headgate.steering.features.sparse_coder import FeatureRows, SparseCoder
 from headgate.steering.programs.codes import (
     NUM_PARAMS,
@@ -28,9 +28,9 @@ from headgate.steering.programs.codes import (
     P5,
     READ_SCALE,
     WRITE_SCALE,
-    Activation,
     Code,
     Edit,
+    FeatureActivation,
     Flag,
     InputNorm,
     with_change,
@@ -40,12 +40,12 @@ from headgate.steering.programs.program import Entry
 from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, widen
 from headgate.steering.vectors.sums import BLOCK, LARGEST_NUMBER, LIMIT, round_to
 
-_ACTIVATIONS: dict[Kind, Activation] = {
-    Kind.RELU: Activation.RELU,
-    Kind.JUMPRELU: Activation.JUMP_RELU,
-    Kind.GATED: Activation.GATED,
-    Kind.TOPK: Activation.JUMP_RELU,  # with a threshold in place of the selection
-    Kind.GROUPMAX: Activation.JUMP_RELU,
+_ACTIVATIONS: dict[CoderKind, FeatureActivation] = {
+    CoderKind.RELU: FeatureActivation.RELU,
+    CoderKind.JUMPRELU: FeatureActivation.JUMP_RELU,
+    CoderKind.GATED: FeatureActivation.GATED,
+    CoderKind.TOPK: FeatureActivation.JUMP_RELU,  # with a threshold in place of the selection
+    CoderKind.GROUPMAX: FeatureActivation.JUMP_RELU,
 }
 
 INPUT_NORMS: dict[Norm, InputNorm] = {
@@ -163,7 +163,7 @@ def _params(
 
 def _added(writes: Sequence[_Write], norm: InputNorm, value: float) -> list[Entry]:
     """Return the entries of a value that is added to an activation, whatever that is: nothing is read."""
-    code = Code.FEATURE | norm | Activation.RELU | Edit.PLUS
+    code = Code.FEATURE | norm | FeatureActivation.RELU | Edit.PLUS
     return [Entry(one.site, code, None, one.row, [0.0, one.scale, 0.0, 0.0, value]) for one in writes]
 
 

@@ -7,15 +7,15 @@ an entry (`headgate.steering.programs.codes.change_index`) is its first column, 
 * `SCORE`: ``s[c] = y + p0`` with ``y = read_scale * (h . u) + write_scale * (h . w)``; `w` is what rounding took from
   `u`, none where that is nothing. With `ScoreKind.COSINE` ``y / norm(h)``, and 0 for a row of zeros; with
   `ScoreKind.ACTIVATION` the activation of a feature, from the params of a feature. With `ScoreKind.UNIT` it writes
-  nothing but adds ``p1 * f(y + p0)`` to a sum, where f is a `Unit`; `Unit.SUM` writes ``s[c] = sum + p0`` of the units
-  before it, which are consecutive, and begins another sum.
+  nothing but adds ``p1 * f(y + p0)`` to a sum, where f is a `UnitFunction`; `UnitFunction.SUM` writes
+  ``s[c] = sum + p0`` of the units before it, which are consecutive, and begins another sum.
 * `LEAF`: compares the score ``s[p4]``, pooled over rows of the request (`Pool`, `EMA` with the weight p3), with the
   threshold p0 and the hysteresis p1, by a `Mode` with its number p2. ``s[c]`` is the strength, ``s[c + 1]`` whether it
   fires, ``s[c + 2]`` the pooled score. ``m[c]`` is whether it fired, ``m[c + 1]`` the pooled score, ``m[c + 2]`` over
   how many rows. With `Mode.PID` it has other numbers, and ``m[c]`` is the integral.
 * `NODE`: ``s[c]`` and ``s[c + 1]`` as of a leaf, from those at p4 and p5, by `Combine`.
 * `GATE`: ``s[c]`` is the strength that acts on this row, ``s[c + 1]`` the one that a trace shows, from the condition at
-  p4, by `Scope`. ``m[c]`` is the strength that acts on the next row at earlier sites, and so is ``s[c + 2]``;
+  p4, by `GateScope`. ``m[c]`` is the strength that acts on the next row at earlier sites, and so is ``s[c + 2]``;
   ``m[c + 1]`` is the one that it has latched; NaN stands for none. ``m[c + 2]`` counts the rows that it wrote:
   on which ``s[c]`` was not 0, unless it is `GateFlag.UNWRITTEN`. p0 is a strength that is latched from the first
   generated row on, or NaN.
@@ -45,7 +45,7 @@ class ScoreKind(IntEnum):
     UNIT = 3 << 16
 
 
-class Unit(IntEnum):
+class UnitFunction(IntEnum):
     """The function of a `ScoreKind.UNIT`: bits 12 and 13 of the code."""
 
     RELU = 0 << 12
@@ -122,7 +122,7 @@ class Combine(IntEnum):
     NOT = 3 << 12
 
 
-class Scope(IntEnum):
+class GateScope(IntEnum):
     """On which rows `Code.GATE` acts: bits 12 and 13.
 
     `THIS`: the row that was read. `NEXT`: the following one. `REST`: from the row that fires on, with the strength that

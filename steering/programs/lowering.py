@@ -20,7 +20,7 @@ from headgate.capture.schema.positions import Named, PositionSelector
 from headgate.steering.programs.codes import EVERYWHERE, MAX_GROUPS, Code, Flag
 from headgate.steering.programs.operations import Float32Row, Lookup, Method, ModuleVector, Operation
 from headgate.steering.programs.program import Entry, Program
-from headgate.steering.programs.stored_vectors import Float64Row, Stored, StoredVectors, store, vectors_of
+from headgate.steering.programs.stored_vectors import Float64Row, StoredVector, StoredVectors, store, vectors_of
 from headgate.steering.vectors.dtypes import Rows, StoredType
 from headgate.steering.vectors.sums import LIMIT
 
@@ -69,17 +69,17 @@ def lower_entries(operations: Sequence[Operation], vectors: StoredVectors, looku
             that has to have a direction, directions that are parallel, a change too large for `dtype`, too many
             distinct selectors of positions.
     """
-    rows, groups = _Rows(vectors, lookup), _Groups()
+    rows, groups = _OperationVectors(vectors, lookup), _Groups()
     entries: list[Entry] = []
     last: Operation | None = None
-    parts: list[_Part] = []
+    parts: list[_UnplacedEntry] = []
     group = EVERYWHERE
     for operation in operations:
         if last is None or not _are_alike(operation, last):
             parts = _flagged(_LOWER[operation.method](operation, rows), operation)
             group = groups.of(operation) if parts else EVERYWHERE
             last = operation
-        entries.extend([Entry(operation.site, *part, group) for part in parts])
+        entries.extend([Entry(operation.site, part.code, part.read, part.write, part.params, group) for part in parts])
     return Lowered(entries, groups.selectors)
 
 
@@ -98,14 +98,14 @@ def _are_alike(one: Operation, other: Operation) -> bool:
     )
 
 
-def _flagged(parts: list[_Part], operation: Operation) -> list[_Part]:
+def _flagged(parts: list[_UnplacedEntry], operation: Operation) -> list[_UnplacedEntry]:
     if parts and operation.preserve_norm:
         parts[0] = parts[0]._replace(code=parts[0].code | Flag.KEEP_NORM_FROM)
         parts[-1] = parts[-1]._replace(code=parts[-1].code | Flag.KEEP_NORM_TO)
     return parts
 
 
-class _Part(NamedTuple):
+class _UnplacedEntry(NamedTuple):
     """An entry without its site."""
 
     code: int
@@ -114,17 +114,17 @@ class _Part(NamedTuple):
     params: Sequence[float]
 
 
-class _Rows:
+class _OperationVectors:
     """The vectors of operations."""
 
     def __init__(self, vectors: StoredVectors, lookup: Lookup | None) -> None:
         self.dtype = vectors.dtype
         self._vectors = vectors
         self._lookup = lookup
-        self._named: dict[ModuleVector, Stored] = {}
-        self._made: dict[tuple[str, int, int], Stored] = {}
+        self._named: dict[ModuleVector, StoredVector] = {}
+        self._made: dict[tuple[str, int, int], StoredVector] = {}
 
-    def of(self, operation: Operation, key: str) -> Stored:
+    def of(self, operation: Operation, key: str) -> StoredVector:
         """Return a vector of an operation."""
         given = operation.vectors[key]
         if not isinstance(given, ModuleVector):
@@ -133,14 +133,14 @@ class _Rows:
             self._named[given] = self._store(self._values(given, f"{operation.where}.{key}"))
         return self._named[given]
 
-    def direction(self, operation: Operation, key: str) -> Stored:
+    def direction(self, operation: Operation, key: str) -> StoredVector:
         """Return a vector of an operation that must not be zero."""
         found = self.of(operation, key)
         if found.is_zero:
             raise RequestError(f"{operation.where}.{key}", "is zero, and has no direction")
         return found
 
-    def made(self, name: str, one: Stored, other: Stored, make: Callable[[], Float64Row]) -> Stored:
+    def made(self, name: str, one: StoredVector, other: StoredVector, make: Callable[[], Float64Row]) -> StoredVector:
         """Store what is made of two vectors of `of`, once for all sites."""
         key = name, id(one), id(other)
         if key not in self._made:
@@ -156,7 +156,7 @@ class _Rows:
                 f"stay below {LIMIT[self.dtype]:.4g}",
             )
 
-    def _store(self, values: npt.NDArray[np.floating]) -> Stored:
+    def _store(self, values: npt.NDArray[np.floating]) -> StoredVector:
         return store([values], self.dtype)[0]
 
     def _values(self, given: ModuleVector, where: str) -> Float32Row:
@@ -188,28 +188,30 @@ class _Groups:
         return self.selectors.index(wanted) + 1
 
 
-def _additive(operation: Operation, rows: _Rows) -> list[_Part]:
+def _additive(operation: Operation, rows: _OperationVectors) -> list[_UnplacedEntry]:
     scale = operation.numbers["scale"]
     vector = rows.of(operation, "vector") if scale == 0 else rows.direction(operation, "vector")
     return _added(operation, "vector", vector, scale, rows)
 
 
-def _added(operation: Operation, key: str, vector: Stored, scale: float, rows: _Rows) -> list[_Part]:
+def _added(
+    operation: Operation, key: str, vector: StoredVector, scale: float, rows: _OperationVectors
+) -> list[_UnplacedEntry]:
     """``h + scale * vector``."""
     if scale == 0 or vector.is_zero:
         return []
     rows.check(abs(scale) * vector.peak, operation, key)
-    return [_Part(Code.ADD, None, vector.stored, (0.0, scale * vector.factor))]
+    return [_UnplacedEntry(Code.ADD, None, vector.stored, (0.0, scale * vector.factor))]
 
 
-def _linear(vector: Stored, of_projection: float, constant: float) -> list[_Part]:
+def _linear(vector: StoredVector, of_projection: float, constant: float) -> list[_UnplacedEntry]:
     """``h + (of_projection * p + constant) v^``."""
     if of_projection == 0 and constant == 0:
         return []
-    return [_Part(Code.LINEAR, vector.stored, vector.stored, (*_along(vector), of_projection, constant))]
+    return [_UnplacedEntry(Code.LINEAR, vector.stored, vector.stored, (*_along(vector), of_projection, constant))]
 
 
-def _along(vector: Stored) -> tuple[float, float]:
+def _along(vector: StoredVector) -> tuple[float, float]:
     """Return `read_scale` and `write_scale` that make the stored row a unit vector on both sides.
 
     Their product, once both are float32, is as close to ``1 / norm**2`` as float32 allows.
@@ -218,39 +220,43 @@ def _along(vector: Stored) -> tuple[float, float]:
     return read_scale, 1 / (vector.norm**2 * read_scale)
 
 
-def _ablate(operation: Operation, rows: _Rows) -> list[_Part]:
+def _ablate(operation: Operation, rows: _OperationVectors) -> list[_UnplacedEntry]:
     return _linear(rows.direction(operation, "vector"), -operation.numbers["scale"], 0.0)
 
 
-def _orthogonal(operation: Operation, rows: _Rows) -> list[_Part]:
+def _orthogonal(operation: Operation, rows: _OperationVectors) -> list[_UnplacedEntry]:
     return _linear(rows.direction(operation, "vector"), operation.numbers["scale"] - 1, 0.0)
 
 
-def _clamp(operation: Operation, rows: _Rows) -> list[_Part]:
+def _clamp(operation: Operation, rows: _OperationVectors) -> list[_UnplacedEntry]:
     low, high = operation.numbers.get("min", -math.inf), operation.numbers.get("max", math.inf)
     return _clipped(operation, rows, low, high)
 
 
-def _set(operation: Operation, rows: _Rows) -> list[_Part]:
+def _set(operation: Operation, rows: _OperationVectors) -> list[_UnplacedEntry]:
     return _clipped(operation, rows, operation.numbers["value"], operation.numbers["value"])
 
 
-def _clipped(operation: Operation, rows: _Rows, low: float, high: float) -> list[_Part]:
+def _clipped(operation: Operation, rows: _OperationVectors, low: float, high: float) -> list[_UnplacedEntry]:
     vector, strength = rows.direction(operation, "vector"), operation.numbers["scale"]
     largest = max(abs(bound) for bound in (low, high) if math.isfinite(bound))
     rows.check(largest * vector.unit_peak, operation, "vector")
-    return [_Part(Code.CLAMP, vector.stored, vector.stored, (*_along(vector), low, high, strength))] if strength else []
+    return (
+        [_UnplacedEntry(Code.CLAMP, vector.stored, vector.stored, (*_along(vector), low, high, strength))]
+        if strength
+        else []
+    )
 
 
-def _swap(operation: Operation, rows: _Rows) -> list[_Part]:
+def _swap(operation: Operation, rows: _OperationVectors) -> list[_UnplacedEntry]:
     vector, target = rows.direction(operation, "vector"), rows.direction(operation, "target")
     written = rows.made("swap", vector, target, lambda: _unit(target.values) - vector.unit)
     if written.length < PARALLEL:
         raise RequestError(f"{operation.where}.target", "has the direction of 'vector': nothing would change")
-    return [_Part(Code.LINEAR, vector.stored, written.stored, (1 / vector.norm, written.factor, 1.0))]
+    return [_UnplacedEntry(Code.LINEAR, vector.stored, written.stored, (1 / vector.norm, written.factor, 1.0))]
 
 
-def _affine(operation: Operation, rows: _Rows) -> list[_Part]:
+def _affine(operation: Operation, rows: _OperationVectors) -> list[_UnplacedEntry]:
     vector = rows.direction(operation, "vector")
     constant = operation.numbers["alpha"] * vector.length
     if "reference" in operation.vectors:
@@ -259,18 +265,18 @@ def _affine(operation: Operation, rows: _Rows) -> list[_Part]:
     return _linear(vector, -1.0, constant)
 
 
-def _mean_ablate(operation: Operation, rows: _Rows) -> list[_Part]:
+def _mean_ablate(operation: Operation, rows: _OperationVectors) -> list[_UnplacedEntry]:
     removed = _linear(rows.direction(operation, "vector"), -1.0, 0.0)
     return [*removed, *_added(operation, "mean", rows.of(operation, "mean"), 1.0, rows)]
 
 
-def _norm_scaled_add(operation: Operation, rows: _Rows) -> list[_Part]:
+def _norm_scaled_add(operation: Operation, rows: _OperationVectors) -> list[_UnplacedEntry]:
     vector, ratio = rows.direction(operation, "vector"), operation.numbers.get("max_ratio", math.inf)
     scale = min(max(operation.numbers["scale"], -ratio), ratio)
-    return [_Part(Code.NORM_ADD, None, vector.stored, (0.0, 1 / vector.norm, scale))] if scale else []
+    return [_UnplacedEntry(Code.NORM_ADD, None, vector.stored, (0.0, 1 / vector.norm, scale))] if scale else []
 
 
-def _rotate(operation: Operation, rows: _Rows) -> list[_Part]:
+def _rotate(operation: Operation, rows: _OperationVectors) -> list[_UnplacedEntry]:
     first, other = rows.direction(operation, "plane[0]"), rows.direction(operation, "plane[1]")
     second = rows.made("rotate", first, other, lambda: _across(first.unit, _unit(other.values)))
     if second.length < PARALLEL:
@@ -278,18 +284,18 @@ def _rotate(operation: Operation, rows: _Rows) -> list[_Part]:
     angle = math.radians(math.fmod(operation.numbers["degrees"], 360))
     code = Code.ROTATE | (Flag.IF_POSITIVE if operation.only_if_positive else 0)
     params = (1 / first.norm, 1 / second.norm, math.cos(angle), math.sin(angle), 1.0)
-    return [_Part(code, first.stored, second.stored, params)]
+    return [_UnplacedEntry(code, first.stored, second.stored, params)]
 
 
-def _replace(operation: Operation, rows: _Rows) -> list[_Part]:
+def _replace(operation: Operation, rows: _OperationVectors) -> list[_UnplacedEntry]:
     alpha, mask, vector = operation.numbers["alpha"], operation.mask, rows.of(operation, "vector")
     if alpha == 0:
         return []
     rows.check(vector.peak, operation, "vector")
     if mask is None:
-        return [_Part(Code.REPLACE, None, vector.stored, (0.0, vector.factor, alpha))]
+        return [_UnplacedEntry(Code.REPLACE, None, vector.stored, (0.0, vector.factor, alpha))]
     chosen = mask.astype(np.float32)
-    return [_Part(Code.REPLACE, chosen, vector.row * chosen, (0.0, vector.factor, alpha))]
+    return [_UnplacedEntry(Code.REPLACE, chosen, vector.row * chosen, (0.0, vector.factor, alpha))]
 
 
 def _across(unit: Float64Row, direction: Float64Row) -> Float64Row:
@@ -304,7 +310,7 @@ def _unit(values: Float64Row) -> Float64Row:
     return unit
 
 
-_LOWER: dict[Method, Callable[[Operation, _Rows], list[_Part]]] = {
+_LOWER: dict[Method, Callable[[Operation, _OperationVectors], list[_UnplacedEntry]]] = {
     Method.ADDITIVE: _additive,
     Method.ABLATE: _ablate,
     Method.ORTHOGONAL: _orthogonal,

@@ -25,7 +25,7 @@ _MAX_EXPONENT = 120
 
 
 @dataclass(eq=False)
-class Stored:
+class StoredVector:
     """A vector as it is stored.
 
     Attributes:
@@ -79,7 +79,7 @@ class Stored:
         """The norm of the vector."""
         return float(np.linalg.norm(self.values))
 
-    def rest(self) -> Stored | None:
+    def rest(self) -> StoredVector | None:
         """Return what rounding took from the vector, if that is anything, as it is stored."""
         if self.is_exact or (self.row * np.float32(self.factor) == self.given).all():
             return None
@@ -87,7 +87,7 @@ class Stored:
         return store([rest], self.dtype)[0] if rest.any() else None
 
 
-def store(vectors: Sequence[npt.NDArray[np.floating]], dtype: StoredType) -> list[Stored]:
+def store(vectors: Sequence[npt.NDArray[np.floating]], dtype: StoredType) -> list[StoredVector]:
     """Round vectors to the model's dtype, at least one: all at once, since each step of numpy has a price."""
     values = vectors[0][None] if len(vectors) == 1 else np.concatenate(vectors).reshape(len(vectors), -1)
     magnitudes = np.abs(values)
@@ -103,7 +103,7 @@ def store(vectors: Sequence[npt.NDArray[np.floating]], dtype: StoredType) -> lis
     stored = round_to(scaled, dtype) if exact is None else exact
     return [
         # What is made larger stays exact; what is made smaller may vanish.
-        Stored(row, math.ldexp(1.0, exponent), given, peak, dtype, exact is not None and exponent <= 0)
+        StoredVector(row, math.ldexp(1.0, exponent), given, peak, dtype, exact is not None and exponent <= 0)
         for row, exponent, given, peak in zip(stored, exponents, vectors, peaks, strict=True)
     ]
 
@@ -131,7 +131,7 @@ class StoredVectors:
         given = {id(one): one for one in vectors}
         self._found = dict(zip(given, store([*given.values()], dtype), strict=True)) if given else {}
 
-    def of(self, vector: Float32Row) -> Stored:
+    def of(self, vector: Float32Row) -> StoredVector:
         """Return a vector, which may be another one, as it is stored."""
         if (found := self._found.get(id(vector))) is None:
             # It holds the vector, whose id stays its own.

@@ -21,9 +21,9 @@ from headgate.steering.gates.gate import (
     PID_KEYS,
     Always,
     Condition,
+    ConditionGroup,
     FeatureReading,
     Gate,
-    Group,
     InlineProbe,
     Leaf,
     ModuleThen,
@@ -40,16 +40,16 @@ from headgate.steering.programs.gate_codes import (
     NODE_COLUMNS,
     SCORE_COLUMNS,
     Combine,
+    GateScope,
     Mode,
     Pool,
-    Scope,
 )
 from headgate.steering.programs.operations import Float32Row, Method, ModuleVector, Operation
 from headgate.steering.requests.feature_fields import check_has_saes, read_edits, read_feature
 from headgate.steering.requests.op_fields import (
     KeptRows,
     Sites,
-    Vectors,
+    VectorReader,
     check_lowers,
     is_reference,
     read_gated,
@@ -89,7 +89,7 @@ _PROBE_KEYS = ("at", "weight", "bias")
 _REGISTERED_KEYS = ("kind", "hidden", "classes")
 
 
-class Conditions:
+class ConditionReader:
     """Reads the conditions of the gates of one request, and counts their columns.
 
     Args:
@@ -97,7 +97,7 @@ class Conditions:
         vectors: Of the request.
     """
 
-    def __init__(self, steerable: Steerable, vectors: Vectors) -> None:
+    def __init__(self, steerable: Steerable, vectors: VectorReader) -> None:
         self._steerable = steerable
         self._sites = Sites(steerable.op_sites, steerable.max_ops_per_site)
         self._vectors = vectors
@@ -129,7 +129,7 @@ class Conditions:
             if not isinstance(listed, list | tuple) or not listed:
                 raise RequestError(inner, f"expected a non-empty list of conditions, got {shown(listed)}")
             self._take(NODE_COLUMNS * (len(listed) - 1), inner)
-            return Group(
+            return ConditionGroup(
                 _GROUPS[kind],
                 tuple(self.read(each, f"{inner}[{index}]", depth + 1) for index, each in enumerate(listed)),
             )
@@ -325,11 +325,11 @@ _THENS = ("module", "vectors", "ops", "features", "attenuate")
 _MODES = {"proportional": Mode.PROPORTIONAL, "sigmoid": Mode.SIGMOID}
 _CONVERSATION = "rest_of_conversation"
 _SCOPES = {
-    "this_token": Scope.THIS,
-    "next_token": Scope.NEXT,
-    "next_step": Scope.NEXT,
-    "rest_of_request": Scope.REST,
-    _CONVERSATION: Scope.REST,
+    "this_token": GateScope.THIS,
+    "next_token": GateScope.NEXT,
+    "next_step": GateScope.NEXT,
+    "rest_of_request": GateScope.REST,
+    _CONVERSATION: GateScope.REST,
 }
 
 _OLD_KEYS = ("when", "scope", "apply", "conversation_id")
@@ -371,8 +371,8 @@ def read_gates(value: object, steerable: Steerable, field: str = GATES) -> tuple
     places = [f"{field}[{index}]" for index in range(len(documents))]
     heads = [_head(document, index, places[index]) for index, document in enumerate(documents)]
     _check_names(heads, places)
-    vectors = Vectors(steerable.hidden_size, KeptRows())
-    conditions = Conditions(steerable, vectors)
+    vectors = VectorReader(steerable.hidden_size, KeptRows())
+    conditions = ConditionReader(steerable, vectors)
     conditions_read = [
         conditions.read(document.get("when"), f"{where}.when", is_controlled=head.pid is not None)
         for head, document, where in zip(heads, documents, places, strict=True)
@@ -417,7 +417,7 @@ class _Head(NamedTuple):
     mode: Mode
     amount: float
     pid: Pid | None
-    scope: Scope
+    scope: GateScope
     conversation: str | None
 
 
@@ -447,7 +447,7 @@ def _head(document: Mapping[Any, Any], index: int, where: str) -> _Head:
     name = document.get("name")
     mode, amount, pid = _strength(document.get("strength"), f"{where}.strength")
     scope, conversation = _scope(document, where)
-    if pid is not None and scope is Scope.REST:
+    if pid is not None and scope is GateScope.REST:
         raise RequestError(
             f"{where}.scope",
             "a control loop sets another strength on each row: expected this_token or next_token with the strength pid",
@@ -503,7 +503,7 @@ def _positive(value: object, where: str) -> float:
     return number
 
 
-def _scope(document: Mapping[Any, Any], where: str) -> tuple[Scope, str | None]:
+def _scope(document: Mapping[Any, Any], where: str) -> tuple[GateScope, str | None]:
     """Return the scope of a gate, and the conversation that it goes on in."""
     scope, conversation = document.get("scope"), document.get("conversation_id")
     scope = "this_token" if scope is None else scope
@@ -529,7 +529,7 @@ def _check_names(heads: Sequence[_Head], places: Sequence[str]) -> None:
             )
 
 
-def read_then(value: object, steerable: Steerable, vectors: Vectors, where: str) -> Then:
+def read_then(value: object, steerable: Steerable, vectors: VectorReader, where: str) -> Then:
     """Read what a gate, a rule or a controller turns on.
 
     Args:
@@ -628,7 +628,7 @@ def _old_gate(document: Mapping[Any, Any], index: int, steerable: Steerable, fie
     kind, given = _tagged(document.get("when"), _OLD_WHEN, f"{where}.when")
     sharpness = given.get("sharpness")
     sharpness = 1.0 if sharpness is None else _positive(sharpness, f"{where}.when.sharpness")
-    is_soft = kind == "probe" and scope is Scope.THIS
+    is_soft = kind == "probe" and scope is GateScope.THIS
     return Gate(
         name=f"gate{index}",
         when=Always() if kind == "always" else _old_condition(given, steerable, f"{where}.when"),

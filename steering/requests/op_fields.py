@@ -287,7 +287,7 @@ def _of_hook(hook: str, layers: object, num_layers: int, where: str) -> tuple[Si
         raise RequestError(f"{where}.layers{named}", str(error).removeprefix(f"{error.field}: ")) from None
 
 
-class Vectors:
+class VectorReader:
     """Reads the vectors of one request's operations; one object in many operations is read once.
 
     Args:
@@ -312,7 +312,7 @@ class Vectors:
 
 
 def read_operation(
-    document: Mapping[str, Any], sites: Sequence[Site], steerable: Steerable, vectors: Vectors, where: str
+    document: Mapping[str, Any], sites: Sequence[Site], steerable: Steerable, vectors: VectorReader, where: str
 ) -> list[Operation]:
     """Read one document into an operation for each of its sites.
 
@@ -571,7 +571,7 @@ def read_ops(
     given = [_tier(fields, names, tier, steerable, sites) for tier in range(3)]
     for tier in (1, 2):
         _check_counts([*given[0], *given[tier]], max_per_site)
-    vectors = Vectors(steerable.hidden_size, KeptRows(find))
+    vectors = VectorReader(steerable.hidden_size, KeptRows(find))
     tiers = [
         [op for one in tier for op in read_operation(one.document, one.sites, steerable, vectors, one.where)]
         for tier in given
@@ -586,7 +586,7 @@ def read_ops(
     return PhaseOps(prefill=prefill, decode=decode, modules=modules, positions=positions)
 
 
-def read_gated(value: object, steerable: Steerable, vectors: Vectors, field: str) -> tuple[Operation, ...]:
+def read_gated(value: object, steerable: Steerable, vectors: VectorReader, field: str) -> tuple[Operation, ...]:
     """Read the operations of a gate, which says on which rows they act: without positions, and without kept rows.
 
     Args:

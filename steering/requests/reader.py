@@ -337,7 +337,7 @@ class Found(Generic[Result]):
     result: Result
 
 
-class _Kept(NamedTuple):
+class _KeptResult(NamedTuple):
     values: dict[str, Any]
     """Held, so that no other object gets the identity of one of them."""
     copies: dict[str, Any]
@@ -356,7 +356,7 @@ class IdentityCache(Generic[Result]):
 
     def __init__(self, capacity: int = 4) -> None:
         self._capacity = capacity
-        self._entries: OrderedDict[_Identity, _Kept] = OrderedDict()
+        self._entries: OrderedDict[_Identity, _KeptResult] = OrderedDict()
         self._lock = Lock()
 
     def find(self, values: Mapping[str, Any]) -> Found[Result] | None:
@@ -372,7 +372,7 @@ class IdentityCache(Generic[Result]):
 
     def keep(self, values: Mapping[str, Any], result: Result) -> None:
         """Keep the result of `values`; lists of numbers must hold numbers alone."""
-        entry = _Kept(dict(values), {name: _copy(value) for name, value in values.items()}, Found(result))
+        entry = _KeptResult(dict(values), {name: _copy(value) for name, value in values.items()}, Found(result))
         with self._lock:
             self._entries[_identity(values)] = entry
             while len(self._entries) > self._capacity:

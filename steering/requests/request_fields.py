@@ -25,7 +25,7 @@ from headgate.steering.requests.feature_fields import MODULE_FEATURES, REQUEST_F
 from headgate.steering.requests.op_fields import MODULE_FIELDS as MODULE_OPS
 from headgate.steering.requests.op_fields import REQUEST_FIELDS, PhaseOps, read_ops
 from headgate.steering.requests.trace import RETURN_TRACE
-from headgate.steering.requests.vector_forms import Entry, TierRows, check_scale, checked_rows, entries
+from headgate.steering.requests.vector_forms import FieldVector, TierRows, check_scale, checked_rows, entries
 from headgate.steering.spec import ModuleRef, SteeringSpec
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import MAX_NAME, TIERS, PhaseVectors, Steerable, check_name, weighted_sum
@@ -248,13 +248,13 @@ def read_update(value: object, steerable: Steerable, field: str) -> TierUpdate |
     return TierUpdate(vectors, tuple(rows.sites[index] for index in rows.zeros))
 
 
-def _entries(value: object, steerable: Steerable, field: str) -> list[Entry]:
+def _entries(value: object, steerable: Steerable, field: str) -> list[FieldVector]:
     """Return the vectors of one tier, in the order of the forward pass."""
     if isinstance(value, PhaseVectors):
         value = value.packed()
     if not isinstance(value, Mapping) or not value:
         raise RequestError(field, f"expected a non-empty object of hook point to vectors, got {shown(value)}")
-    found: list[Entry] = []
+    found: list[FieldVector] = []
     for name, given in value.items():
         if isinstance(name, str) and len(name) > MAX_NAME:
             raise RequestError(field, f"unknown hook point {shown(name)}")
@@ -345,7 +345,7 @@ def _module_ref(item: object) -> ModuleRef:
     return ModuleRef(check_name(item[0], MODULE_REF), check_scale(item[1], f"{MODULE_REF}.scale"))
 
 
-def _by_rank(found: list[Entry], steerable: Steerable) -> list[Entry]:
+def _by_rank(found: list[FieldVector], steerable: Steerable) -> list[FieldVector]:
     found.sort(key=lambda entry: entry.rank)
     for one, other in pairwise(found):
         if one.rank == other.rank:

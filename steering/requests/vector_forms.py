@@ -22,7 +22,7 @@ from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredT
 from headgate.steering.vectors.phase_vectors import Steerable
 
 
-class Entry(NamedTuple):
+class FieldVector(NamedTuple):
     """One vector of a field.
 
     Attributes:
@@ -83,7 +83,7 @@ _FORMS = (
 )
 
 
-def entries(value: object, hook: HookPoint, steerable: Steerable, where: str) -> Iterator[Entry]:
+def entries(value: object, hook: HookPoint, steerable: Steerable, where: str) -> Iterator[FieldVector]:
     """Yield the vectors of one hook point's value.
 
     Raises:
@@ -105,7 +105,7 @@ def entries(value: object, hook: HookPoint, steerable: Steerable, where: str) ->
         if isinstance(given, Mapping):
             given, scale = split_scale(given, inner)
         row, dtype = read_vector(given, hidden, inner)
-        yield Entry(rank, row, dtype, scale, inner)
+        yield FieldVector(rank, row, dtype, scale, inner)
 
 
 def check_scale(scale: object, where: str) -> float:
@@ -270,7 +270,7 @@ def _tensor(tensor: Any, torch: Any, hidden: int, where: str) -> tuple[Rows, Sto
     return _array(plain.numpy(), hidden, where)
 
 
-def _packed(value: Mapping[Any, Any], hook: HookPoint, steerable: Steerable, where: str) -> Iterator[Entry]:
+def _packed(value: Mapping[Any, Any], hook: HookPoint, steerable: Steerable, where: str) -> Iterator[FieldVector]:
     missing = _PACKED_KEYS - {"scales"} - set(value)
     unknown = set(value) - _PACKED_KEYS
     by_layer = [key for key in unknown if _INTEGER.fullmatch(str(key))]
@@ -298,7 +298,7 @@ def _packed(value: Mapping[Any, Any], hook: HookPoint, steerable: Steerable, whe
         layer = _layer(key, hook, steerable, f"{where}.layer_indices")
         inner = f"{where}.{key}"
         rank = _known(steerable.ranks[hook][layer], layer, hook, steerable, inner)
-        yield Entry(rank, row, stored, scale, inner, is_packed=True)
+        yield FieldVector(rank, row, stored, scale, inner, is_packed=True)
 
 
 def _listing(value: object, where: str) -> Sequence[Any]:
@@ -345,7 +345,7 @@ def packed_rows(data: object, dtype: str, count: int, hidden: int, where: str) -
     return _rounded(rows) if element.itemsize == 8 else rows
 
 
-def checked_rows(found: list[Entry], steerable: Steerable) -> TierRows:
+def checked_rows(found: list[FieldVector], steerable: Steerable) -> TierRows:
     """Return the vectors of one tier, in the order of the forward pass, as rows.
 
     Raises:
@@ -360,7 +360,7 @@ def checked_rows(found: list[Entry], steerable: Steerable) -> TierRows:
     return TierRows(tuple([steerable.sites[entry.rank] for entry in found]), payload, dtype, largest)
 
 
-def _one_type(found: list[Entry]) -> tuple[StoredType, list[Rows]]:
+def _one_type(found: list[FieldVector]) -> tuple[StoredType, list[Rows]]:
     """Return the rows in one type: unchanged if their types are alike and scales 1, else in float32, scaled."""
     dtypes = {entry.dtype for entry in found}
     if len(dtypes) == 1 and all(entry.scale == 1 for entry in found):
@@ -373,7 +373,7 @@ def _one_type(found: list[Entry]) -> tuple[StoredType, list[Rows]]:
     return "float32", rows
 
 
-def _refuse_infinite(found: list[Entry], index: int) -> None:
+def _refuse_infinite(found: list[FieldVector], index: int) -> None:
     entry = found[index]
     row = widen(entry.row, entry.dtype)
     wrong = np.flatnonzero(~np.isfinite(row))

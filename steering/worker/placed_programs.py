@@ -177,7 +177,8 @@ class ProgramTable:
                 counts[:, at] = bound.counts
                 found.append(bound)
         if len(found) == 1:
-            return ProgramWrites(counts, found[0].places, *found[0].program[1:])
+            program = found[0].program
+            return ProgramWrites(counts=counts, places=found[0].places, codes=program.codes, params=program.params)
         return ProgramWrites(
             counts,
             np.concatenate([_NO_PLACES, *(one.places for one in found)]),

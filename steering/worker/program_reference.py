@@ -35,9 +35,9 @@ from headgate.steering.programs.codes import (
     READ_SCALE,
     WRITE,
     WRITE_SCALE,
-    Activation,
     Code,
     Edit,
+    FeatureActivation,
     Flag,
     InputNorm,
     change_index,
@@ -45,7 +45,7 @@ from headgate.steering.programs.codes import (
     is_of_gate,
 )
 from headgate.steering.programs.gate_codes import GROUP_MASK
-from headgate.steering.worker.gates.reference import Coefficients, GateTensors, evaluate, gate_entries
+from headgate.steering.worker.gates.reference import EntryFactors, GateTensors, evaluate, gate_entries
 
 
 def program_deltas_reference(
@@ -82,7 +82,7 @@ def program_deltas_reference(
         if not has_features:
             codes = [fields for fields in codes if not is_of_feature(fields[CODE])]  # the last ones
         changes_NK = None if changes_TK is None else changes_TK[tokens_N]
-        coefficients = None if gates is None else Coefficients(gates, tokens_N, dtype)
+        coefficients = None if gates is None else EntryFactors(gates, tokens_N, dtype)
         rows_ND = x_TD[tokens_N].to(dtype)
         delta_ND = _delta(rows_ND, pool_SD, codes, params, bits_N, changes_NK, coefficients)
         delta_TD[tokens_N] = cut_change(delta_ND, value_TD.dtype)
@@ -97,7 +97,7 @@ def cut_change(delta_ND: Tensor, dtype: torch.dtype) -> Tensor:
     return delta_ND.nan_to_num(nan=0.0, posinf=largest, neginf=-largest).clamp(-largest, largest)
 
 
-class _Entry(NamedTuple):
+class _SharedEntry(NamedTuple):
     """An entry on the rows that share it: numbers of rows are ``[N, 1]``."""
 
     code: int
@@ -130,7 +130,7 @@ def _delta(
     params: Sequence[Sequence[float]],
     bits_N: Tensor | None,
     changes_NK: Tensor | None,
-    coefficients: Coefficients | None,
+    coefficients: EntryFactors | None,
 ) -> Tensor:
     """Run one program on the rows that share it; `changes_NK` is written to."""
     h, d = x_ND, torch.zeros_like(x_ND)
@@ -149,7 +149,7 @@ def _delta(
             u = torch.ones_like(w)
         if code & Flag.KEEP_NORM_FROM:
             remembered = torch.where(acts, _norm(h), remembered)
-        entry = _Entry(code, h, u, w, numbers, changes_NK)
+        entry = _SharedEntry(code, h, u, w, numbers, changes_NK)
         if code & CODE_MASK == Code.READ_FEATURE:
             entry.change.copy_(torch.where(acts, _amount(entry), entry.change))
             continue
@@ -170,54 +170,54 @@ def _norm(h: Tensor) -> Tensor:
     return h.square().sum(-1, keepdim=True).sqrt()
 
 
-def _add(at: _Entry) -> Tensor:
+def _add(at: _SharedEntry) -> Tensor:
     return at.gw.expand_as(at.h)
 
 
-def _linear(at: _Entry) -> Tensor:
+def _linear(at: _SharedEntry) -> Tensor:
     return (at.params[P0] * at.z + at.params[P1]) * at.gw
 
 
-def _clamp(at: _Entry) -> Tensor:
+def _clamp(at: _SharedEntry) -> Tensor:
     z = at.z
     return at.params[P2] * (z.clamp(min=at.params[P0]).clamp(max=at.params[P1]) - z) * at.gw
 
 
-def _reconstruct(at: _Entry) -> Tensor:
+def _reconstruct(at: _SharedEntry) -> Tensor:
     return torch.zeros_like(at.h)  # `headgate.steering.worker.reconstruction` does what it stands for
 
 
-def _norm_add(at: _Entry) -> Tensor:
+def _norm_add(at: _SharedEntry) -> Tensor:
     return at.params[P0] * _norm(at.h) * at.gw
 
 
-def _rotate(at: _Entry) -> Tensor:
+def _rotate(at: _SharedEntry) -> Tensor:
     z, y = at.z, (at.h @ at.gw)[:, None]
     r = (z.square() + y.square()).sqrt()
     turned = (at.params[P0] * r - z) * at.params[READ_SCALE] * at.u + (at.params[P1] * r - y) * at.gw
     return torch.where((z > 0) | (not at.code & Flag.IF_POSITIVE), at.params[P2] * turned, 0)
 
 
-def _replace(at: _Entry) -> Tensor:
+def _replace(at: _SharedEntry) -> Tensor:
     return at.params[P0] * (at.gw - at.u * at.h)
 
 
-def _feature(at: _Entry) -> Tensor:
+def _feature(at: _SharedEntry) -> Tensor:
     return _amount(at) * at.w
 
 
-def _amount(at: _Entry) -> Tensor:
+def _amount(at: _SharedEntry) -> Tensor:
     """Return how often a feature is added, ``[N, 1]``."""
     z, gain = _normalised(at)
     a = _activation(at, z)
     return at.params[WRITE_SCALE] * gain * (_target(at, a) - a)
 
 
-def _written(at: _Entry) -> Tensor:
+def _written(at: _SharedEntry) -> Tensor:
     return at.change.to(at.h.dtype) * at.gw
 
 
-def _normalised(at: _Entry) -> tuple[Tensor, Tensor]:
+def _normalised(at: _SharedEntry) -> tuple[Tensor, Tensor]:
     """Return what an encoder reads of the rows, and what its decoder's output is multiplied by."""
     norm = at.code & INPUT_NORM_MASK
     if norm == InputNorm.LAYER_NORM:
@@ -230,16 +230,16 @@ def _normalised(at: _Entry) -> tuple[Tensor, Tensor]:
     return at.z, torch.ones_like(at.z)
 
 
-def _activation(at: _Entry, z: Tensor) -> Tensor:
+def _activation(at: _SharedEntry, z: Tensor) -> Tensor:
     kind, q = at.code & ACTIVATION_MASK, z + at.params[P0]
-    if kind == Activation.GATED:
+    if kind == FeatureActivation.GATED:
         return torch.where(q > 0, (at.params[P3] * z + at.params[P4]).clamp(min=0), 0)
-    if kind == Activation.JUMP_RELU:
+    if kind == FeatureActivation.JUMP_RELU:
         return torch.where(q > at.params[P1], q, 0)
     return q.clamp(min=0)
 
 
-def _target(at: _Entry, a: Tensor) -> Tensor:
+def _target(at: _SharedEntry, a: Tensor) -> Tensor:
     value = at.params[P2]
     target = _EDITS[at.code & EDIT_MASK](a, value)
     return torch.where((a > 0) | (not at.code & Flag.IF_ACTIVE), target, a)
@@ -253,7 +253,7 @@ _EDITS: dict[int, Callable[[Tensor, float], Tensor]] = {
     Edit.AT_MOST: lambda a, value: a.clamp(max=value),
 }
 
-_CHANGES: dict[int, Callable[[_Entry], Tensor]] = {
+_CHANGES: dict[int, Callable[[_SharedEntry], Tensor]] = {
     Code.ADD: _add,
     Code.LINEAR: _linear,
     Code.CLAMP: _clamp,

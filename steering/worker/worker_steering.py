@@ -123,8 +123,15 @@ class WorkerSteering:
         self.table.add(req_id, num_prompt, acting, acting_later, own.rules)
         programs = tuple(program for program in (own.prefill_program, own.decode_program) if program is not None)
         if self.gates is not None:
-            told = bool(wire.get("trace")), is_captured, bool(wire.get("counted"))
-            self.gates.add(req_id, OwnGates(num_prompt, programs, own.rules, *told))
+            gates = OwnGates(
+                num_prompt=num_prompt,
+                programs=programs,
+                selection=own.rules,
+                is_traced=bool(wire.get("trace")),
+                is_captured=is_captured,
+                is_counted=bool(wire.get("counted")),
+            )
+            self.gates.add(req_id, gates)
 
     def remove(self, req_id: str) -> None:
         """Remove a request."""

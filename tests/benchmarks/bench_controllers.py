@@ -38,7 +38,7 @@ from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.gate import Gate, InlineProbe, Leaf, ModuleThen, Then
 from headgate.steering.gates.rule import AppliesTo, Rule
-from headgate.steering.programs.gate_codes import Scope
+from headgate.steering.programs.gate_codes import GateScope
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.steering_part import SteeringPart
@@ -65,7 +65,7 @@ class Mode(NamedTuple):
     """
 
     selects: tuple[str, ...] = ()
-    scope: Scope | None = None
+    scope: GateScope | None = None
     is_traced: bool = False
     has_rule: bool = False
     is_apart: bool = True
@@ -79,11 +79,11 @@ MODES = {
     "threshold, not apart": Mode(("watch",), is_apart=False),
     "pid, not apart": Mode(("hold",), is_apart=False),
     "pid, traced": Mode(("hold",), is_traced=True),
-    "gate": Mode(scope=Scope.THIS),
-    "latch": Mode(scope=Scope.REST),
-    "next token": Mode(scope=Scope.NEXT),
+    "gate": Mode(scope=GateScope.THIS),
+    "latch": Mode(scope=GateScope.REST),
+    "next token": Mode(scope=GateScope.NEXT),
     "rule": Mode(has_rule=True),
-    "gate, traced": Mode(scope=Scope.THIS, is_traced=True),
+    "gate, traced": Mode(scope=GateScope.THIS, is_traced=True),
 }
 
 
@@ -184,7 +184,7 @@ class Engine:
             "calm", SteeringSpec(decode=PhaseVectors.from_rows({Site(6, HookPoint.POST_MLP): row}))
         )
         if mode.has_rule:
-            gate = own_gate(Scope.THIS, self.rng)
+            gate = own_gate(GateScope.THIS, self.rng)
             self.core.operator.rules.register(Rule(gate=gate, applies_to=AppliesTo.ALL))
         facts, rules = CoreFacts(model=MODEL), self.core.operator.rules
         self.core.start(open_controllers(config, facts, self.core.state, self.core.reservations, rules, services))
@@ -255,7 +255,7 @@ class Engine:
         return {0: SimpleNamespace(outputs=self.outputs)}
 
 
-def own_gate(scope: Scope, rng: np.random.Generator) -> Gate:
+def own_gate(scope: GateScope, rng: np.random.Generator) -> Gate:
     """Return a gate with a probe that no other request has."""
     weight = rng.normal(size=HIDDEN).astype(np.float32)
     probe = InlineProbe(site=Site(1, HookPoint.POST_MLP), weight=weight, bias=0.0, is_cosine=False, where="own")

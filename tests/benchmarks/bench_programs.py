@@ -30,9 +30,9 @@ from headgate.steering.programs.codes import (
     P4,
     READ,
     WRITE,
-    Activation,
     Code,
     Edit,
+    FeatureActivation,
     Flag,
     InputNorm,
     with_change,
@@ -73,7 +73,7 @@ class Case(NamedTuple):
     is_scanned: bool = False
 
 
-JUMP_RELU = Code.FEATURE | Activation.JUMP_RELU | Edit.SET
+JUMP_RELU = Code.FEATURE | FeatureActivation.JUMP_RELU | Edit.SET
 LAYER_NORM = JUMP_RELU | InputNorm.LAYER_NORM
 
 CASES = (

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.gates.gate import Always, Condition, Gate, Group, InlineProbe, Leaf, Negation
+from headgate.steering.gates.gate import Always, Condition, ConditionGroup, Gate, InlineProbe, Leaf, Negation
 from headgate.steering.vectors.phase_vectors import Steerable
 from tests.fakes.op_fields import V, W
 from tests.fakes.vector_forms import model
@@ -55,7 +55,7 @@ def plain(found: Any) -> Any:
         return [type(found).__name__, *(plain(getattr(found, name)) for name in found.__dataclass_fields__)]
     if isinstance(found, Always):
         return ["always"]
-    if isinstance(found, Group | Negation):
+    if isinstance(found, ConditionGroup | Negation):
         return [type(found).__name__, *map(plain, found)]
     if isinstance(found, dict):
         return {key: plain(value) for key, value in found.items()}
@@ -64,7 +64,7 @@ def plain(found: Any) -> Any:
 
 def shape(condition: Condition) -> Any:
     """The tree of a condition, with ``None`` for each leaf."""
-    if isinstance(condition, Group):
+    if isinstance(condition, ConditionGroup):
         return [condition.combine.name.lower(), *map(shape, condition.conditions)]
     if isinstance(condition, Negation):
         return ["not", shape(condition.condition)]

@@ -15,9 +15,9 @@ from headgate.steering.programs.codes import (
     INPUT_NORM_MASK,
     LAYER_NORM_EPS,
     NO_ROW,
-    Activation,
     Code,
     Edit,
+    FeatureActivation,
     Flag,
     InputNorm,
 )
@@ -86,9 +86,9 @@ def _feature(code: int, h: Row, u: Row, params: Row) -> Row:
         gain = np.linalg.norm(h) / np.sqrt(len(h))
         z = z / gain if gain else 0.0
     a = max(z + p0, 0.0)
-    if code & ACTIVATION_MASK == Activation.JUMP_RELU:
+    if code & ACTIVATION_MASK == FeatureActivation.JUMP_RELU:
         a = z + p0 if z + p0 > p1 else 0.0
-    elif code & ACTIVATION_MASK == Activation.GATED:
+    elif code & ACTIVATION_MASK == FeatureActivation.GATED:
         a = max(p3 * z + p4, 0.0) if z + p0 > 0 else 0.0
     edits = {Edit.SET: p2, Edit.PLUS: a + p2, Edit.TIMES: a * p2, Edit.AT_LEAST: max(a, p2), Edit.AT_MOST: min(a, p2)}
     t = a if code & Flag.IF_ACTIVE and a <= 0 else edits[Edit(code & EDIT_MASK)]

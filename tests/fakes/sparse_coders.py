@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.importing import read_source
-from headgate.steering.features.source_coder import Hints, Kind, Norm, SourceCoder
+from headgate.steering.features.source_coder import CoderKind, Hints, Norm, SourceCoder
 from headgate.steering.features.sparse_coder import SparseCoder, coder_of
 from headgate.steering.features.tensors import FeatureFileError, LazyTensor
 
@@ -44,7 +44,7 @@ def tensor(values: Array) -> LazyTensor:
     return LazyTensor.of("test", values, FeatureFileError)
 
 
-def source(kind: Kind = Kind.RELU, norm: Norm = Norm.NONE, **changes: Any) -> SourceCoder:
+def source(kind: CoderKind = CoderKind.RELU, norm: Norm = Norm.NONE, **changes: Any) -> SourceCoder:
     """A coder of the tensors of `weights`."""
     found = {name: values.astype(np.float64) for name, values in weights().items()}
     fields: dict[str, Any] = {
@@ -53,10 +53,10 @@ def source(kind: Kind = Kind.RELU, norm: Norm = Norm.NONE, **changes: Any) -> So
         "kind": kind,
         "encoder": tensor(found["W_enc"]).transposed,
         "decoders": (tensor(found["W_dec"]),),
-        "bias": found["b_gate"] if kind is Kind.GATED else found["b_enc"],
+        "bias": found["b_gate"] if kind is CoderKind.GATED else found["b_enc"],
         "decoder_biases": (found["b_dec"],),
-        "threshold": found["threshold"] if kind is Kind.JUMPRELU else None,
-        "magnitude": (np.exp(found["r_mag"]), found["b_mag"]) if kind is Kind.GATED else None,
+        "threshold": found["threshold"] if kind is CoderKind.JUMPRELU else None,
+        "magnitude": (np.exp(found["r_mag"]), found["b_mag"]) if kind is CoderKind.GATED else None,
         "k": 5 if kind.selects else None,
         "norm": norm,
         "read_site": SITE,
@@ -68,7 +68,7 @@ def source(kind: Kind = Kind.RELU, norm: Norm = Norm.NONE, **changes: Any) -> So
 class Reference:
     """The published formulas, step by step on one row, from the tensors of `weights`; nothing is folded."""
 
-    def __init__(self, kind: Kind, norm: Norm = Norm.NONE, *, subtracts: bool = False, k: int = 5) -> None:
+    def __init__(self, kind: CoderKind, norm: Norm = Norm.NONE, *, subtracts: bool = False, k: int = 5) -> None:
         self.kind, self.norm, self.subtracts, self.k = kind, norm, subtracts, k
         self.w = {name: values.astype(np.float64) for name, values in weights().items()}
 
@@ -76,17 +76,17 @@ class Reference:
         """Activations ``[F]`` of a row ``[D]``."""
         x = self.normed(x)
         p = (x - self.w["b_dec"] if self.subtracts else x) @ self.w["W_enc"]
-        if self.kind is Kind.GATED:
+        if self.kind is CoderKind.GATED:
             magnitude = np.maximum(p * np.exp(self.w["r_mag"]) + self.w["b_mag"], 0)
             return magnitude * (p + self.w["b_gate"] > 0)
         q = p + self.w["b_enc"]
-        if self.kind is Kind.JUMPRELU:
+        if self.kind is CoderKind.JUMPRELU:
             return np.maximum(q, 0) * (q > self.w["threshold"])
         a = np.maximum(q, 0)
-        if self.kind is Kind.TOPK:
+        if self.kind is CoderKind.TOPK:
             kept = sorted(range(len(a)), key=lambda i: -a[i])[: self.k]
             a = np.asarray([value if i in kept else 0 for i, value in enumerate(a)])
-        if self.kind is Kind.GROUPMAX:
+        if self.kind is CoderKind.GROUPMAX:
             size = len(a) // self.k
             a = np.concatenate([np.where(np.arange(size) == g.argmax(), g, 0) for g in a.reshape(self.k, size)])
         return a

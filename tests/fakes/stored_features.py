@@ -14,7 +14,7 @@ from headgate.capture.schema.sites import Site
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest
 from headgate.consumers.filesystem import FilesystemConsumer
 from headgate.steering.features.canonical import write_coder
-from headgate.steering.features.source_coder import Kind, SourceCoder
+from headgate.steering.features.source_coder import CoderKind, SourceCoder
 from tests.fakes.capturing import Capturing, spec_context
 from tests.fakes.sparse_coders import Array, tensor
 
@@ -79,7 +79,7 @@ def trained(trained_at: float = 1.0, least: float = 0.5, **changes: Any) -> Sour
     fields: dict[str, Any] = {
         "format": "test",
         "paths": (),
-        "kind": Kind.JUMPRELU,
+        "kind": CoderKind.JUMPRELU,
         "encoder": tensor(rows),
         "decoders": (tensor(rows),),
         "bias": -trained_at * rows @ mean(SITE),

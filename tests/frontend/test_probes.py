@@ -16,7 +16,7 @@ from headgate.capture.engine.access.access_key import digest_of
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.client import calls
-from headgate.steering.client.calls import Access
+from headgate.steering.client.calls import ServerAccess
 from headgate.steering.core import probes as core_probes
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.probes import HiddenLayer, Probe, save
@@ -292,7 +292,7 @@ def test_an_mlp_of_the_configuration_makes_room_for_those_that_are_registered_la
 
 @pytest.mark.parametrize("is_binary", [False, True], ids=["json", "msgpack"])
 def test_the_client_sends_files_and_arrays(started: Callable[..., Server], tmp_path: Path, is_binary: bool) -> None:
-    server, access = started(), Access(url="http://x", is_binary=is_binary)
+    server, access = started(), ServerAccess(url="http://x", is_binary=is_binary)
     probe = Probe(site=SITE, weight=ROWS[:2], bias=[1, 2], classes=("a", "b"), pooling="last_prompt", model="m")
     save(tmp_path / "p.safetensors", probe)
     single = {"at": "2.post_mlp", "weight": ROWS[0].astype(np.float64), "bias": np.array([2.0]), "threshold": 0.5}

@@ -16,7 +16,7 @@ from headgate.capture.engine.access.access_key import digest_of
 from headgate.capture.monitoring.metrics import EngineStats
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.client import calls
-from headgate.steering.client.calls import Access
+from headgate.steering.client.calls import ServerAccess
 from headgate.steering.control.metrics import families
 from tests.frontend.test_app import VECTOR, Server, conforms, starter
 
@@ -230,7 +230,7 @@ def test_a_file_that_cannot_be_read_is_refused_at_start(started: Callable[..., S
 @pytest.mark.parametrize("is_binary", [False, True])
 def test_the_client_calls_the_routes(started: Callable[..., Server], is_binary: bool) -> None:
     server = started()
-    access = Access(url="http://x", is_binary=is_binary)
+    access = ServerAccess(url="http://x", is_binary=is_binary)
     row = np.array(VECTOR, np.float32)
     rule = {**CALM, "when": {"probe": {"at": "2.post_mlp", "weight": row}, "above": 0.5}}
     call = calls.register_rule(access, "calm", {key: rule[key] for key in rule if key != "name"})

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 NUM_PLACES, NUM_STEPS = 4096, 400
 SLEEP_CYCLES = 2_000_000
 DEVICE = torch.device("cuda", 0)
-NO_TOKENS, NO_SLOTS = np.empty((0, 2), np.int32), np.empty(0, np.int32)
-NO_PLACES, NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
+NO_SLOTS, NO_PLACES = np.empty(0, np.int32), np.empty(0, np.int64)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (64,), (1500, 3, 64)], ids=str)
@@ -72,7 +71,7 @@ def test_states_are_the_same_whichever_way_they_come(is_seen: bool, monkeypatch:
             torch.cuda._sleep(SLEEP_CYCLES)
         values = rng.normal(size=64).astype(np.float32)
         cleared = np.array([step % 129], np.int32) if step % 20 == 19 else NO_SLOTS
-        tables._update_gates(GateWrites(NO_TOKENS, NO_PLACES, NO_VALUES, cleared, (), places, values))
+        tables._update_gates(GateWrites(cleared=cleared, state_places=places, states=values))
         log.append(states.flatten().clone())
         known.reshape(129, 96)[cleared] = np.nan
         known[places] = values

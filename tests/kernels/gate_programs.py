@@ -14,9 +14,9 @@ from headgate.steering.programs.codes import NUM_PARAMS, Code, Flag, with_change
 from headgate.steering.programs.gate_codes import (
     Combine,
     GateFlag,
+    GateScope,
     Mode,
     Pool,
-    Scope,
     ScoreKind,
     TokenFlag,
     gate_field,
@@ -128,7 +128,7 @@ def node(column: int, combine: Combine, one: int, other: int = 0) -> Entry:
     return Entry(with_change(Code.NODE | combine, column), 0, 0, (0.0, 0.0, 0, 0, 0, 0, one, other))
 
 
-def gate(column: int, root: int, code: int = Scope.THIS, latched: float = math.nan) -> Entry:
+def gate(column: int, root: int, code: int = GateScope.THIS, latched: float = math.nan) -> Entry:
     """A gate of a condition."""
     return Entry(with_change(Code.GATE | code, column), 0, 0, (0.0, 0.0, latched, 0, 0, 0, root))
 
@@ -161,7 +161,7 @@ def gate_programs(draw: st.DrawFn) -> list[Entry]:
             st.sampled_from([0, 0, GateFlag.OBSERVES, GateFlag.UNWRITTEN])
         )
         latched = draw(st.sampled_from([math.nan, math.nan, 0.71]))
-        entries.append(gate(at, draw(st.sampled_from(conditions)), draw(st.sampled_from(Scope)) | flags, latched))
+        entries.append(gate(at, draw(st.sampled_from(conditions)), draw(st.sampled_from(GateScope)) | flags, latched))
         gates.append((at, False))
         at += 3
     for _ in range(draw(st.integers(0, 2))):

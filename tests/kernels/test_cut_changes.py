@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headgate.steering.programs.codes import MAX_CHANGE, MAX_CHANGE_FLOAT16, Activation, Code, Edit
+from headgate.steering.programs.codes import MAX_CHANGE, MAX_CHANGE_FLOAT16, Code, Edit, FeatureActivation
 from tests.kernels.test_run_programs import Entry, Example
 
 
@@ -14,7 +14,7 @@ from tests.kernels.test_run_programs import Entry, Example
 def test_changes_that_leave_the_range_of_numbers_are_cut_and_none_stays_that_is_no_number(scale, dtype):
     """Rows that are not finite would spoil the KV cache for whoever has its blocks next."""
     away = Entry(Code.LINEAR, 1, 1, (1.0, 1.0, scale))
-    feature = Entry(Code.FEATURE | Activation.RELU | Edit.TIMES, 1, 2, (1.0, 1.0, 1e3, 0.0, scale))
+    feature = Entry(Code.FEATURE | FeatureActivation.RELU | Edit.TIMES, 1, 2, (1.0, 1.0, 1e3, 0.0, scale))
     long = [[away], [away, away, Entry(Code.NORM_ADD, 0, 2, (0.0, 1.0, scale))], [feature], [away, feature]]
     example = Example([*long, [Entry(Code.ADD, 0, 2, (0.0, 2.0))]], rows=[1, 2, 3, 4, 5, 0], dtype=dtype)
     largest = MAX_CHANGE_FLOAT16 if dtype == torch.float16 else MAX_CHANGE

@@ -20,12 +20,12 @@ from headgate.steering.programs.codes import Code, Flag, with_change
 from headgate.steering.programs.gate_codes import (
     Combine,
     GateFlag,
+    GateScope,
     Mode,
     Pool,
-    Scope,
     ScoreKind,
     TokenFlag,
-    Unit,
+    UnitFunction,
 )
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference
@@ -88,18 +88,18 @@ def test_each_score_is_its_formula():
     steps.step([2])
 
 
-def mlp(column: int, kinds: Sequence[Unit]) -> list[Entry]:
+def mlp(column: int, kinds: Sequence[UnitFunction]) -> list[Entry]:
     """A small network: a unit of each kind, and their sum."""
     numbers = [(0.7, 0.3, 0.2 - at / 10, 1.5 - at / 2) for at in range(len(kinds))]
     units = [score(column, ScoreKind.UNIT | kind, 1 + at % 8, numbers[at]) for at, kind in enumerate(kinds)]
     for entry in units[::2]:
         entry.write = 3
-    return [*units, score(column, ScoreKind.UNIT | Unit.SUM, 0, (0.0, 0.0, 0.25))]
+    return [*units, score(column, ScoreKind.UNIT | UnitFunction.SUM, 0, (0.0, 0.0, 0.25))]
 
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_units_make_scores_together_with_others_between(before):
-    functions = [Unit.RELU, Unit.GELU, Unit.SILU]
+    functions = [UnitFunction.RELU, UnitFunction.GELU, UnitFunction.SILU]
     program = [score(0)] * before  # so that sums have both places in a tile
     for column, kinds in enumerate((functions, functions[:1], functions * 2, [], functions[1:]), 1):
         program += [*mlp(column, kinds), *([score(20 + column, ScoreKind.COSINE)] if column % 2 else [])]
@@ -126,7 +126,7 @@ def test_each_control_loop_is_its_formula(pool):
     gains = [(0.5, 0.0, 0.0), (0.0, 0.4, 0.0), (0.0, 0.0, 0.7), (0.6, 0.3, -0.2), (-0.5, -0.3, 0.1)]
     program = [score(0, params=(2.0, 0, 0.05))]
     program += [loop(1 + 3 * at, 0, pool, each) for at, each in enumerate(gains)]
-    program += [gate(16, 1), gate(19, 10, Scope.NEXT), gate(22, 13)]
+    program += [gate(16, 1), gate(19, 10, GateScope.NEXT), gate(22, 13)]
 
     in_steps([*program, *(gated(OPERATIONS["linear"], column) for column in (16, 19, 22))])
 
@@ -144,7 +144,7 @@ def test_a_row_without_a_finite_score_does_not_move_a_loop(value):
 
 @pytest.mark.parametrize("latched", [math.nan, 0.6], ids=["not-latched", "latched-later"])
 def test_each_gate_is_its_formula(latched):
-    kinds = [*itertools.product(Scope, [0, GateFlag.FROM_PROMPT_END], [0]), (Scope.REST, 0, GateFlag.OBSERVES)]
+    kinds = [*itertools.product(GateScope, [0, GateFlag.FROM_PROMPT_END], [0]), (GateScope.REST, 0, GateFlag.OBSERVES)]
     program = [score(0), leaf(1, 0, Mode.SIGMOID, (0.6, 0, 2.0, 0))]
     program += [gate(4 + 3 * at, 1, sum(kind), latched) for at, kind in enumerate(kinds)]
 
@@ -154,7 +154,7 @@ def test_each_gate_is_its_formula(latched):
 def test_each_node_is_its_formula():
     program = [score(0), score(1, read=3), leaf(2, 0, Mode.SIGMOID), leaf(5, 1, Mode.SIGMOID, (-0.1, 0, 3.0, 0))]
     program += [node(8, Combine.ANY, 2, 5), node(10, Combine.ALL, 2, 8), node(12, Combine.NOT, 10)]
-    program += [node(14, Combine.ALWAYS, 0), node(16, Combine.ALL, 12, 14), gate(18, 16), gate(21, 14, Scope.NEXT)]
+    program += [node(14, Combine.ALWAYS, 0), node(16, Combine.ALL, 12, 14), gate(18, 16), gate(21, 14, GateScope.NEXT)]
 
     in_steps([*program, gated(OPERATIONS["linear"], 18)])
 
@@ -253,8 +253,8 @@ def run_requests(composed: list[list[Entry]], data: st.DataObject) -> None:
 
 def test_rows_are_the_same_however_a_prompt_is_cut():
     program = [score(0), *(leaf(1 + 3 * at, 0, pool, (0.1, 0.3, 1, 0.2)) for at, pool in enumerate(Pool))]
-    program += [gate(13 + 3 * at, 1 + 3 * at, scope) for at, scope in enumerate([*Scope, Scope.REST])]
-    program += [loop(25, 0), loop(28, 0, Pool.EMA), gate(31, 25), gate(34, 28, Scope.NEXT)]
+    program += [gate(13 + 3 * at, 1 + 3 * at, scope) for at, scope in enumerate([*GateScope, GateScope.REST])]
+    program += [loop(25, 0), loop(28, 0, Pool.EMA), gate(31, 25), gate(34, 28, GateScope.NEXT)]
     program += [gated(OPERATIONS["linear"], column) for column in (13, 16, 19, 22, 31, 34)]
     request = Request(1, 3, 7, 1)
 
@@ -309,7 +309,7 @@ def test_a_step_of_one_row_each_needs_one_launch(monkeypatch):
 
 
 def test_a_program_may_change_within_the_rows_of_a_request():
-    programs = [[*STRENGTH, gated(OPERATIONS["add"], 4)], [score(0), leaf(1, 0, Pool.EMA), gate(4, 1, Scope.REST)]]
+    programs = [[*STRENGTH, gated(OPERATIONS["add"], 4)], [score(0), leaf(1, 0, Pool.EMA), gate(4, 1, GateScope.REST)]]
     rows, flags = [1, 1, 2, 2, 0, 2], int(TokenFlag.IS_SCANNED)
     example = Example(programs, rows, 24)
     states = torch.randn(1, NUM_COLUMNS, device=DEVICE)

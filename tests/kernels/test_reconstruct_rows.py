@@ -19,9 +19,9 @@ from headgate.steering.programs.codes import (
     NUM_SUMS,
     SUM_LENGTHS,
     SUM_ROWS,
-    Activation,
     Code,
     Edit,
+    FeatureActivation,
     InputNorm,
 )
 from headgate.steering.worker.program_reference import program_deltas_reference
@@ -193,7 +193,7 @@ def test_edits_in_a_program_add_to_the_reconstruction_what_they_change_of_it(nor
     example = Example([0, 1], num_tokens=2, norm=norm)
     value, (encoder, decoder, numbers, bias, *_) = example.stream[0].double(), example.coder
     codes, params = torch.zeros(1, 1, NUM_CODES, dtype=torch.int32), torch.zeros(1, 1, NUM_PARAMS)
-    codes[0, 0, :3] = torch.tensor([Code.FEATURE | Activation.JUMP_RELU | Edit.SET | norm, 1, 2])
+    codes[0, 0, :3] = torch.tensor([Code.FEATURE | FeatureActivation.JUMP_RELU | Edit.SET | norm, 1, 2])
     params[0, 0] = torch.tensor([1, 1, numbers[0, 9], numbers[1, 9], 5.0, 0, 0, encoder[9].sum()])
     pool = torch.stack([torch.zeros_like(encoder[9]), encoder[9], decoder[9]])
     rows, counts = torch.zeros(2, dtype=torch.int32, device=DEVICE), torch.ones(2, dtype=torch.int32, device=DEVICE)
@@ -223,7 +223,11 @@ def test_rows_of_programs_become_what_their_edited_activations_decode_to(norm, d
     encoder, decoder, numbers, bias, sums, _ = example.coder
     codes, params = torch.zeros(3, 3, NUM_CODES, dtype=torch.int32), torch.zeros(3, 3, NUM_PARAMS)
     codes[1, :, :3] = torch.tensor(
-        [[Code.ADD, 0, 3], [Code.RECONSTRUCT, 0, 0], [Code.FEATURE | Activation.JUMP_RELU | Edit.SET | norm, 1, 2]]
+        [
+            [Code.ADD, 0, 3],
+            [Code.RECONSTRUCT, 0, 0],
+            [Code.FEATURE | FeatureActivation.JUMP_RELU | Edit.SET | norm, 1, 2],
+        ]
     )
     codes[2] = codes[1, [0, 2, 0]]
     scales = [1, 1, numbers[0, 9], numbers[1, 9], 5.0, 0, 0, encoder[9].float().sum()]

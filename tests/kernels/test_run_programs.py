@@ -17,9 +17,9 @@ from headgate.steering.programs.codes import (
     MAX_GROUPS,
     NUM_CODES,
     NUM_PARAMS,
-    Activation,
     Code,
     Edit,
+    FeatureActivation,
     Flag,
     InputNorm,
 )
@@ -144,7 +144,7 @@ OPERATIONS = {
     "replace-masked": Entry(Code.REPLACE, 3, 2, (1.0, 1.0, 1.0)),
 }
 FEATURE_PARAMS = (1.2, 1.5, 0.1, 0.3, 0.8, 0.7, -0.05, 0.02)
-ACTIVATIONS = list(Activation)
+ACTIVATIONS = list(FeatureActivation)
 NORMS = list(InputNorm)
 EDITS = list(Edit)
 
@@ -196,7 +196,7 @@ def test_rows_run_their_own_programs(num_tokens, width, has_addend):
     example.check()
 
 
-def features(count: int, code: int = Activation.JUMP_RELU | Edit.SET) -> list[Entry]:
+def features(count: int, code: int = FeatureActivation.JUMP_RELU | Edit.SET) -> list[Entry]:
     """Different ones, on rows of their own as far as there are any."""
     return [
         Entry(Code.FEATURE | code, 1 + index % 8, 1 + (3 * index + 1) % 8, (1.0, 1.0, 0.1 * index, 0.2, 1.0 + index))

@@ -265,8 +265,12 @@ class LocalHost:
         for spec in specs:
             made = load_controller(spec)
             probes = read_probes(spec.instance, made)
-            needs = bool(made.needs_prompts), bool(made.needs_tokens)
-            loaded[spec.instance] = LoadedController(probes, tuple(made.modules()), *needs)
+            loaded[spec.instance] = LoadedController(
+                probes=probes,
+                modules=tuple(made.modules()),
+                needs_prompts=bool(made.needs_prompts),
+                needs_tokens=bool(made.needs_tokens),
+            )
             self._threads[spec.instance] = ControllerThread(spec.instance, made, spec.budget_ms / 1000)
         self.loaded: Mapping[str, LoadedController] = loaded
         self._first_column = first_column

@@ -17,7 +17,7 @@ from headgate.steering.gates.step_table import StepTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class ProcessSettings:
     """Settings of a process, which it gets at its start.
 
     Attributes:
@@ -46,7 +46,7 @@ class Start:
     scores: Mapping[str, Mapping[str, int]]
 
 
-class NewRequest(NamedTuple):
+class BegunRequest(NamedTuple):
     """A request that comes in a step for the first time."""
 
     req_id: str
@@ -67,12 +67,12 @@ class Step:
 
     table: StepTable
     discarded: frozenset[str]
-    begins: Sequence[NewRequest]
+    begins: Sequence[BegunRequest]
     tokens: Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class End:
+class EndedRequest:
     """A request has ended.
 
     Attributes:
@@ -85,7 +85,7 @@ class End:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class StepAnswer:
     """The answer to a step: what controllers do about it.
 
     Attributes:

@@ -22,7 +22,15 @@ from headgate.capture.process.connection import Connection, start_module
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.controllers.controller_thread import HANGS_S, ControllerFigures, Standstill
 from headgate.steering.controllers.hosting.host import Answers, SwitchedOff
-from headgate.steering.controllers.hosting.messages import Answer, End, Loaded, NewRequest, Settings, Start, Step
+from headgate.steering.controllers.hosting.messages import (
+    BegunRequest,
+    EndedRequest,
+    Loaded,
+    ProcessSettings,
+    Start,
+    Step,
+    StepAnswer,
+)
 from headgate.steering.controllers.loading import ControllerSpec
 from headgate.steering.gates.step_table import StepTable
 
@@ -59,7 +67,7 @@ class ControllerProcess:
         """It is late until it has answered so many steps."""
         self._num_answers = 0
         self._standstill = Standstill()
-        settings = Settings(specs=tuple(specs), path=tuple(sys.path), log_level=logger.getEffectiveLevel())
+        settings = ProcessSettings(specs=tuple(specs), path=tuple(sys.path), log_level=logger.getEffectiveLevel())
         self._connection, self._child = start_module("headgate.steering.controllers.hosting", settings)
         weakref.finalize(self, _end, self._connection, self._child)
         self.loaded = self._await_loaded()
@@ -76,13 +84,13 @@ class ControllerProcess:
         self.num_behind += 1
         self.send(step)
 
-    def take(self) -> list[Answer]:
+    def take(self) -> list[StepAnswer]:
         """Return the answers that have come, waiting for those to all steps, for the budgets at most.
 
         When they are over, it is late until it has answered the steps that were waited for: it is not waited for again
         before, which would cost every step the budgets while it is slower than they allow.
         """
-        found: list[Answer] = []
+        found: list[StepAnswer] = []
         deadline = time.perf_counter() + self._budget_s
         while self.num_behind and self.lost is None:
             wait_s = deadline - time.perf_counter() if self._num_late <= 0 else 0.0
@@ -159,7 +167,7 @@ def _end(connection: Connection, child: subprocess.Popen[bytes]) -> None:
 
 
 @dataclass(slots=True)
-class _Sent:
+class _SentTokens:
     """Tokens of a request, and how many of them the process has."""
 
     tokens: Sequence[int]
@@ -194,9 +202,9 @@ class ProcessHost:
         self._process = ControllerProcess(specs)
         self.loaded = self._process.loaded.controllers
         self._needs_tokens = any(each.needs_tokens for each in self.loaded.values())
-        self._new: dict[str, NewRequest] = {}
+        self._new: dict[str, BegunRequest] = {}
         """Requests whose first step was not sent."""
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, _SentTokens] = {}
         """All others."""
         self._num_skipped = 0
         self._figures: Mapping[str, ControllerFigures] = {name: ControllerFigures() for name in self.loaded}
@@ -208,14 +216,14 @@ class ProcessHost:
 
     def add(self, req_id: str, num_prompt: int, acting: Sequence[str]) -> None:
         """See `ControllerHost.add`."""
-        self._new[req_id] = NewRequest(req_id, num_prompt, tuple(acting))
+        self._new[req_id] = BegunRequest(req_id, num_prompt, tuple(acting))
 
     def end(self, req_id: str) -> None:
         """See `ControllerHost.end`."""
         with self._lock:
             self._new.pop(req_id, None)
             if (sent := self._sent.pop(req_id, None)) is not None and self._process.lost is None:
-                self._process.send(End(req_id=req_id, tokens=sent.take_further()))
+                self._process.send(EndedRequest(req_id=req_id, tokens=sent.take_further()))
 
     def read(self, step: StepTable, discarded: Collection[str]) -> None:
         """See `ControllerHost.read`."""
@@ -226,7 +234,7 @@ class ProcessHost:
             begins = [new for req_id in step.ids if (new := self._new.pop(req_id, None)) is not None]
             for new in begins:
                 progress = self._progress(new.req_id)
-                self._sent[new.req_id] = _Sent(() if progress is None else progress.token_ids)
+                self._sent[new.req_id] = _SentTokens(() if progress is None else progress.token_ids)
             awaited = step.ids if self._needs_tokens else [new.req_id for new in begins]
             known = [(req_id, sent) for req_id in awaited if (sent := self._sent.get(req_id)) is not None]
             message = Step(

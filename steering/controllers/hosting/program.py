@@ -21,7 +21,14 @@ from headgate.capture.process.connection import Connection, watch_parent
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.controllers.actions import Action, SetSteering, SetSteeringEach
 from headgate.steering.controllers.hosting.host import Answers, LocalHost
-from headgate.steering.controllers.hosting.messages import Answer, End, Loaded, Settings, Start, Step
+from headgate.steering.controllers.hosting.messages import (
+    EndedRequest,
+    Loaded,
+    ProcessSettings,
+    Start,
+    Step,
+    StepAnswer,
+)
 
 _UNPICKLED = (pickle.PickleError, TypeError, AttributeError, ValueError, RecursionError)
 """Raised by what a controller has put into an action, if that cannot be pickled."""
@@ -38,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
     data = connection.receive()
     if data is None:
         return
-    settings: Settings = pickle.loads(data)  # noqa: S301  (from the engine core that has started this process)
+    settings: ProcessSettings = pickle.loads(data)  # noqa: S301  (from the engine core that has started this process)
     sys.path[:] = settings.path
     _start_logging(settings)
     watch_parent(partial(os._exit, 1))  # also while a controller does not return: nothing here has to be closed
@@ -52,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
     _Program(connection, host, tokens).serve()
 
 
-def _start_logging(settings: Settings) -> None:
+def _start_logging(settings: ProcessSettings) -> None:
     logging.basicConfig(
         level=logging.WARNING,
         format=f"(Controllers pid={os.getpid()}) %(levelname)s %(asctime)s [%(name)s] %(message)s",
@@ -73,10 +80,10 @@ class _Program:
     def serve(self) -> None:
         """Serve until the engine core is gone."""
         while (data := self._connection.receive()) is not None:
-            message: Start | Step | End = pickle.loads(data)  # noqa: S301
+            message: Start | Step | EndedRequest = pickle.loads(data)  # noqa: S301
             if isinstance(message, Step):
                 self._step(message)
-            elif isinstance(message, End):
+            elif isinstance(message, EndedRequest):
                 self._end(message)
             else:
                 self._host.start(message.scores)
@@ -98,7 +105,7 @@ class _Program:
         self._connection.send(data)
 
     def _answer(self, actions: Sequence[Named], answers: Answers) -> bytes:
-        answer = Answer(actions=actions, switched_off=answers.switched_off, figures=self._host.figures())
+        answer = StepAnswer(actions=actions, switched_off=answers.switched_off, figures=self._host.figures())
         return pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
 
     def _can_travel(self, name: str, action: Action) -> bool:
@@ -111,7 +118,7 @@ class _Program:
             return False
         return True
 
-    def _end(self, message: End) -> None:
+    def _end(self, message: EndedRequest) -> None:
         self._tokens[message.req_id].extend(message.tokens)
         self._host.end(message.req_id)
         del self._tokens[message.req_id]

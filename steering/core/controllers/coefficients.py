@@ -55,7 +55,7 @@ class DrivenRequest:
     key: bytes | None = None
 
 
-class NumberedRequests(NamedTuple):
+class ActionRequests(NamedTuple):
     """Requests as an action names them; the next one is likely to name the same.
 
     Attributes:
@@ -71,7 +71,7 @@ class NumberedRequests(NamedTuple):
     are_different: bool
 
 
-_NO_REQUESTS = NumberedRequests((), np.empty(0, np.int64), np.empty(0, np.int64), True)
+_NO_REQUESTS = ActionRequests((), np.empty(0, np.int64), np.empty(0, np.int64), True)
 _AT_FIRST = 64
 _NONE = -1
 _NOBODY = 0
@@ -113,13 +113,13 @@ class SingleContributions:
         self.kinds[number] = _NONE
         self._free.append(number)
 
-    def group(self, req_ids: tuple[str, ...], requests: Mapping[str, DrivenRequest]) -> NumberedRequests:
+    def group(self, req_ids: tuple[str, ...], requests: Mapping[str, DrivenRequest]) -> ActionRequests:
         """Return the known requests among some, by their numbers."""
         if self._group.req_ids is not req_ids:
             known = map(requests.get, req_ids)
             numbers = np.array([_NOBODY if request is None else request.number for request in known], np.int64)
             are_different = len(set(req_ids)) == len(req_ids)
-            self._group = NumberedRequests(req_ids, numbers, np.arange(len(req_ids)), are_different)
+            self._group = ActionRequests(req_ids, numbers, np.arange(len(req_ids)), are_different)
         return self._group
 
     def leave(self, request: DrivenRequest) -> None:

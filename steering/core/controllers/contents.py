@@ -13,7 +13,7 @@ from headgate.steering.gates.lowering import DECODE, joined_entries, then_progra
 from headgate.steering.programs.gate_codes import gate_field
 from headgate.steering.programs.program import Program, entries_of
 from headgate.steering.requests.gate_fields import read_then
-from headgate.steering.requests.op_fields import KeptRows, Vectors
+from headgate.steering.requests.op_fields import KeptRows, VectorReader
 from headgate.steering.vectors.phase_vectors import PhaseVectors, weighted_sum
 
 FIELD = "controller"
@@ -98,7 +98,7 @@ class Contents:
             RequestError: If it cannot be read, or cannot be turned on here.
         """
         where = f"{FIELD}.{next(iter(document), 'content')}"
-        then = read_then(document, self._steerable, Vectors(self._steerable.hidden_size, KeptRows()), FIELD)
+        then = read_then(document, self._steerable, VectorReader(self._steerable.hidden_size, KeptRows()), FIELD)
         content = self._content()
         return self._checked(then_programs(then, content, content.dtype)[DECODE], where)
 

@@ -9,7 +9,7 @@ from headgate.capture.engine.contracts.core_part import Actions, CoreServices, D
 from headgate.steering.controllers.hosting.host import ControllerHost
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
-from headgate.steering.core.controllers.decisions import Decisions
+from headgate.steering.core.controllers.decisions import ActionApplier
 from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, SWITCHED_OFF, Outcomes
 from headgate.steering.core.controllers.readers import RunningController
 from headgate.steering.gates.rule import Selection
@@ -61,7 +61,7 @@ class Controllers:
         self._actuation = actuation
         self._outcomes = outcomes
         self.traced = self._outcomes.traced
-        self._decisions = Decisions(actuation, self._outcomes, services)
+        self._decisions = ActionApplier(actuation, self._outcomes, services)
         self._requests: dict[str, _Followed] = {}
         self._read: set[str] = set()
         """Those among them whose rows a controller reads."""

@@ -33,7 +33,7 @@ MAX_REASON = 256
 """Characters of the reason of `Stop`; a longer one is cut."""
 
 
-class Decisions:
+class ActionApplier:
     """Applies actions.
 
     Args:

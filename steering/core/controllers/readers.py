@@ -12,7 +12,7 @@ from headgate.steering.controllers.hosting.host import LoadedController
 from headgate.steering.controllers.loading import ControllerSpec
 from headgate.steering.core.gates import GateContent
 from headgate.steering.gates.gate import InlineProbe
-from headgate.steering.gates.layout import Layout, ScoreColumn
+from headgate.steering.gates.layout import GateLayout, ScoreColumn
 from headgate.steering.gates.readings import Score, check_site, probe_entries
 from headgate.steering.gates.rule import AppliesTo, Selection
 from headgate.steering.gates.trace import GateSource, Writes
@@ -21,7 +21,7 @@ from headgate.steering.programs.program import Entry, Program
 _NOTHING = Writes(frozenset(), frozenset())
 
 
-class Reader(NamedTuple):
+class ControllerProbes(NamedTuple):
     """The probes of one controller.
 
     Attributes:
@@ -75,7 +75,7 @@ def make_reader(
     content: GateContent,
     columns: ScoreColumns,
     first: int,
-) -> Reader:
+) -> ControllerProbes:
     """Make the reader of a controller.
 
     Args:
@@ -110,10 +110,10 @@ def make_reader(
         reading = InlineProbe(site=probe.site, weight=probe.weight[0], bias=0.0, is_cosine=False, where=where)
         scores.append(ScoreColumn(f"{name}.{probe_name}", reading, column))
     program = Program.from_entries(entries, content.dtype)
-    source = GateSource(Layout(tuple(scores), (), len(scores)), _NOTHING, _NOTHING, program.key)
+    source = GateSource(GateLayout(tuple(scores), (), len(scores)), _NOTHING, _NOTHING, program.key)
     named = dict(zip(probes, (score.column for score in scores), strict=True))
     numbers = dict(zip(probes, range(first, columns.size), strict=False))
-    return Reader(name, applies_to, named, numbers, program, source)
+    return ControllerProbes(name, applies_to, named, numbers, program, source)
 
 
 class RunningController(NamedTuple):
@@ -126,7 +126,7 @@ class RunningController(NamedTuple):
     """
 
     spec: ControllerSpec
-    reader: Reader
+    reader: ControllerProbes
     needs_prompts: bool
 
     @property

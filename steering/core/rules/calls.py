@@ -13,7 +13,7 @@ from headgate.steering.core.gates import GateContent, lowered_rule
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Module
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
-from headgate.steering.core.rules.step_readings import StepReadings
+from headgate.steering.core.rules.step_readings import RequestReadings
 from headgate.steering.core.saes.registry import SaeRegistry
 from headgate.steering.gates.rule import Rule, fields_of_rule, rule_key
 from headgate.steering.gates.step_table import ToldCounts
@@ -78,7 +78,7 @@ class RuleCalls:
         reservations: Reservations[str],
         services: CoreServices,
         tell: Tell,
-        readings: StepReadings,
+        readings: RequestReadings,
     ) -> None:
         self._readings = readings
         self._state = state

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load
 from headgate.steering.gates.gate import PID_KEYS, Gate
-from headgate.steering.gates.layout import Layout, layout_of
+from headgate.steering.gates.layout import GateLayout, layout_of
 from headgate.steering.gates.rule import WHO_KNOWS_RULES, Rule, rule_key
 from headgate.steering.gates.trace import GateSource
-from headgate.steering.programs.gate_codes import Mode, Scope
+from headgate.steering.programs.gate_codes import GateScope, Mode
 from headgate.steering.programs.program import Program
 
 _PREFIX = b"headgate rule\n"
 """Keeps the keys of rules apart from those of vectors and programs."""
 
-_SCOPES = {Scope.THIS: "this_token", Scope.NEXT: "next_token", Scope.REST: "rest_of_request"}
+_SCOPES = {GateScope.THIS: "this_token", GateScope.NEXT: "next_token", GateScope.REST: "rest_of_request"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class KeptRule:
     sha256: str
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> GateLayout:
         """Its columns."""
         return self.source.layout
 

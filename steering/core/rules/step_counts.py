@@ -13,7 +13,7 @@ from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.gates.gate import Gate
 from headgate.steering.gates.layout import COUNT, FOLLOWING, layout_of
-from headgate.steering.gates.step_table import StepRows, StepTable, ToldCounts
+from headgate.steering.gates.step_table import RequestSignals, StepTable, ToldCounts
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.vectors.dtypes import Float32Rows
 
@@ -66,7 +66,7 @@ class Written:
         self._last: Float32Rows | None = None
         """Signals ``[1, columns]`` of the last row."""
 
-    def count(self, rows: StepRows) -> list[int]:
+    def count(self, rows: RequestSignals) -> list[int]:
         """Return how many of a step's rows each gate wrote."""
         signals = rows.signals
         first = np.zeros_like(signals[:1]) if self._last is None or not rows.first else self._last
@@ -111,7 +111,7 @@ class CountedGates:
         return more
 
 
-class OwnGates:
+class CountedRequest:
     """A request with gates of its own.
 
     Args:
@@ -139,7 +139,7 @@ class OwnGates:
         decode = self.source.decode
         return bool(self._columns) and not self.latches and decode.early.isdisjoint(self._columns)
 
-    def written(self, rows: StepRows) -> list[int]:
+    def written(self, rows: RequestSignals) -> list[int]:
         """Return how many of a step's rows each gate wrote."""
         if self.apart is not None:
             return self.apart.count(rows)
@@ -296,7 +296,7 @@ class StepCounts:
         self._uncounted: list[StepTable] = []
         """The last steps; whatever acts on their rows acts still."""
         self._rules = rules
-        self._own: dict[str, OwnGates] = {}
+        self._own: dict[str, CountedRequest] = {}
         """Of requests with gates of their own."""
         self._ended: OrderedDict[str, CountedGates] = OrderedDict()
         """Of the last ones that ended, since what workers have counted of them comes later."""
@@ -325,11 +325,11 @@ class StepCounts:
         """Requests with gates of their own."""
         return len(self._own)
 
-    def own(self, req_id: str) -> OwnGates | None:
+    def own(self, req_id: str) -> CountedRequest | None:
         """Return the gates of a request's own; None if it has none."""
         return self._own.get(req_id)
 
-    def add(self, req_id: str, own: OwnGates | None) -> None:
+    def add(self, req_id: str, own: CountedRequest | None) -> None:
         """Add a request, with or without gates of its own. Input thread."""
         if own is not None:
             self._own[req_id] = own
@@ -413,13 +413,13 @@ class StepCounts:
 
     def _count_rules(self, step: StepTable) -> None:
         """Count the rows of a step; those computed again from before a change are passed over, one by one."""
-        groups: dict[int, tuple[tuple[KeptRule, ...], list[StepRows]]] = {}
+        groups: dict[int, tuple[tuple[KeptRule, ...], list[RequestSignals]]] = {}
         end = 0
         for req_id, first, count in zip(step.ids, step.firsts.tolist(), step.counts.tolist(), strict=True):
             end += count
             rules, since = self._rules.acting(req_id), max(self._since.get(req_id, 0), first)
             if rules and since < first + count:
-                told = StepRows(req_id, since, step.signals[end - (first + count - since) : end])
+                told = RequestSignals(req_id, since, step.signals[end - (first + count - since) : end])
                 groups.setdefault(id(rules), (rules, []))[1].append(told)
         for rules, members in groups.values():
             are_all = sum(len(told.signals) for told in members) == len(step.signals)

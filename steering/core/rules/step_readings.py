@@ -9,7 +9,7 @@ import numpy as np
 
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import RuleRegistry
-from headgate.steering.core.rules.step_counts import OwnGates, RowCounts, StepCounts
+from headgate.steering.core.rules.step_counts import CountedRequest, RowCounts, StepCounts
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.gate import Gate
 from headgate.steering.gates.layout import FOLLOWING
@@ -176,7 +176,7 @@ class StepTraces:
         return notes
 
 
-class StepReadings:
+class RequestReadings:
     """Follows requests through their steps' readings. Input thread adds requests, engine thread does everything else.
 
     Args:
@@ -194,7 +194,7 @@ class StepReadings:
         self._counting = StepCounts(rules)
         self._rules = rules
         self._latches = latches
-        self._latching: dict[str, OwnGates] = {}
+        self._latching: dict[str, CountedRequest] = {}
         """Requests with gates that go on in a conversation."""
 
     @property
@@ -235,7 +235,7 @@ class StepReadings:
             if is_traced:
                 self.traces.add(req_id, GateSource.nothing(), num_prompt)
             return False
-        own = OwnGates(gates, resolved, num_prompt)
+        own = CountedRequest(gates, resolved, num_prompt)
         self._counting.add(req_id, own)
         if own.latches:
             self._latching[req_id] = own

@@ -19,7 +19,7 @@ from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.formats.tensor_names import MATRICES, Names, expect_only, place_of_reads, read_weights
 from headgate.steering.features.hook_names import site_of
-from headgate.steering.features.source_coder import Hints, Kind, SourceCoder
+from headgate.steering.features.source_coder import CoderKind, Hints, SourceCoder
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
 
 CONFIG = "config.yaml"
@@ -110,7 +110,7 @@ def _read_layer(folder: Path, layer: int, config_path: Path, config: Mapping[str
     return SourceCoder(
         format="circuit_tracer",
         paths=(config_path, file.path),
-        kind=Kind.RELU if threshold is None else Kind.JUMPRELU,
+        kind=CoderKind.RELU if threshold is None else CoderKind.JUMPRELU,
         **weights,
         threshold=threshold,
         skip=file.get("W_skip"),
@@ -136,7 +136,7 @@ def _read_cross_layer(folder: Path, layer: int, config_path: Path, config: Mappi
     return SourceCoder(
         format="circuit_tracer",
         paths=(config_path, reads.path, writes.path),
-        kind=Kind.RELU if threshold is None else Kind.JUMPRELU,
+        kind=CoderKind.RELU if threshold is None else CoderKind.JUMPRELU,
         encoder=reads[names.encoder],
         decoders=tuple(decoder[:, index] for index in range(num_layers)),
         bias=bias,

@@ -11,7 +11,7 @@ import numpy as np
 
 from headgate.capture.schema.sites import HOOK_NAMES, Site
 from headgate.steering.features.formats.tensor_names import LINEAR, MATRICES, Names, expect_only, read_weights
-from headgate.steering.features.source_coder import Hints, Kind, SourceCoder, one_of, read_json
+from headgate.steering.features.source_coder import CoderKind, Hints, SourceCoder, one_of, read_json
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
 
 CONFIG, WEIGHTS = "config.json", "ae.pt"
@@ -67,8 +67,8 @@ def read(path: Path, hints: Hints) -> SourceCoder:
         kind=kind,
         **weights,
         threshold=_threshold(file, name, shape[0]),
-        magnitude=(np.exp(file["r_mag"].read()), file["mag_bias"].read()) if kind is Kind.GATED else None,
-        k=_k(file, trainer, config_path) if kind is Kind.TOPK else None,
+        magnitude=(np.exp(file["r_mag"].read()), file["mag_bias"].read()) if kind is CoderKind.GATED else None,
+        k=_k(file, trainer, config_path) if kind is CoderKind.TOPK else None,
         subtracts_bias=name not in _NO_SUBTRACTION,
         # As `AutoEncoder.from_pretrained` does; rows of the other classes have length 1, or are left alone.
         folds_decoder_norm=name == "AutoEncoder",
@@ -79,12 +79,12 @@ def read(path: Path, hints: Hints) -> SourceCoder:
     )
 
 
-def _kind(name: str) -> Kind:
+def _kind(name: str) -> CoderKind:
     if name == "AutoEncoderTopK":
-        return Kind.TOPK
+        return CoderKind.TOPK
     if name == "GatedAutoEncoder":
-        return Kind.GATED
-    return Kind.JUMPRELU if name in (*_BY_BATCH, "JumpReluAutoEncoder") else Kind.RELU
+        return CoderKind.GATED
+    return CoderKind.JUMPRELU if name in (*_BY_BATCH, "JumpReluAutoEncoder") else CoderKind.RELU
 
 
 def _threshold(file: TensorFile, name: str, num_features: int) -> Any:

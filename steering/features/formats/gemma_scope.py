@@ -24,7 +24,7 @@ from headgate.steering.features.formats.tensor_names import (
     read_weights,
 )
 from headgate.steering.features.hook_names import site_of
-from headgate.steering.features.source_coder import Hints, Kind, SourceCoder, Vector, read_json
+from headgate.steering.features.source_coder import CoderKind, Hints, SourceCoder, Vector, read_json
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
 
 FIRST, SECOND, CONFIG = "params.npz", "params.safetensors", "config.json"
@@ -78,7 +78,7 @@ def _weights(file: TensorFile, layer: int | None = None) -> dict[str, Any]:
     names = MATRICES._replace(encoder=there.get("w_enc", "W_enc"), decoder=there.get("w_dec", "W_dec"))
     threshold = file["threshold"].read()
     if layer is None:
-        return {"kind": Kind.JUMPRELU, "threshold": threshold, **read_weights(file, names)}
+        return {"kind": CoderKind.JUMPRELU, "threshold": threshold, **read_weights(file, names)}
     decoder, bias = file[names.decoder], file[names.bias].read()
     constant = file[names.decoder_bias].read()
     decoder.expect((len(bias), *decoder.shape[1:2], len(constant)), "features, layers of the model, width")
@@ -86,7 +86,7 @@ def _weights(file: TensorFile, layer: int | None = None) -> dict[str, Any]:
     if num_later < 1:
         raise FeatureFileError(f"{decoder.where}: writes {decoder.shape[1]} layers, but is of layer {layer}")
     return {
-        "kind": Kind.JUMPRELU,
+        "kind": CoderKind.JUMPRELU,
         "encoder": file[names.encoder].expect((len(constant), len(bias)), "width, features").transposed,
         "decoders": tuple(decoder[:, layer + index] for index in range(num_later)),
         "bias": bias,

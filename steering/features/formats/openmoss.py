@@ -15,14 +15,14 @@ import numpy as np
 
 from headgate.steering.features.formats.tensor_names import LINEAR, Names, read_weights
 from headgate.steering.features.hook_names import site_of
-from headgate.steering.features.source_coder import Hints, Kind, Norm, SourceCoder, one_of, read_json
+from headgate.steering.features.source_coder import CoderKind, Hints, Norm, SourceCoder, one_of, read_json
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
 
 FIRST, FIRST_WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"
 LATER, LATER_WEIGHTS = "config.json", "sae_weights.safetensors"
 
 _LLAMASCOPIUM = Names("W_E", "W_D", "b_E", "b_D", False, True)
-_KINDS = {"relu": Kind.RELU, "jumprelu": Kind.JUMPRELU, "topk": Kind.TOPK}
+_KINDS = {"relu": CoderKind.RELU, "jumprelu": CoderKind.JUMPRELU, "topk": CoderKind.TOPK}
 _LOG_THRESHOLD = "log_jumprelu_threshold"
 
 
@@ -52,7 +52,7 @@ def read(path: Path, hints: Hints) -> SourceCoder:
     width = one_of(config, "d_model", config_path, int)
     weights["encoder"].expect((len(weights["bias"]), width), "features, d_model")
     norm, scale = _norm(config, file, config_path, width, hints)
-    threshold = _threshold(config, file, len(weights["bias"]), scale) if kind is Kind.JUMPRELU else None
+    threshold = _threshold(config, file, len(weights["bias"]), scale) if kind is CoderKind.JUMPRELU else None
     top_k = config.get("top_k")
     return SourceCoder(
         format="openmoss",
@@ -60,7 +60,7 @@ def read(path: Path, hints: Hints) -> SourceCoder:
         kind=kind,
         **weights,
         threshold=threshold,
-        k=hints.k or top_k if kind is Kind.TOPK else None,
+        k=hints.k or top_k if kind is CoderKind.TOPK else None,
         norm=norm,
         subtracts_bias=bool(config.get("apply_decoder_bias_to_pre_encoder", False)),
         scale=scale,
@@ -71,7 +71,7 @@ def read(path: Path, hints: Hints) -> SourceCoder:
     )
 
 
-def _kind(config: Mapping[str, Any], path: Path) -> Kind:
+def _kind(config: Mapping[str, Any], path: Path) -> CoderKind:
     name = config.get("act_fn", "jumprelu")
     if name not in _KINDS:
         raise FeatureFileError(f"{path}: act_fn {name!r} is not supported; known: {', '.join(_KINDS)}")

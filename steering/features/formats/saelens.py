@@ -11,23 +11,23 @@ import numpy as np
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.formats.tensor_names import expect_only
 from headgate.steering.features.hook_names import site_of
-from headgate.steering.features.source_coder import Hints, Kind, Norm, SourceCoder, one_of, read_json
+from headgate.steering.features.source_coder import CoderKind, Hints, Norm, SourceCoder, one_of, read_json
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 
 _KINDS = {
-    "standard": Kind.RELU,
-    "relu": Kind.RELU,
-    "jumprelu": Kind.JUMPRELU,
-    "batchtopk": Kind.JUMPRELU,
-    "matryoshka_batchtopk": Kind.JUMPRELU,
-    "gated": Kind.GATED,
-    "topk": Kind.TOPK,
-    "transcoder": Kind.RELU,
-    "skip_transcoder": Kind.RELU,
-    "jumprelu_transcoder": Kind.JUMPRELU,
-    "jumprelu_skip_transcoder": Kind.JUMPRELU,
+    "standard": CoderKind.RELU,
+    "relu": CoderKind.RELU,
+    "jumprelu": CoderKind.JUMPRELU,
+    "batchtopk": CoderKind.JUMPRELU,
+    "matryoshka_batchtopk": CoderKind.JUMPRELU,
+    "gated": CoderKind.GATED,
+    "topk": CoderKind.TOPK,
+    "transcoder": CoderKind.RELU,
+    "skip_transcoder": CoderKind.RELU,
+    "jumprelu_transcoder": CoderKind.JUMPRELU,
+    "jumprelu_skip_transcoder": CoderKind.JUMPRELU,
 }
 _REFUSED = {
     "temporal": "its features depend on earlier tokens",
@@ -62,15 +62,15 @@ def read(path: Path, hints: Hints) -> SourceCoder:
         kind=kind,
         encoder=file["W_enc"].expect((width, num_features), "d_in, d_sae of cfg.json").transposed,
         decoders=(file["W_dec"].expect((num_features, out), "d_sae, width of cfg.json"),),
-        bias=file["b_gate" if kind is Kind.GATED else "b_enc"].expect((num_features,), "d_sae").read(),
+        bias=file["b_gate" if kind is CoderKind.GATED else "b_enc"].expect((num_features,), "d_sae").read(),
         decoder_biases=(file["b_dec"].expect((out,), "width of cfg.json").read(),),
-        threshold=file["threshold"].expect((num_features,), "d_sae").read() if kind is Kind.JUMPRELU else None,
-        magnitude=_magnitude(file, num_features) if kind is Kind.GATED else None,
-        k=_k(config, config_path) if kind is Kind.TOPK else None,
+        threshold=file["threshold"].expect((num_features,), "d_sae").read() if kind is CoderKind.JUMPRELU else None,
+        magnitude=_magnitude(file, num_features) if kind is CoderKind.GATED else None,
+        k=_k(config, config_path) if kind is CoderKind.TOPK else None,
         norm=norm,
         subtracts_bias=not is_transcoder and bool(config.get("apply_b_dec_to_input", True)),
         scale=scale,
-        folds_decoder_norm=kind is Kind.TOPK and bool(config.get("rescale_acts_by_decoder_norm", False)),
+        folds_decoder_norm=kind is CoderKind.TOPK and bool(config.get("rescale_acts_by_decoder_norm", False)),
         skip=file["W_skip"] if "skip" in config["architecture"] else None,
         read_site=hints.site or _site(metadata, "", config_path),
         write_sites=_write_sites(metadata, config_path) if is_transcoder else (),
@@ -78,7 +78,7 @@ def read(path: Path, hints: Hints) -> SourceCoder:
     )
 
 
-def _check_tensors(file: TensorFile, kind: Kind, architecture: str) -> None:
+def _check_tensors(file: TensorFile, kind: CoderKind, architecture: str) -> None:
     """Check that SAELens would load the weights: it takes no others, and no factors but 1 without their flag."""
     factors = file.get("scaling_factor")
     if factors is not None and not np.allclose(factors.read(), 1):
@@ -87,8 +87,8 @@ def _check_tensors(file: TensorFile, kind: Kind, architecture: str) -> None:
             "W_dec and save again"
         )
     names = ["W_enc", "W_dec", "b_dec", "scaling_factor"]
-    names += ["b_gate", "r_mag", "b_mag"] if kind is Kind.GATED else ["b_enc"]
-    names += ["threshold"] if kind is Kind.JUMPRELU else []
+    names += ["b_gate", "r_mag", "b_mag"] if kind is CoderKind.GATED else ["b_enc"]
+    names += ["threshold"] if kind is CoderKind.JUMPRELU else []
     names += ["W_skip"] if "skip" in architecture else []
     expect_only(file, names, "SAELens")
 
@@ -105,7 +105,7 @@ def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _kind(config: Mapping[str, Any], path: Path) -> Kind:
+def _kind(config: Mapping[str, Any], path: Path) -> CoderKind:
     name = config["architecture"]
     if name not in _KINDS:
         why = _REFUSED.get(name, "it is not known here")

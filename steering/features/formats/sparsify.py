@@ -8,13 +8,13 @@ from pathlib import Path
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.features.formats.tensor_names import LINEAR, expect_only, read_weights
 from headgate.steering.features.hook_names import site_of
-from headgate.steering.features.source_coder import Hints, Kind, SourceCoder, one_of, read_json
+from headgate.steering.features.source_coder import CoderKind, Hints, SourceCoder, one_of, read_json
 from headgate.steering.features.tensors import FeatureFileError, open_tensors
 
 CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
 
 _NAMES = LINEAR._replace(decoder="W_dec", decoder_bias="b_dec", decodes_by_rows=True)
-_KINDS = {"topk": Kind.TOPK, "groupmax": Kind.GROUPMAX}
+_KINDS = {"topk": CoderKind.TOPK, "groupmax": CoderKind.GROUPMAX}
 
 
 def claims(path: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.features.formats.tensor_names import LINEAR, MATRICES, Names, read_weights
-from headgate.steering.features.source_coder import Hints, Kind, Norm, SourceCoder
+from headgate.steering.features.source_coder import CoderKind, Hints, Norm, SourceCoder
 from headgate.steering.features.tensors import TORCH, FeatureFileError, TensorFile, open_tensors
 
 _QWEN = MATRICES._replace(encodes_by_rows=True, decodes_by_rows=False)
@@ -45,13 +45,18 @@ def read(path: Path, hints: Hints) -> SourceCoder:
     file = open_tensors(path)
     fields: dict[str, Any]
     if "encoder_linear.weight" in file:
-        fields = {"format": "goodfire", "kind": Kind.RELU, **read_weights(file, _GOODFIRE), "read_site": _layer_l(path)}
+        fields = {
+            "format": "goodfire",
+            "kind": CoderKind.RELU,
+            **read_weights(file, _GOODFIRE),
+            "read_site": _layer_l(path),
+        }
     elif "latent_bias" in file:
         fields = _openai(path, file)
     elif "W_enc" in file:
         fields = _qwen_scope(path, file, hints)
     elif "encoder.bias" in file and "decoder.bias" in file:
-        fields = {"format": "linear", "kind": Kind.RELU, **read_weights(file, LINEAR), "read_site": _layer_l(path)}
+        fields = {"format": "linear", "kind": CoderKind.RELU, **read_weights(file, LINEAR), "read_site": _layer_l(path)}
     else:
         raise FeatureFileError(
             f"{path}: its tensors ({', '.join(list(file.tensors)[:8])}) are those of no known SAE: Goodfire, OpenAI, "
@@ -78,7 +83,7 @@ def _qwen_scope(path: Path, file: TensorFile, hints: Hints) -> dict[str, Any]:
     layer = re.fullmatch(r"layer(\d+)\.sae\.pt", path.name)
     return {
         "format": "qwen_scope",
-        "kind": Kind.TOPK,
+        "kind": CoderKind.TOPK,
         **weights,
         "k": k,
         "read_site": Site(int(layer[1]), HookPoint.POST_MLP) if layer else None,
@@ -99,7 +104,7 @@ def _openai(path: Path, file: TensorFile) -> dict[str, Any]:
     site = _OPENAI_PLACES.get(path.resolve().parent.name)
     return {
         "format": "openai",
-        "kind": Kind.TOPK if is_top_k else Kind.RELU,
+        "kind": CoderKind.TOPK if is_top_k else CoderKind.RELU,
         **read_weights(file, _OPENAI),
         "k": k,
         "norm": Norm.LAYER_NORM if is_top_k else Norm.NONE,

@@ -61,7 +61,7 @@ class Places(NamedTuple):
 NO_PLACES = Places(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
-class Piece(NamedTuple):
+class SerialChanges(NamedTuple):
     """Changes of one column in the order in which they were decided: whose, from which position on, and what.
 
     Attributes:
@@ -75,12 +75,12 @@ class Piece(NamedTuple):
     values: Float32Rows
 
     @classmethod
-    def of(cls, serials: Int64Array, changes: ColumnChanges) -> Piece:
+    def of(cls, serials: Int64Array, changes: ColumnChanges) -> SerialChanges:
         """Make it of changes, and the serial number of each request that they name; int64 ``[m]``."""
         return cls(serials[changes.whose], changes.firsts, changes.values)
 
     @classmethod
-    def joined(cls, pieces: list[Piece], alive: Int64Array) -> Piece:
+    def joined(cls, pieces: list[SerialChanges], alive: Int64Array) -> SerialChanges:
         """Concatenate some, without requests that have ended."""
         serials, firsts, values = (np.concatenate([piece[at] for piece in pieces]) for at in (0, 1, 2))
         stays = np.isin(serials, alive)
@@ -93,7 +93,7 @@ class Piece(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """Changes of a step, as they came: see `Piece.of`."""
+    """Changes of a step, as they came: see `SerialChanges.of`."""
 
     serials: Int64Array
     changes: ColumnChanges
@@ -101,8 +101,8 @@ class _Noted(NamedTuple):
     def rows_of(self, serial: int) -> tuple[Int64Array, Float32Rows]:
         return self.piece().rows_of(serial)
 
-    def piece(self) -> Piece:
-        return Piece.of(self.serials, self.changes)
+    def piece(self) -> SerialChanges:
+        return SerialChanges.of(self.serials, self.changes)
 
 
 class DrivenColumn:
@@ -125,7 +125,7 @@ class DrivenColumn:
         self.values: Float32Rows = np.zeros(size, np.float32)
         self.written: Float32Rows = np.full(num_slots, np.nan, np.float32)
         self.is_changed = False
-        self._large: list[Piece] = []
+        self._large: list[SerialChanges] = []
         self._small: list[_Noted] = []
         """Those of the last steps."""
 
@@ -160,7 +160,7 @@ class DrivenColumn:
 
     def at(self, serial: int, positions: Int64Array) -> Float32Rows:
         """Return the value of a request at each of some positions; 0 before the first."""
-        pieces: list[Piece | _Noted] = [*self._large, *self._small]
+        pieces: list[SerialChanges | _Noted] = [*self._large, *self._small]
         found = [piece.rows_of(serial) for piece in pieces]
         firsts = np.concatenate([firsts for firsts, _ in found])
         values = np.concatenate([np.zeros(1, np.float32), *(values for _, values in found)])
@@ -172,16 +172,16 @@ class DrivenColumn:
 
     def _compact(self, alive: Int64Array) -> None:
         """Put the pieces of the last steps together."""
-        self._large.append(Piece.joined([piece.piece() for piece in self._small], alive))
+        self._large.append(SerialChanges.joined([piece.piece() for piece in self._small], alive))
         self._small = []
         while len(self._large) > 1 and len(self._large[-2].firsts) <= 2 * len(self._large[-1].firsts):
-            self._large[-2:] = [Piece.joined(self._large[-2:], alive)]
+            self._large[-2:] = [SerialChanges.joined(self._large[-2:], alive)]
 
 
 _AT_FIRST = 64
 
 
-class _Told(NamedTuple):
+class _NamedRequests(NamedTuple):
     """The requests that changes name; the next ones are likely to name the same.
 
     Attributes:
@@ -241,7 +241,7 @@ class DrivenStrengths:
         self.is_settled = True
         self._named: tuple[tuple[str, ...], Int64Array] = ((), self.serials)
         """The requests that were asked for last, and the number of each."""
-        self._told: _Told | None = None
+        self._told: _NamedRequests | None = None
         """Of the last changes; None once numbers have changed."""
         self._batch: GatedBatch | None = None
         self._members: dict[int, _Members] = {}
@@ -269,7 +269,7 @@ class DrivenStrengths:
         self.is_settled = False
         return list(fresh)
 
-    def _begin(self, piece: ColumnChanges, column: DrivenColumn, told: _Told) -> list[str]:
+    def _begin(self, piece: ColumnChanges, column: DrivenColumn, told: _NamedRequests) -> list[str]:
         """Give the requests of changes numbers; return the ones that were not driven in the column before."""
         is_driven = column.is_driven(told.numbers)
         if np.count_nonzero(is_driven) == len(is_driven):
@@ -363,11 +363,11 @@ class DrivenStrengths:
         self._members.clear()
         self._joined.clear()
 
-    def _told_by(self, req_ids: tuple[str, ...]) -> _Told:
+    def _told_by(self, req_ids: tuple[str, ...]) -> _NamedRequests:
         told = self._told
         if told is None or told.req_ids is not req_ids:
             numbers = self._numbers_of(req_ids)
-            told = self._told = _Told(req_ids, numbers, self.serials[numbers], set())
+            told = self._told = _NamedRequests(req_ids, numbers, self.serials[numbers], set())
         return told
 
     def _numbers_of(self, req_ids: tuple[str, ...]) -> Int64Array:

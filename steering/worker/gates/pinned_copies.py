@@ -31,7 +31,7 @@ class PinnedCopies:
     """Buffers in pinned memory, each with an event. One thread starts copies, any thread takes them."""
 
     def __init__(self) -> None:
-        self._free: dict[int, deque[_Buffer]] = {}
+        self._free: dict[int, deque[_PinnedBuffer]] = {}
 
     def start(self, source: Tensor) -> PinnedCopy:
         """Start to copy float32 `source`, in the memory of a GPU, on the current stream."""
@@ -42,14 +42,14 @@ class PinnedCopies:
         try:
             buffer = free.popleft()
         except IndexError:
-            buffer = _Buffer(size)
+            buffer = _PinnedBuffer(size)
         view = buffer.view(source)
         view.copy_(source, non_blocking=True)
         buffer.done.record()
         return PinnedCopy(buffer, view, free)
 
 
-class _Buffer:
+class _PinnedBuffer:
     """Pinned memory for `size` numbers."""
 
     def __init__(self, size: int) -> None:
@@ -67,7 +67,7 @@ class _Buffer:
 class PinnedCopy:
     """A copy that was started."""
 
-    def __init__(self, buffer: _Buffer, view: Tensor, free: deque[_Buffer]) -> None:
+    def __init__(self, buffer: _PinnedBuffer, view: Tensor, free: deque[_PinnedBuffer]) -> None:
         self._buffer = buffer
         self._view = view
         self._free = free

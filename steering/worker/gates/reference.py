@@ -31,8 +31,8 @@ from headgate.steering.programs.codes import (
     READ_SCALE,
     WRITE,
     WRITE_SCALE,
-    Activation,
     Code,
+    FeatureActivation,
     Flag,
     InputNorm,
     change_index,
@@ -49,12 +49,12 @@ from headgate.steering.programs.gate_codes import (
     UNIT_MASK,
     Combine,
     GateFlag,
+    GateScope,
     Mode,
     Pool,
-    Scope,
     ScoreKind,
     TokenFlag,
-    Unit,
+    UnitFunction,
     gate_column,
 )
 from headgate.steering.vectors.dtypes import Float32Rows
@@ -125,17 +125,17 @@ def _scores_of(x_ND: Tensor, pool_SD: Tensor, codes: Entries, params: Params) ->
         scores_N = _scores(x_ND, pool_SD[[fields[READ], fields[WRITE]]].to(x_ND.dtype), fields, numbers)
         if code & SCORE_KIND_MASK != ScoreKind.UNIT:
             yield change_index(code), scores_N
-        elif code & UNIT_MASK == Unit.SUM:
+        elif code & UNIT_MASK == UnitFunction.SUM:
             yield change_index(code), total_N + numbers[P0]
             total_N = torch.zeros_like(total_N)
         else:
-            total_N = total_N + numbers[P1] * _UNITS[Unit(code & UNIT_MASK)](scores_N)
+            total_N = total_N + numbers[P1] * _UNITS[UnitFunction(code & UNIT_MASK)](scores_N)
 
 
-_UNITS: dict[Unit, Callable[[Tensor], Tensor]] = {
-    Unit.RELU: torch.relu,
-    Unit.GELU: torch.nn.functional.gelu,
-    Unit.SILU: torch.nn.functional.silu,
+_UNITS: dict[UnitFunction, Callable[[Tensor], Tensor]] = {
+    UnitFunction.RELU: torch.relu,
+    UnitFunction.GELU: torch.nn.functional.gelu,
+    UnitFunction.SILU: torch.nn.functional.silu,
 }
 
 
@@ -162,9 +162,9 @@ def _activations(x_ND: Tensor, z_N: Tensor, code: int, params: Sequence[float]) 
         gain_N = x_ND.square().sum(-1).sqrt() / x_ND.shape[-1] ** 0.5
         z_N = torch.where(gain_N > 0, z_N / gain_N, 0)
     kind, q_N = code & ACTIVATION_MASK, z_N + params[P0]
-    if kind == Activation.GATED:
+    if kind == FeatureActivation.GATED:
         return torch.where(q_N > 0, (params[P3] * z_N + params[P4]).clamp(min=0), 0)
-    return torch.where(q_N > params[P1], q_N, 0) if kind == Activation.JUMP_RELU else q_N.clamp(min=0)
+    return torch.where(q_N > params[P1], q_N, 0) if kind == FeatureActivation.JUMP_RELU else q_N.clamp(min=0)
 
 
 def _evaluate_row(codes: Entries, params: Params, s: Float32Rows, m: Float32Rows, flags: int) -> None:
@@ -270,9 +270,9 @@ def _gate(code: int, params: Sequence[float], s: Float32Rows, m: Float32Rows, fl
     if code & GateFlag.FROM_PROMPT_END and not decides:
         strength, fires = 0.0, False
     acts, following = strength, math.nan
-    if scope == Scope.NEXT:
+    if scope == GateScope.NEXT:
         acts, following = float(m[c]), strength
-    elif scope == Scope.REST:
+    elif scope == GateScope.REST:
         latched = float(m[c + 1])
         if math.isnan(latched) and is_generated:
             latched = params[P0]
@@ -290,7 +290,7 @@ def _gate(code: int, params: Sequence[float], s: Float32Rows, m: Float32Rows, fl
 _RUN: dict[int, Callable[..., None]] = {Code.LEAF: _leaf, Code.NODE: _node, Code.GATE: _gate}
 
 
-class Coefficients:
+class EntryFactors:
     """Factors of the effects of entries on rows that share a program, each ``[N, 1]``.
 
     Args:

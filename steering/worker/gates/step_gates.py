@@ -53,10 +53,10 @@ class GateWrites(NamedTuple):
         states: float32 ``[d]``: their values.
     """
 
-    tokens: Int32Array
-    places: Int64Array
-    strengths: Float32Rows
-    cleared: Int32Array
+    tokens: Int32Array = _NO_TOKENS
+    places: Int64Array = _NO_PLACES
+    strengths: Float32Rows = _NO_VALUES
+    cleared: Int32Array = _NO_SLOTS
     columns: tuple[tuple[int, int], ...] = ()
     state_places: Int64Array = _NO_PLACES
     states: Float32Rows = _NO_VALUES
@@ -211,7 +211,7 @@ class StepGates:
         """Follow a step of one generated row of each request, after such a step: only coefficients can change."""
         self._rows = rows = before._replace(firsts=batch.firsts(view))
         changed = self._driven.changes(rows, batch)
-        return GateWrites(_NO_TOKENS, _NO_PLACES, _NO_VALUES, _NO_SLOTS, (), *changed) if len(changed) else None
+        return GateWrites(state_places=changed.flat, states=changed.values) if len(changed) else None
 
     def _writes(self, rows: GateRows, batch: GatedBatch) -> GateWrites | None:
         columns, self._new_columns = tuple(self._new_columns), []
@@ -234,7 +234,15 @@ class StepGates:
         ):
             return None
         self._tokens[: len(tokens)] = tokens
-        return GateWrites(tokens, *replayed, cleared, columns, *states)
+        return GateWrites(
+            tokens=tokens,
+            places=replayed.flat,
+            strengths=replayed.values,
+            cleared=cleared,
+            columns=columns,
+            state_places=states.flat,
+            states=states.values,
+        )
 
     def step_ends(self) -> None:
         """Copy what the gates of the step did, after its forward."""

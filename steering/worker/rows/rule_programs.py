@@ -18,7 +18,7 @@ from headgate.steering.vectors.dtypes import Rows
 from headgate.steering.worker.placed_programs import PlacedProgram, place
 
 
-class Slots(Protocol):
+class ProgramSlots(Protocol):
     """A pool of vectors, as far as it is needed here; see `headgate.steering.worker.rows.vector_pool.SlotPool`."""
 
     def acquire(self, vectors: Rows) -> Int32Array:
@@ -81,7 +81,7 @@ class RulePrograms:
         op_sites: Index of each site of this worker where programs act.
     """
 
-    def __init__(self, pool: Slots, op_sites: Mapping[Site, int]) -> None:
+    def __init__(self, pool: ProgramSlots, op_sites: Mapping[Site, int]) -> None:
         self._pool = pool
         self._op_sites = op_sites
         self._slots: dict[bytes, Int32Array] = {}

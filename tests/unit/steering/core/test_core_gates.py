@@ -19,7 +19,7 @@ from headgate.steering.gates.layout import FOLLOWING, layout_of
 from headgate.steering.gates.lowering import lower_gates
 from headgate.steering.gates.names import probe_key
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code
-from headgate.steering.programs.gate_codes import UNIT_MASK, Pool, Scope, Unit
+from headgate.steering.programs.gate_codes import UNIT_MASK, GateScope, Pool, UnitFunction
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.programs.program import Program
 from headgate.steering.requests.rule_fields import read_rule
@@ -242,7 +242,7 @@ def latched(spec: SteeringSpec) -> float:
 
 def test_a_latch_goes_on_in_the_conversation_of_its_client_and_no_other():
     core = core_with()
-    talk = {"scope": Scope.REST, "conversation": "c"}
+    talk = {"scope": GateScope.REST, "conversation": "c"}
     first = accepted(core, "a", gate(**talk), owner="alice")
     column = layout_of([gate()]).gates[0].column
     signals = np.full((1, layout_of([gate()]).num_columns), np.nan)
@@ -257,9 +257,9 @@ def test_a_latch_goes_on_in_the_conversation_of_its_client_and_no_other():
     others = [
         accepted(core, "d", gate(**talk), owner="bob"),
         accepted(core, "e", gate(**talk)),
-        accepted(core, "f", gate(scope=Scope.REST, conversation="other"), owner="alice"),
+        accepted(core, "f", gate(scope=GateScope.REST, conversation="other"), owner="alice"),
         accepted(core, "g", gate(threshold=0.5, **talk), owner="alice"),
-        accepted(core, "h", gate(scope=Scope.REST), owner="alice"),
+        accepted(core, "h", gate(scope=GateScope.REST), owner="alice"),
     ]
     assert np.isnan([latched(each) for each in others]).all()
 
@@ -268,7 +268,7 @@ def test_conversations_are_refused_where_their_requests_may_go_elsewhere():
     core = core_with(has_conversations=False)
 
     with pytest.raises(RequestError, match="data parallelism") as caught:
-        accepted(core, "a", gate(scope=Scope.REST, conversation="c"))
+        accepted(core, "a", gate(scope=GateScope.REST, conversation="c"))
 
     assert caught.value.field == "steering_gates[0].scope"
 
@@ -307,7 +307,7 @@ def test_an_mlp_becomes_an_entry_for_each_unit_that_counts_and_their_sum():
 
     (program, _) = [one for _, one in from_wire(wire).phases]
     scores = program.codes[:, CODE][program.codes[:, CODE] & CODE_MASK == Code.SCORE]
-    assert [code & UNIT_MASK for code in scores.tolist()] == [Unit.GELU, Unit.SUM]
+    assert [code & UNIT_MASK for code in scores.tolist()] == [UnitFunction.GELU, UnitFunction.SUM]
     constant = float(Activation.GELU.apply(np.array([0.25]))[0])
     np.testing.assert_allclose(program.params[:2, 2:4], [[0.5, 1.0], [-2.0 * constant, 0.0]], rtol=1e-6)
 

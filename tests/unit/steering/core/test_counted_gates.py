@@ -13,7 +13,7 @@ from headgate.steering.gates.gate import Gate, InlineProbe, ModuleThen, Then
 from headgate.steering.gates.layout import COUNT, layout_of
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code
-from headgate.steering.programs.gate_codes import GateFlag, Scope
+from headgate.steering.programs.gate_codes import GateFlag, GateScope
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import SteeringSpec, to_wire
 from tests.unit.steering.core.test_core_gates import (
@@ -129,9 +129,11 @@ def test_a_request_is_counted_by_its_own_names_also_after_another_had_its_id(cor
     [
         pytest.param((gate(),), {"trace": True}, id="traced"),
         pytest.param(
-            (gate(), gate(AT_THE_END, threshold=0.0, name="early", scope=Scope.NEXT, then=adding(READ))), {}, id="early"
+            (gate(), gate(AT_THE_END, threshold=0.0, name="early", scope=GateScope.NEXT, then=adding(READ))),
+            {},
+            id="early",
         ),
-        pytest.param((gate(scope=Scope.REST, conversation="c"),), {}, id="of a conversation"),
+        pytest.param((gate(scope=GateScope.REST, conversation="c"),), {}, id="of a conversation"),
     ],
 )
 def test_of_others_rows_are_told(core, gates, wire):

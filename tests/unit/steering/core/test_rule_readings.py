@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headgate.steering.core.rules import step_counts
 from headgate.steering.core.rules.registry import MAX_SELECTIONS
 from headgate.steering.core.rules.step_counts import OTHERS
-from headgate.steering.core.rules.step_readings import StepReadings
+from headgate.steering.core.rules.step_readings import RequestReadings
 from headgate.steering.gates.gate import Gate
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.requests.gate_fields import read_gates
@@ -49,11 +49,11 @@ def rules() -> Rules:
 
 
 @pytest.fixture
-def steps(rules: Rules) -> StepReadings:
-    return StepReadings(rules.state.rules)
+def steps(rules: Rules) -> RequestReadings:
+    return RequestReadings(rules.state.rules)
 
 
-def add(rules: Rules, steps: StepReadings, req_id: str, *, gates: tuple[Gate, ...] = (), **selected: Any) -> None:
+def add(rules: Rules, steps: RequestReadings, req_id: str, *, gates: tuple[Gate, ...] = (), **selected: Any) -> None:
     rules.state.rules.add(req_id, selected.get("selection"), 4)
     resolved = rules.state.resolve(req_id, SteeringSpec(gates=gates), 4)
     steps.add(req_id, gates, resolved, 4, is_traced=True)
@@ -72,7 +72,7 @@ def row(rules: Rules, name: str, score: float, applied: float, shown: float | No
     return {read: score, acts: applied, acts + 1: applied if shown is None else shown}
 
 
-def test_a_rule_that_came_late_has_null_before(rules: Rules, steps: StepReadings) -> None:
+def test_a_rule_that_came_late_has_null_before(rules: Rules, steps: RequestReadings) -> None:
     rules.on("first")
     add(rules, steps, "a")
     notes = [steps.take(readings(("a", 0, [row(rules, "first", 2.0, 1.0)])), ())["a"]]
@@ -92,7 +92,7 @@ def test_a_rule_that_came_late_has_null_before(rules: Rules, steps: StepReadings
     assert trace["gates"]["late"] == {"strength": [None, None, 0.5, 0.0], "applied": [None, None, 0.5, 0.0]}
 
 
-def test_rows_that_are_computed_again_are_told_once(rules: Rules, steps: StepReadings) -> None:
+def test_rows_that_are_computed_again_are_told_once(rules: Rules, steps: RequestReadings) -> None:
     rules.on("calm")
     add(rules, steps, "a")
     told = row(rules, "calm", 1.0, 1.0)
@@ -103,7 +103,7 @@ def test_rows_that_are_computed_again_are_told_once(rules: Rules, steps: StepRea
 
 
 def test_a_prompt_without_its_first_token_has_the_rows_that_were_computed_last(
-    rules: Rules, steps: StepReadings
+    rules: Rules, steps: RequestReadings
 ) -> None:
     rules.on("calm")
     add(rules, steps, "a")
@@ -118,7 +118,7 @@ def test_a_prompt_without_its_first_token_has_the_rows_that_were_computed_last(
 
 @pytest.mark.parametrize("is_on", [True, False], ids=["another rule", "no rule"])
 def test_a_prompt_that_begins_again_under_other_rules_has_nothing_of_those_before(
-    rules: Rules, steps: StepReadings, is_on: bool
+    rules: Rules, steps: RequestReadings, is_on: bool
 ) -> None:
     """Row 0 comes from the prefix cache then; without a rule nothing is read any more."""
     rules.on("old")
@@ -145,7 +145,7 @@ def test_a_prompt_that_begins_again_under_other_rules_has_nothing_of_those_befor
 
 
 def test_the_last_row_of_a_preempted_request_is_of_the_rules_that_came_meanwhile(
-    rules: Rules, steps: StepReadings
+    rules: Rules, steps: RequestReadings
 ) -> None:
     """Rows 0 to 4 were computed before; the fifth is computed with them, for the first time."""
     add(rules, steps, "a")
@@ -159,7 +159,7 @@ def test_the_last_row_of_a_preempted_request_is_of_the_rules_that_came_meanwhile
     assert steps.counts.rules == {"calm": 1}
 
 
-def test_names_of_a_request_and_of_rules_are_told_apart(rules: Rules, steps: StepReadings) -> None:
+def test_names_of_a_request_and_of_rules_are_told_apart(rules: Rules, steps: RequestReadings) -> None:
     gate = {key: value for key, value in document().items() if key != "applies_to"}
     rules.on("calm")
     add(rules, steps, "a", gates=read_gates([{"name": "calm", **gate}], STEERABLE))
@@ -171,7 +171,7 @@ def test_names_of_a_request_and_of_rules_are_told_apart(rules: Rules, steps: Ste
     assert {name: told["applied"] for name, told in note["gates"].items()} == {"calm": [0.25], "calm (rule)": [1.0]}
 
 
-def test_rows_are_counted_where_a_rule_acts(rules: Rules, steps: StepReadings) -> None:
+def test_rows_are_counted_where_a_rule_acts(rules: Rules, steps: RequestReadings) -> None:
     rules.on("all")
     rules.on("some", applies_to="opt_in")
     rules.on("watch", then="observe")
@@ -186,7 +186,7 @@ def test_rows_are_counted_where_a_rule_acts(rules: Rules, steps: StepReadings) -
     assert steps.counts.rules == {"all": 3, "some": 1, "watch": 3}
 
 
-def test_steps_that_were_launched_before_a_rule_came_do_not_count(rules: Rules, steps: StepReadings) -> None:
+def test_steps_that_were_launched_before_a_rule_came_do_not_count(rules: Rules, steps: RequestReadings) -> None:
     add(rules, steps, "a")
     rules.on("calm")
     steps.change_rules({"a": 5})
@@ -207,7 +207,7 @@ def scoped(scope: str) -> dict[str, Any]:
     return {"then": "observe"} if scope == "observe" else {"scope": scope}
 
 
-def add_all(rules: Rules, steps: tuple[StepReadings, ...], scopes: list[str]) -> None:
+def add_all(rules: Rules, steps: tuple[RequestReadings, ...], scopes: list[str]) -> None:
     """Add a request for each scope, whose id is its number; the third is not traced."""
     gate = {key: value for key, value in document().items() if key != "applies_to"}
     for at, scope in enumerate(scopes):
@@ -238,7 +238,7 @@ def test_steps_of_single_rows_are_counted_and_traced_as_others_are(
     rng, rules = np.random.default_rng(seed), Rules()
     for at, scope in enumerate(ruled):
         rules.on(f"rule{at}", **scoped(scope))
-    alone, beside = StepReadings(rules.state.rules), StepReadings(rules.state.rules)
+    alone, beside = RequestReadings(rules.state.rules), RequestReadings(rules.state.rules)
     add_all(rules, (alone, beside), scopes)
     traces: list[dict[str, list[Any]]] = [defaultdict(list), defaultdict(list)]
     expected = set()
@@ -269,7 +269,7 @@ def test_steps_of_single_rows_are_counted_and_traced_as_others_are(
     assert alone.counts.gates["gate0"] > 0
 
 
-def test_names_of_gates_in_one_step_are_limited(rules: Rules, steps: StepReadings, monkeypatch: Any) -> None:
+def test_names_of_gates_in_one_step_are_limited(rules: Rules, steps: RequestReadings, monkeypatch: Any) -> None:
     monkeypatch.setattr(step_counts, "MAX_NAMES", 1)
     gate = {key: value for key, value in document().items() if key != "applies_to"}
     for name in ("one", "two", "three"):
@@ -281,7 +281,7 @@ def test_names_of_gates_in_one_step_are_limited(rules: Rules, steps: StepReading
 
 
 def test_names_of_gates_that_are_counted_apart_are_limited(
-    rules: Rules, steps: StepReadings, monkeypatch: pytest.MonkeyPatch
+    rules: Rules, steps: RequestReadings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_counts, "MAX_NAMES", 1)
     gate = {key: value for key, value in document().items() if key != "applies_to"}

@@ -12,8 +12,8 @@ import pytest
 from headgate.capture.engine.contracts.parts import stored_requests
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
-from headgate.steering.features.check import Report, check, measure, sample, with_figures
-from headgate.steering.features.source_coder import Kind, SourceCoder
+from headgate.steering.features.check import CoderReport, check, measure, sample, with_figures
+from headgate.steering.features.source_coder import CoderKind, SourceCoder
 from headgate.steering.features.sparse_coder import coder_of
 from headgate.steering.features.tensors import FeatureFileError
 from tests.fakes.sparse_coders import tensor
@@ -27,7 +27,7 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(root)
 
 
-def checked(source: SourceCoder, captures: str) -> Report:
+def checked(source: SourceCoder, captures: str) -> CoderReport:
     return check(coder_of(source, Path("x")), captures)
 
 
@@ -111,7 +111,7 @@ def test_transcoders_are_judged_by_the_rows_they_should_write(captures: str) -> 
 
 
 def test_a_threshold_stands_for_top_k(captures: str) -> None:
-    source = trained(kind=Kind.TOPK, k=3, threshold=None)
+    source = trained(kind=CoderKind.TOPK, k=3, threshold=None)
     coder = coder_of(source, Path("x"))
     report = check(coder, captures)
     assert report.problems == []

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from headgate.capture import cli
 from headgate.steering.features.commands import app
 from headgate.steering.features.importing import open_coder
-from headgate.steering.features.source_coder import Kind
+from headgate.steering.features.source_coder import CoderKind
 from tests.fakes.sparse_coders import put, save
 from tests.fakes.stored_features import SITE, WIDTH, activations, dictionary, imported, mean, store, trained
 
@@ -121,7 +121,7 @@ def test_wrong_arguments_are_named(downloaded: Path, captures: Path, tmp_path: P
 
 
 def test_a_threshold_given_at_import_stands_for_top_k(tmp_path: Path) -> None:
-    first = imported(tmp_path, trained(kind=Kind.TOPK, k=3, threshold=None))
+    first = imported(tmp_path, trained(kind=CoderKind.TOPK, k=3, threshold=None))
 
     run("import", first, "--to", tmp_path / "y.safetensors", "--threshold", "0.7", "--name", "joy")
 

@@ -11,12 +11,12 @@ import pytest
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.canonical import write_coder
 from headgate.steering.features.importing import open_coder, read_source
-from headgate.steering.features.source_coder import Hints, Kind, Norm
+from headgate.steering.features.source_coder import CoderKind, Hints, Norm
 from headgate.steering.features.sparse_coder import SparseCoder, coder_of, gathered
 from headgate.steering.features.tensors import FeatureFileError, LazyTensor
 from tests.fakes.sparse_coders import FEATURES, SITE, WIDTH, Reference, rows, source, tensor, weights
 
-EXACT = (Kind.RELU, Kind.JUMPRELU, Kind.GATED)
+EXACT = (CoderKind.RELU, CoderKind.JUMPRELU, CoderKind.GATED)
 
 
 @pytest.fixture(params=["direct", "imported"])
@@ -35,9 +35,9 @@ def coder(form: str, folder: Path, **fields: object) -> SparseCoder:
 
 @pytest.mark.parametrize("subtracts", [False, True])
 @pytest.mark.parametrize("norm", Norm)
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", CoderKind)
 def test_encode_and_decode_are_the_published_formulas(
-    kind: Kind, norm: Norm, subtracts: bool, form: str, tmp_path: Path
+    kind: CoderKind, norm: Norm, subtracts: bool, form: str, tmp_path: Path
 ) -> None:
     x, reference = rows(), Reference(kind, norm, subtracts=subtracts)
     found = coder(form, tmp_path, kind=kind, norm=norm, subtracts_bias=subtracts)
@@ -52,9 +52,9 @@ def test_encode_and_decode_are_the_published_formulas(
 
 @pytest.mark.parametrize("subtracts", [False, True])
 @pytest.mark.parametrize("norm", Norm)
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", CoderKind)
 def test_delta_is_decode_of_edited_activations_plus_the_error(
-    kind: Kind, norm: Norm, subtracts: bool, tmp_path: Path
+    kind: CoderKind, norm: Norm, subtracts: bool, tmp_path: Path
 ) -> None:
     x, reference = rows(), Reference(kind, norm, subtracts=subtracts)
     found = coder("direct", tmp_path, kind=kind, norm=norm, subtracts_bias=subtracts)
@@ -71,7 +71,7 @@ def test_delta_is_decode_of_edited_activations_plus_the_error(
 
 @pytest.mark.parametrize("norm", Norm)
 @pytest.mark.parametrize("kind", EXACT)
-def test_rows_of_a_feature_alone_give_its_activations(kind: Kind, norm: Norm, form: str, tmp_path: Path) -> None:
+def test_rows_of_a_feature_alone_give_its_activations(kind: CoderKind, norm: Norm, form: str, tmp_path: Path) -> None:
     x, reference = rows(), Reference(kind, norm, subtracts=True)
     found = coder(form, tmp_path, kind=kind, norm=norm, subtracts_bias=True)
     features = [39, 0, 17]
@@ -91,7 +91,7 @@ def test_rows_of_a_feature_alone_give_its_activations(kind: Kind, norm: Norm, fo
 def test_a_factor_on_rows_and_lengths_of_decoder_rows_are_folded(form: str, tmp_path: Path) -> None:
     x, s = rows(), 0.37
     w = {name: values.astype(np.float64) for name, values in weights().items()}
-    found = coder(form, tmp_path, kind=Kind.TOPK, scale=s, folds_decoder_norm=True, subtracts_bias=True)
+    found = coder(form, tmp_path, kind=CoderKind.TOPK, scale=s, folds_decoder_norm=True, subtracts_bias=True)
 
     lengths = np.linalg.norm(w["W_dec"], axis=1)
     a = np.maximum(((x * s - w["b_dec"]) @ w["W_enc"] + w["b_enc"]) * lengths, 0)
@@ -124,12 +124,12 @@ def test_a_transcoder_writes_elsewhere_and_keeps_its_skip(form: str, tmp_path: P
 
 
 def test_top_k_says_which_threshold_it_has(form: str, tmp_path: Path) -> None:
-    without = coder(form, tmp_path, kind=Kind.TOPK)
+    without = coder(form, tmp_path, kind=CoderKind.TOPK)
     assert without.decision == "none"
     assert np.isnan(without.rows([0]).threshold).all(), "no comparison with it is true"
     selected = without.encode(rows())
 
-    given = coder(form, tmp_path, kind=Kind.TOPK, threshold=np.full(FEATURES, 0.8))
+    given = coder(form, tmp_path, kind=CoderKind.TOPK, threshold=np.full(FEATURES, 0.8))
     assert given.decision == "threshold"
     assert given.rows([0, 1]).threshold == pytest.approx([0.8, 0.8])
     np.testing.assert_array_equal(given.encode(rows()), selected)
@@ -223,7 +223,7 @@ def test_the_hash_of_a_source_that_was_not_imported_is_that_of_its_files(tmp_pat
 
 
 def test_rows_that_lie_apart_in_a_file_are_gathered_as_far_as_there_is_room(tmp_path: Path) -> None:
-    found = coder_of(source(kind=Kind.JUMPRELU), tmp_path)
+    found = coder_of(source(kind=CoderKind.JUMPRELU), tmp_path)
     encoder = found.weights.source.encoder
     assert encoder.is_scattered
 
@@ -241,7 +241,7 @@ def test_rows_that_lie_apart_in_a_file_are_gathered_as_far_as_there_is_room(tmp_
 def test_gathered_rows_keep_the_hash_of_the_files_that_they_were_read_from(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_bytes(b"1")
-    found = coder_of(source(kind=Kind.JUMPRELU, sha256=None, paths=(file,)), tmp_path)
+    found = coder_of(source(kind=CoderKind.JUMPRELU, sha256=None, paths=(file,)), tmp_path)
 
     near, taken = gathered(found, 1 << 20)
     file.unlink()

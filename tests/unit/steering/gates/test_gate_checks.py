@@ -10,7 +10,7 @@ from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, Site
 from headgate.steering.gates.checks import check_reads, check_this_token, is_reached
 from headgate.steering.gates.gate import Always, Gate, Then
-from headgate.steering.programs.gate_codes import Scope
+from headgate.steering.programs.gate_codes import GateScope
 
 GATE = Gate(name="g", when=Always(), then=Then(observes=True), where="steering_gates[2]")
 
@@ -52,13 +52,13 @@ def test_this_token_writes_behind_all_that_it_reads() -> None:
     assert refused.value.field == "steering_gates[2].scope"
 
 
-@pytest.mark.parametrize("scope", [Scope.NEXT, Scope.REST])
-def test_other_scopes_write_anywhere(scope: Scope) -> None:
+@pytest.mark.parametrize("scope", [GateScope.NEXT, GateScope.REST])
+def test_other_scopes_write_anywhere(scope: GateScope) -> None:
     check_this_token(replace(GATE, scope=scope), sites("2.pre_attn"), sites("1.post_mlp"))
 
 
-@pytest.mark.parametrize("scope", Scope)
-def test_scores_come_in_one_order(scope: Scope) -> None:
+@pytest.mark.parametrize("scope", GateScope)
+def test_scores_come_in_one_order(scope: GateScope) -> None:
     gate = replace(GATE, scope=scope)
 
     check_reads(gate, sites("1.attn_out", "2.mlp_in", "2.post_attn"))

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.gates.gate import Always, Condition, Gate, Group, InlineProbe, Leaf, NamedProbe, Negation, Then
+from headgate.steering.gates.gate import (
+    Always,
+    Condition,
+    ConditionGroup,
+    Gate,
+    InlineProbe,
+    Leaf,
+    NamedProbe,
+    Negation,
+    Then,
+)
 from headgate.steering.gates.layout import FOLLOWING, layout_of, num_columns
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource, Note, TraceWriter
@@ -35,7 +45,7 @@ conditions = st.recursive(
     leaves,
     lambda inner: (
         st.builds(
-            lambda combine, found: Group(combine, tuple(found)),
+            lambda combine, found: ConditionGroup(combine, tuple(found)),
             st.sampled_from([Combine.ANY, Combine.ALL]),
             st.lists(inner, min_size=1, max_size=3),
         )
@@ -59,9 +69,9 @@ def test_no_two_numbers_share_a_column(given_conditions, first):
 
 
 def test_a_named_probe_has_one_score_and_inline_ones_are_named_after_their_gate():
-    two = Group(Combine.ANY, (leaf(), leaf("anger"), leaf()))
+    two = ConditionGroup(Combine.ANY, (leaf(), leaf("anger"), leaf()))
 
-    layout = layout_of([gate("a", two), gate("b", Group(Combine.ALL, (leaf("anger"), leaf())))])
+    layout = layout_of([gate("a", two), gate("b", ConditionGroup(Combine.ALL, (leaf("anger"), leaf())))])
 
     assert [score.name for score in layout.scores] == ["a", "anger", "a.1", "b"]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.steering.programs.stored_vectors import Stored, StoredVectors, store
+from headgate.steering.programs.stored_vectors import StoredVector, StoredVectors, store
 from headgate.steering.vectors.dtypes import StoredType, widen
 from headgate.steering.vectors.sums import round_to
 
@@ -27,7 +27,7 @@ def rows(draw: st.DrawFn) -> np.ndarray:
     return np.zeros_like(row) if draw(st.integers(0, 9)) == 0 else row
 
 
-def told(found: Stored) -> tuple[object, ...]:
+def told(found: StoredVector) -> tuple[object, ...]:
     rest = found.rest()
     about = None if rest is None else (rest.stored.tobytes(), rest.factor)
     return found.stored.tobytes(), found.factor, found.peak, found.norm, found.unit_peak if found.norm else None, about

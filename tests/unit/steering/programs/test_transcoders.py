@@ -16,7 +16,7 @@ from headgate.capture.schema.sites import HookPoint, Site, sort_sites
 from headgate.steering.core.saes.registry import SaeRegistry, open_sae
 from headgate.steering.features.canonical import write_coder
 from headgate.steering.features.importing import read_source
-from headgate.steering.features.source_coder import Hints, Kind
+from headgate.steering.features.source_coder import CoderKind, Hints
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.programs.codes import CODE, CODE_MASK, MAX_CHANGES, Code, change_index, with_change
 from headgate.steering.programs.feature_edits import SaeFacts, check_edits
@@ -302,7 +302,7 @@ def test_the_description_tells_both_kinds_of_sites(tmp_path: Path) -> None:
 
 def test_a_top_k_transcoder_without_a_threshold_serves_what_needs_no_activation(tmp_path: Path) -> None:
     path = KINDS[2].save(tmp_path / "t")
-    chosen = replace(read_source(path, Hints()), kind=Kind.TOPK, k=3, threshold=None)
+    chosen = replace(read_source(path, Hints()), kind=CoderKind.TOPK, k=3, threshold=None)
     write_coder(tmp_path / "t.safetensors", chosen, name="t", path=str(path))
     saes = SaeRegistry("float32", 16)
     saes.put(open_sae("t", tmp_path / "t.safetensors", None, steerable()))

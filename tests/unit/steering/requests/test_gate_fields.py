@@ -18,7 +18,7 @@ from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, Leaf
 from headgate.steering.gates.layout import layout_of
 from headgate.steering.gates.wire import gates_from_wire, gates_to_wire
 from headgate.steering.programs.codes import Edit
-from headgate.steering.programs.gate_codes import Mode, Pool, Scope
+from headgate.steering.programs.gate_codes import GateScope, Mode, Pool
 from headgate.steering.programs.operations import Method, ModuleVector
 from headgate.steering.requests.gate_fields import read_gates, read_predecessor
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
@@ -66,7 +66,7 @@ def old(**keys: Any) -> Gate:
 def test_a_gate_has_defaults() -> None:
     found = one()
 
-    assert (found.name, found.mode, found.amount, found.scope) == ("gate0", Mode.BINARY, 1.0, Scope.THIS)
+    assert (found.name, found.mode, found.amount, found.scope) == ("gate0", Mode.BINARY, 1.0, GateScope.THIS)
     assert (found.conversation, found.where) == (None, "steering_gates[0]")
     assert plain(found.then.module) == ["calm", 1.0, "steering_gates[0].then.module"]
 
@@ -83,7 +83,7 @@ def test_a_gate_with_every_key_is_read() -> None:
     (read,) = found.leaves
 
     assert (found.name, found.mode, found.amount) == ("calm-down", Mode.PROPORTIONAL, 3.0)
-    assert (found.scope, found.conversation) == (Scope.REST, "chat 7")
+    assert (found.scope, found.conversation) == (GateScope.REST, "chat 7")
     assert (read.is_below, read.threshold, read.hysteresis, read.pool, read.alpha) == (True, -0.5, 0.1, Pool.EMA, 0.25)
     assert read.reading == NamedProbe("anger", "steering_gates[0].when.probe")
     assert read.where == "steering_gates[0].when"
@@ -250,14 +250,14 @@ def test_a_control_loop_is_read() -> None:
 @pytest.mark.parametrize(
     ("scope", "expected"),
     [
-        (None, Scope.THIS),
-        ("this_token", Scope.THIS),
-        ("next_token", Scope.NEXT),
-        ("next_step", Scope.NEXT),
-        ("rest_of_request", Scope.REST),
+        (None, GateScope.THIS),
+        ("this_token", GateScope.THIS),
+        ("next_token", GateScope.NEXT),
+        ("next_step", GateScope.NEXT),
+        ("rest_of_request", GateScope.REST),
     ],
 )
-def test_every_scope_is_read(scope: Any, expected: Scope) -> None:
+def test_every_scope_is_read(scope: Any, expected: GateScope) -> None:
     assert one(scope=scope).scope is expected
 
 
@@ -266,8 +266,8 @@ def test_a_gate_acts_at_earlier_sites_later_alone() -> None:
 
     assert one(when=when, then={"vectors": LATER}).then.operations[0].site == Site(2, HookPoint.POST_MLP)
     assert one(when=when, then={"vectors": {"post_mlp": {1: V}}}).then.operations[0].site == SECOND
-    assert one(when=when, then={"vectors": EARLIER}, scope="next_token").scope is Scope.NEXT
-    assert one(when="always", then={"vectors": EARLIER}).scope is Scope.THIS
+    assert one(when=when, then={"vectors": EARLIER}, scope="next_token").scope is GateScope.NEXT
+    assert one(when="always", then={"vectors": EARLIER}).scope is GateScope.THIS
     with pytest.raises(RequestError, match="next_token works") as refused:
         one(when=when, then={"vectors": EARLIER})
     assert refused.value.field == "steering_gates[0].scope"
@@ -311,7 +311,7 @@ class TestPredecessor:
         found = old()
         (read,) = found.leaves
 
-        assert (found.name, found.mode, found.amount, found.scope) == ("gate0", Mode.SIGMOID, 4.0, Scope.THIS)
+        assert (found.name, found.mode, found.amount, found.scope) == ("gate0", Mode.SIGMOID, 4.0, GateScope.THIS)
         assert (read.threshold, read.is_below, read.hysteresis, read.pool) == (0.5, False, 0.0, Pool.TOKEN)
         assert isinstance(read.reading, InlineProbe)
         assert plain(read.reading) == ["InlineProbe", plain(SECOND), V, 0.0, False, "steering[0].when.probe"]
@@ -326,7 +326,7 @@ class TestPredecessor:
     def test_it_goes_on_in_a_conversation(self) -> None:
         found = old(scope="rest_of_conversation", conversation_id="c")
 
-        assert (found.scope, found.conversation) == (Scope.REST, "c")
+        assert (found.scope, found.conversation) == (GateScope.REST, "c")
 
     def test_names_are_those_of_probes_and_modules(self) -> None:
         found = old(

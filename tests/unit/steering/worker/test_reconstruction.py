@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from headgate.capture.schema.errors import ConfigError
-from headgate.steering.features.source_coder import Kind, Norm
+from headgate.steering.features.source_coder import CoderKind, Norm
 from headgate.steering.features.sparse_coder import coder_of
 from headgate.steering.programs.codes import (
     CODE,
@@ -20,9 +20,9 @@ from headgate.steering.programs.codes import (
     NUM_PARAMS,
     NUM_SUMS,
     SUM_ROWS,
-    Activation,
     Code,
     Edit,
+    FeatureActivation,
     InputNorm,
 )
 from headgate.steering.worker.gates.step_gates import no_gates
@@ -89,8 +89,8 @@ def test_a_row_becomes_what_the_formulas_say(norm):
 
 
 @pytest.mark.parametrize("norm", Norm)
-@pytest.mark.parametrize("kind", [Kind.RELU, Kind.JUMPRELU, Kind.GATED])
-def test_it_is_what_a_coder_decodes_of_what_it_encodes(kind: Kind, norm: Norm):
+@pytest.mark.parametrize("kind", [CoderKind.RELU, CoderKind.JUMPRELU, CoderKind.GATED])
+def test_it_is_what_a_coder_decodes_of_what_it_encodes(kind: CoderKind, norm: Norm):
     coder, x = coder_of(source(kind=kind, norm=norm, subtracts_bias=True), Path("x")), rows()
     every = slice(0, coder.num_features)
     encoding = coder.weights.encoding(every, np.float64)
@@ -112,7 +112,7 @@ def programs(norm: InputNorm = InputNorm.NONE) -> tuple[Any, ...]:
     pool = torch.stack([torch.zeros(WIDTH), torch.ones(WIDTH) / 2, encoder[3], decoder[3]])
     codes, params = torch.zeros(3, 4, NUM_CODES, dtype=torch.int32), torch.zeros(3, 4, NUM_PARAMS)
     codes[1, :3, :3] = torch.tensor(
-        [[Code.ADD, 0, 1], [Code.RECONSTRUCT, 0, 0], [Code.FEATURE | Activation.GATED | Edit.SET | norm, 2, 3]]
+        [[Code.ADD, 0, 1], [Code.RECONSTRUCT, 0, 0], [Code.FEATURE | FeatureActivation.GATED | Edit.SET | norm, 2, 3]]
     )
     params[1, 0, 1] = 1.0
     bias, _, scale, magnitude_bias = numbers[:, 3].tolist()

@@ -111,8 +111,7 @@ def test_a_forward_on_the_host_reads_the_array() -> None:
     assert flat.tolist() == [0.0, 2.0, 0.0, 1.0]
 
 
-NO_TOKENS, NO_SLOTS = np.empty((0, 2), np.int32), np.empty(0, np.int32)
-NO_PLACES, NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
+NO_SLOTS, NO_PLACES = np.empty(0, np.int32), np.empty(0, np.int64)
 NOTHING = StepRows(np.zeros(8, np.int32), 0, False, None)
 NUM_SLOTS, NUM_COLUMNS = 3, 4
 
@@ -174,7 +173,7 @@ def test_coefficients_alone_take_the_short_way_once_their_places_are_known(has_u
     ]
     for step, (where, is_short, more) in enumerate(steps):
         values, before = np.arange(len(where), dtype=np.float32) + 10.0 * step, noted.count
-        writes = GateWrites(NO_TOKENS, NO_PLACES, NO_VALUES, NO_SLOTS, (), where, values)._replace(**more)
+        writes = GateWrites(**{"state_places": where, "states": values, **more})
         tables.update(None, NOTHING, writes)
 
         table = expected.reshape(NUM_SLOTS, NUM_COLUMNS)

@@ -14,14 +14,14 @@ import pytest
 from headgate.steering.controllers import controller_thread
 from headgate.steering.controllers.controller_thread import HANGS_S
 from headgate.steering.controllers.hosting import process_host
-from headgate.steering.controllers.hosting.messages import Answer, Loaded
+from headgate.steering.controllers.hosting.messages import Loaded, StepAnswer
 from headgate.steering.controllers.hosting.process_host import ControllerProcess
 from tests.fakes.hosted_controllers import spec
 
 STEP_S, BUDGET_S = 0.01, 0.005
 QUICK_S = 0.0005
 """What a step takes the controllers."""
-ANSWER = pickle.dumps(Answer(actions=(), switched_off=(), figures={}))
+ANSWER = pickle.dumps(StepAnswer(actions=(), switched_off=(), figures={}))
 
 
 class Clock:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headgate.steering.features.source_coder import Kind
+from headgate.steering.features.source_coder import CoderKind
 from headgate.steering.features.tensors import FeatureFileError
 from tests.fakes.sparse_coders import (
     FEATURES,
@@ -33,11 +33,11 @@ SET = "model_kind: transcoder_set\nmodel_name: m\nfeature_input_hook: mlp.hook_i
 
 
 @pytest.mark.parametrize("config", ["config.yaml", "wandb-config.yaml", "wanb-config.yaml"])
-@pytest.mark.parametrize("kind", [Kind.RELU, Kind.JUMPRELU])
-def test_circuit_tracer_has_one_file_for_each_layer(kind: Kind, config: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [CoderKind.RELU, CoderKind.JUMPRELU])
+def test_circuit_tracer_has_one_file_for_each_layer(kind: CoderKind, config: str, tmp_path: Path) -> None:
     (tmp_path / config).write_text(SET if config == "config.yaml" else "d_model: {value: 12}\n", encoding="utf-8")
     tensors = transposed(only(*MATRICES), "W_enc")
-    if kind is Kind.JUMPRELU:
+    if kind is CoderKind.JUMPRELU:
         tensors["activation_function.threshold"] = weights()["threshold"]
     skip = np.random.default_rng(3).standard_normal((WIDTH, WIDTH)).astype(np.float32)
     path = save(tmp_path / "layer_7.safetensors", {**tensors, "W_skip": skip})
@@ -69,7 +69,7 @@ def test_circuit_tracer_cross_layer_transcoders(tmp_path: Path) -> None:
 
     x = rows()
     a = coder.encode(x, np.float64)
-    np.testing.assert_allclose(a, [Reference(Kind.JUMPRELU).encode(row) for row in x], atol=1e-6)
+    np.testing.assert_allclose(a, [Reference(CoderKind.JUMPRELU).encode(row) for row in x], atol=1e-6)
     np.testing.assert_allclose(coder.decode(a, x, 0), a @ decoder[:, 0] + w["b_dec"] + x @ skip, atol=1e-5)
     np.testing.assert_allclose(coder.decode(a, x, 2), a @ decoder[:, 2], atol=1e-5)
     assert places(coder) == [

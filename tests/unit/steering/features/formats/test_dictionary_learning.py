@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.steering.features.source_coder import Kind
+from headgate.steering.features.source_coder import CoderKind
 from headgate.steering.features.tensors import FeatureFileError
 from tests.fakes.sparse_coders import (
     FEATURES,
@@ -50,10 +50,13 @@ GATED = {
 }
 NEW = {**{name: WITH_BIAS[name] for name in WITH_BIAS if name != "b_dec"}, "decoder.bias": weights()["b_dec"]}
 CLASSES: dict[str, tuple[dict[str, Array], Reference]] = {
-    "AutoEncoderNew": (NEW, Reference(Kind.RELU)),
-    "AutoEncoderTopK": ({**WITH_BIAS, "k": scalar(5), "threshold": scalar(-1)}, Reference(Kind.TOPK, subtracts=True)),
-    "GatedAutoEncoder": (GATED, Reference(Kind.GATED, subtracts=True)),
-    "JumpReluAutoEncoder": (only(*MATRICES, "threshold"), Reference(Kind.JUMPRELU)),
+    "AutoEncoderNew": (NEW, Reference(CoderKind.RELU)),
+    "AutoEncoderTopK": (
+        {**WITH_BIAS, "k": scalar(5), "threshold": scalar(-1)},
+        Reference(CoderKind.TOPK, subtracts=True),
+    ),
+    "GatedAutoEncoder": (GATED, Reference(CoderKind.GATED, subtracts=True)),
+    "JumpReluAutoEncoder": (only(*MATRICES, "threshold"), Reference(CoderKind.JUMPRELU)),
 }
 
 
@@ -74,7 +77,7 @@ def test_classes_that_select_by_batch_have_one_threshold(name: str, tmp_path: Pa
     tensors = dict(WITH_BIAS) if name == "BatchTopKSAE" else only(*MATRICES)
     if name == "MatryoshkaBatchTopKSAE":
         tensors["group_sizes"] = np.asarray([8, FEATURES - 8])
-    reference = Reference(Kind.JUMPRELU, subtracts=True)
+    reference = Reference(CoderKind.JUMPRELU, subtracts=True)
     reference.w["threshold"] = np.full(FEATURES, 0.5)
 
     coder = read(write(tmp_path / "a", name, {**tensors, "k": scalar(5), "threshold": scalar(0.5)}))
@@ -101,7 +104,7 @@ def test_activations_of_autoencoder_are_in_units_of_its_decoder_rows(tmp_path: P
 def test_top_k_encodes_by_row_although_it_stores_a_threshold(tmp_path: Path) -> None:
     coder = read(write(tmp_path, "AutoEncoderTopK", {**WITH_BIAS, "k": scalar(5), "threshold": scalar(0.25)}))
 
-    agrees(coder, Reference(Kind.TOPK, subtracts=True))
+    agrees(coder, Reference(CoderKind.TOPK, subtracts=True))
     assert coder.decision == "threshold"
     assert coder.rows([0]).threshold == pytest.approx([0.25])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headgate.steering.features.source_coder import Kind
+from headgate.steering.features.source_coder import CoderKind
 from headgate.steering.features.tensors import FeatureFileError
 from tests.fakes.sparse_coders import (
     FEATURES,
@@ -40,7 +40,7 @@ def test_gemma_scope_1(repository: str, site: str, tmp_path: Path) -> None:
 
     coder = read(folder)
 
-    agrees(coder, Reference(Kind.JUMPRELU))
+    agrees(coder, Reference(CoderKind.JUMPRELU))
     assert (coder.read_site and coder.read_site.name, coder.declared) == (site, {"l0": 71.0})
     assert coder.model == {"2b": "google/gemma-2-2b", "9b": "google/gemma-2-9b-it"}[repository.split("-")[2]]
 
@@ -76,7 +76,7 @@ def test_gemma_scope_1_transcoders_read_before_the_norms_gain(kind: str, tmp_pat
 
     normalized = rows()
     mlp_in = normalized * (1 + stored if kind == "gemma2" else stored)
-    expected = [Reference(Kind.JUMPRELU).encode(row) for row in normalized]
+    expected = [Reference(CoderKind.JUMPRELU).encode(row) for row in normalized]
     np.testing.assert_allclose(coder.encode(mlp_in, np.float64), expected, rtol=1e-6, atol=1e-6)
     assert places(coder) == ["3.mlp_in", "3.mlp_out"]
 
@@ -120,7 +120,7 @@ def test_gemma_scope_2(place: str, has_config: bool, tmp_path: Path) -> None:
 
     coder = read(folder)
 
-    agrees(coder, Reference(Kind.JUMPRELU))
+    agrees(coder, Reference(CoderKind.JUMPRELU))
     assert [site.name for site in coder.write_sites] == [PLACES[place]]
 
 
@@ -133,7 +133,7 @@ def test_gemma_scope_2_transcoders_have_affine_skips(tmp_path: Path) -> None:
 
     x = rows()
     a = coder.encode(x, np.float64)
-    np.testing.assert_allclose(a, [Reference(Kind.JUMPRELU).encode(row) for row in x], atol=1e-6)
+    np.testing.assert_allclose(a, [Reference(CoderKind.JUMPRELU).encode(row) for row in x], atol=1e-6)
     np.testing.assert_allclose(coder.decode(a, x), a @ SECOND["w_dec"] + SECOND["b_dec"] + x @ affine, atol=1e-5)
     assert places(coder) == ["5.mlp_in", "5.mlp_out"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headgate.steering.features.source_coder import Kind
+from headgate.steering.features.source_coder import CoderKind
 from headgate.steering.features.tensors import FeatureFileError
 from tests.fakes.sparse_coders import (
     FEATURES,
@@ -33,7 +33,7 @@ LLAMA_SCOPE = {"d_model": WIDTH, "d_sae": FEATURES, "hook_point_in": "blocks.3.h
 
 def scalar_threshold(value: float) -> Reference:
     """The formulas with one threshold."""
-    reference = Reference(Kind.JUMPRELU)
+    reference = Reference(CoderKind.JUMPRELU)
     reference.w["threshold"] = np.full(FEATURES, value)
     return reference
 
@@ -58,7 +58,7 @@ def test_r1_distill_has_the_logarithm_of_its_threshold_and_demands_the_factor(tm
 
     with pytest.raises(FeatureFileError, match=r"dataset_average_activation_norm.in is None: give the factor"):
         read(tmp_path)
-    agrees(read(tmp_path, scale=0.4), Reference(Kind.JUMPRELU), 0.4)
+    agrees(read(tmp_path, scale=0.4), Reference(CoderKind.JUMPRELU), 0.4)
 
 
 def test_llamascopium(tmp_path: Path) -> None:

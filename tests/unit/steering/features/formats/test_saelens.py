@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.steering.features.source_coder import Kind, Norm
+from headgate.steering.features.source_coder import CoderKind, Norm
 from headgate.steering.features.tensors import FeatureFileError
 from tests.fakes.sparse_coders import (
     FEATURES,
@@ -40,10 +40,10 @@ def saelens(folder: Path, tensors: dict[str, Array], **config: Any) -> Path:
 
 GATED = ("W_enc", "W_dec", "b_gate", "b_mag", "r_mag", "b_dec")
 KINDS = {
-    "standard": (Kind.RELU, only(*MATRICES)),
-    "jumprelu": (Kind.JUMPRELU, only(*MATRICES, "threshold")),
-    "gated": (Kind.GATED, only(*GATED)),
-    "topk": (Kind.TOPK, only(*MATRICES)),
+    "standard": (CoderKind.RELU, only(*MATRICES)),
+    "jumprelu": (CoderKind.JUMPRELU, only(*MATRICES, "threshold")),
+    "gated": (CoderKind.GATED, only(*GATED)),
+    "topk": (CoderKind.TOPK, only(*MATRICES)),
 }
 
 
@@ -53,7 +53,7 @@ KINDS = {
 def test_saelens(architecture: str, norm: str, subtracts: bool, tmp_path: Path) -> None:
     kind, tensors = KINDS[architecture]
     extra = {"architecture": architecture, "normalize_activations": norm, "apply_b_dec_to_input": subtracts}
-    coder = read(saelens(tmp_path, tensors, **extra, **({"k": 5} if kind is Kind.TOPK else {})))
+    coder = read(saelens(tmp_path, tensors, **extra, **({"k": 5} if kind is CoderKind.TOPK else {})))
 
     agrees(coder, Reference(kind, Norm(norm), subtracts=subtracts))
     assert (coder.format, coder.read_site and coder.read_site.name, coder.model) == ("saelens", "3.post_mlp", "gpt2")
@@ -69,7 +69,7 @@ def test_saelens_before_version_6_is_one_flat_object(tmp_path: Path) -> None:
 
     coder = read(tmp_path)
 
-    agrees(coder, Reference(Kind.TOPK, subtracts=True))
+    agrees(coder, Reference(CoderKind.TOPK, subtracts=True))
     assert (coder.k, coder.read_site and coder.read_site.name, coder.model) == (5, "2.mlp_out", "gpt2")
 
 
@@ -89,7 +89,7 @@ def test_saelens_whose_rows_were_scaled_demands_the_factor(tmp_path: Path) -> No
 
     with pytest.raises(FeatureFileError, match="whose factor the files do not have; give it: --scale X"):
         read(folder)
-    agrees(read(folder, scale=0.6), Reference(Kind.JUMPRELU, subtracts=True), scale=0.6)
+    agrees(read(folder, scale=0.6), Reference(CoderKind.JUMPRELU, subtracts=True), scale=0.6)
 
 
 def test_saelens_transcoders_write_elsewhere(tmp_path: Path) -> None:
@@ -140,7 +140,9 @@ def test_what_saelens_itself_refuses_is_refused(tmp_path: Path) -> None:
     tensors = only(*MATRICES)
     ones, other = np.ones(FEATURES, np.float32), np.full(FEATURES, 2, np.float32)
 
-    agrees(read(saelens(tmp_path / "a", {**tensors, "scaling_factor": ones})), Reference(Kind.RELU, subtracts=True))
+    agrees(
+        read(saelens(tmp_path / "a", {**tensors, "scaling_factor": ones})), Reference(CoderKind.RELU, subtracts=True)
+    )
     with pytest.raises(FeatureFileError, match="'scaling_factor': not all 1, but finetuning_scaling_factor is off"):
         read(saelens(tmp_path / "b", {**tensors, "scaling_factor": other}))
     with pytest.raises(FeatureFileError, match=r"SAELens does not load it .* it has the tensors threshold beside"):

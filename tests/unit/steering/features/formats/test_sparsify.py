@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headgate.steering.features.source_coder import Kind
+from headgate.steering.features.source_coder import CoderKind
 from headgate.steering.features.tensors import FeatureFileError
 from tests.fakes.sparse_coders import (
     FEATURES,
@@ -40,7 +40,7 @@ def test_sparsify_whose_num_latents_is_0(activation: str, tmp_path: Path) -> Non
 
     coder = read(folder)
 
-    reference = Reference(Kind.TOPK if activation == "topk" else Kind.GROUPMAX, subtracts=True)
+    reference = Reference(CoderKind.TOPK if activation == "topk" else CoderKind.GROUPMAX, subtracts=True)
     reference.w = {name: values.astype(np.float64) for name, values in tensors.items()}
     x = rows(width=width)
     np.testing.assert_allclose(coder.encode(x, np.float64), [reference.encode(row) for row in x], atol=1e-6)
@@ -56,7 +56,7 @@ def test_sparsify_transcoders_read_the_mlps_input_and_subtract_nothing(tmp_path:
 
     coder = read(folder)
 
-    x, reference = rows(), Reference(Kind.TOPK)
+    x, reference = rows(), Reference(CoderKind.TOPK)
     a = np.stack([reference.encode(row) for row in x])
     np.testing.assert_allclose(coder.encode(x, np.float64), a, atol=1e-6)
     expected = np.stack([reference.decode(each, row) for each, row in zip(a, x, strict=True)]) + x @ skip.T

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.steering.features.source_coder import Kind, Norm
+from headgate.steering.features.source_coder import CoderKind, Norm
 from headgate.steering.features.tensors import FeatureFileError
 from tests.fakes.sparse_coders import MATRICES, Reference, agrees, only, places, read, transposed, weights
 
@@ -30,7 +30,7 @@ def test_qwen_scope_has_its_k_in_the_name_of_the_repository(tmp_path: Path) -> N
     with pytest.raises(FeatureFileError, match="give it: --k K"):
         read(path)
     coder = read(path, k=5)
-    agrees(coder, Reference(Kind.TOPK))
+    agrees(coder, Reference(CoderKind.TOPK))
     assert (places(coder), coder.declared) == (["7.post_mlp", "7.post_mlp"], {"l0": 5})
 
     generator = np.random.default_rng(0)
@@ -49,7 +49,7 @@ def test_goodfire_subtracts_no_bias(tmp_path: Path) -> None:
 
     coder = read(write(tmp_path / "Llama-3.1-8B-Instruct-SAE-l19.pth", tensors))
 
-    agrees(coder, Reference(Kind.RELU))
+    agrees(coder, Reference(CoderKind.RELU))
     assert places(coder) == ["19.post_mlp", "19.post_mlp"]
 
 
@@ -62,13 +62,13 @@ OPENAI = transposed(
 
 def test_openai_relu_and_top_k_which_normalises_rows(tmp_path: Path) -> None:
     relu = read(write(tmp_path / "v4/autoencoders/resid_delta_attn/3.pt", OPENAI, activation="ReLU"))
-    agrees(relu, Reference(Kind.RELU, subtracts=True))
+    agrees(relu, Reference(CoderKind.RELU, subtracts=True))
     assert places(relu) == ["3.attn_out", "3.attn_out"]
 
     state = {"k": 5, "postact_fn": "ReLU"}
     path = tmp_path / "v5_32k/autoencoders/resid_post_mlp/8.pt"
     top_k = read(write(path, OPENAI, activation="TopK", activation_state_dict=state))
-    agrees(top_k, Reference(Kind.TOPK, Norm.LAYER_NORM, subtracts=True))
+    agrees(top_k, Reference(CoderKind.TOPK, Norm.LAYER_NORM, subtracts=True))
     assert (places(top_k), top_k.k) == (["8.post_mlp", "8.post_mlp"], 5)
 
     with pytest.raises(FeatureFileError, match=r"activation 'TopK' \(Identity\) is not supported"):
@@ -82,7 +82,7 @@ def test_deepseek_r1_in_bfloat16(tmp_path: Path) -> None:
 
     coder = read(write(tmp_path / "DeepSeek-R1-Distill-Llama-8B-SAE-l19.pt", tensors, torch.bfloat16))
 
-    reference = Reference(Kind.RELU)
+    reference = Reference(CoderKind.RELU)
     for name in MATRICES:
         reference.w[name] = torch.from_numpy(weights()[name]).bfloat16().double().numpy()
     agrees(coder, reference)

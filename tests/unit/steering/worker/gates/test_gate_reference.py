@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.gates.gate import Always, Gate, Group, InlineProbe, Leaf, Negation, Pid, Then
+from headgate.steering.gates.gate import Always, ConditionGroup, Gate, InlineProbe, Leaf, Negation, Pid, Then
 from headgate.steering.gates.layout import COUNT, layout_of
 from headgate.steering.gates.lowering import lower_gates
 from headgate.steering.programs.gate_codes import (
     Combine,
+    GateScope,
     Mode,
     Pool,
-    Scope,
     TokenFlag,
 )
 from headgate.steering.programs.operations import Method, Operation
@@ -121,20 +121,20 @@ leaves = st.builds(
 )
 conditions = (
     leaves
-    | st.builds(lambda one, other: Group(Combine.ANY, (one, other)), leaves, leaves)
-    | st.builds(lambda one, other: Group(Combine.ALL, (one, Negation(other))), leaves, leaves)
+    | st.builds(lambda one, other: ConditionGroup(Combine.ANY, (one, other)), leaves, leaves)
+    | st.builds(lambda one, other: ConditionGroup(Combine.ALL, (one, Negation(other))), leaves, leaves)
 )
 modes = st.sampled_from([Mode.BINARY, Mode.PROPORTIONAL, Mode.SIGMOID])
 
 
 @settings(max_examples=60, deadline=None)
-@given(conditions, modes, st.sampled_from([*Scope]), st.data())
+@given(conditions, modes, st.sampled_from([*GateScope]), st.data())
 def test_a_prompt_gives_the_same_however_it_is_cut(when, mode, scope, data):
     num_prompt, num_rows = data.draw(st.integers(1, 6)), 9
     scores = data.draw(st.lists(numbers, min_size=num_rows, max_size=num_rows))
     cuts = sorted(data.draw(st.sets(st.integers(1, num_prompt), max_size=3)) - {num_prompt})
     chunks = np.diff([0, *cuts, num_prompt]).tolist()
-    sites = (READ, LATE) if scope is Scope.THIS else SITES
+    sites = (READ, LATE) if scope is GateScope.THIS else SITES
     gates = [Gate(name="g", when=when, then=adding(*sites), mode=mode, amount=2.0, scope=scope)]
     decode = [1] * (num_rows - num_prompt)
 
@@ -154,7 +154,7 @@ loops = st.builds(
 
 
 @settings(max_examples=40, deadline=None)
-@given(loops, st.sampled_from([Scope.THIS, Scope.NEXT]), st.data())
+@given(loops, st.sampled_from([GateScope.THIS, GateScope.NEXT]), st.data())
 def test_a_loop_gives_the_same_however_its_prompt_is_cut(loop, scope, data):
     (pid, pool), num_prompt, num_rows = loop, data.draw(st.integers(1, 4)), 9
     scores = data.draw(st.lists(numbers, min_size=num_rows, max_size=num_rows))
@@ -187,9 +187,9 @@ SCORES = [-1.0, 2.0, -1.0, 3.0, -1.0, -1.0]
 @pytest.mark.parametrize(
     ("scope", "sites", "early", "late"),
     [
-        (Scope.THIS, (READ, LATE), [0] * 6, [0, 1, 0, 1, 0, 0]),
-        (Scope.NEXT, SITES, [0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 1, 0]),
-        (Scope.REST, SITES, [0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]),
+        (GateScope.THIS, (READ, LATE), [0] * 6, [0, 1, 0, 1, 0, 0]),
+        (GateScope.NEXT, SITES, [0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 1, 0]),
+        (GateScope.REST, SITES, [0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]),
     ],
 )
 def test_each_scope_acts_where_it_says(scope, sites, early, late):

@@ -11,7 +11,7 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.rule import AppliesTo
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.programs.codes import EVERYWHERE, Code, with_change
-from headgate.steering.programs.gate_codes import Scope, TokenFlag, gate_field
+from headgate.steering.programs.gate_codes import GateScope, TokenFlag, gate_field
 from headgate.steering.programs.program import Entry, Program
 from headgate.steering.worker.gates import readings as gate_readings
 from headgate.steering.worker.gates.requests import NO_SLOT, GateSlots, OwnGates, gated_request
@@ -37,7 +37,7 @@ def view(*requests: tuple[str, int, int]) -> BatchView:
 def program(column: int, *, is_early: bool, value: float = 1.0) -> Program:
     """A gate of which the strength that acts is in `column`, and a vector that it multiplies."""
     site, row = SITE, np.full(4, value, np.float32)
-    gate = Entry(site, with_change(Code.GATE | Scope.REST, column), None, np.zeros(4, np.float32), ())
+    gate = Entry(site, with_change(Code.GATE | GateScope.REST, column), None, np.zeros(4, np.float32), ())
     vector = Entry(site, Code.ADD, None, row, (), gate_field(EVERYWHERE, column, is_early=is_early))
     return Program.from_entries([gate, vector], "float32")
 
