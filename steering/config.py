@@ -50,7 +50,7 @@ MAX_READ = 32
 MAX_DRIVEN = 32
 """Distinct contents that controllers turn on at a time."""
 RESERVED_PART = 32
-"""Of so many slots of the pool there is one more, for operators' changes."""
+"""One extra slot for each this many slots of the pool, for operators' changes."""
 MAX_WAITING = 1024
 MAX_WAIT_S = 120.0
 

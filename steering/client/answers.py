@@ -28,7 +28,7 @@ def inline_rows(result: CaptureResult, sample: int = 0) -> dict[str, Array]:
         inline_rows(answer.capture_results["inline"])["12.post_mlp"]  # [rows, hidden]
 
     Args:
-        result: Of one request; of `n` samples if it asked for several.
+        result: Result of one request; of `n` samples if it asked for several.
         sample: Index of the sample.
 
     Returns:
@@ -203,7 +203,7 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         hook_points: Layers of each; the final norm has none.
-        op_hook_points: Those of them where operations can act.
+        op_hook_points: The hook points where operations can act.
         num_layers: Decoder layers of the model.
         hidden_size: Values of a vector.
         dtype: Element type of the model, to which sums of vectors are rounded.

@@ -89,7 +89,7 @@ def pack_arrays(value: Any, where: str, *, as_text: bool, key: str = "") -> Any:
         value: Operations, or clamps by hook point and layer, with vectors in any form.
         where: Its name, for errors.
         as_text: The bytes become base64, for a JSON body.
-        key: Of the value in the mapping around it; arrays of `LISTS` become lists.
+        key: Key of the value in the mapping around it; arrays of `LISTS` become lists.
 
     Raises:
         RequestError: If an array is no vector; the message names it.

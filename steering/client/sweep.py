@@ -29,7 +29,7 @@ class SweepOptions(TypedDict, total=False):
             ``logprob``.
         hook: Hook point of the rows; ``post_mlp`` if absent.
         layers: ``"all"`` (the default), a list, or ranges.
-        positions: Of the corrupted prompt, as captures select them; ``all_prompt`` if absent.
+        positions: Positions of the corrupted prompt, as captures select them; ``all_prompt`` if absent.
         alpha: Share of the clean row in the patched one; 1 if absent.
         consumer: Name of the server's consumer that keeps rows; ``memory`` if absent.
     """
@@ -48,8 +48,8 @@ class SweepPlan(NamedTuple):
 
     Attributes:
         consumer: Keeps the clean run's rows.
-        fields: Of the clean run, beside its prompt.
-        body: Of the sweep, beside the model.
+        fields: Fields of the clean run, beside its prompt.
+        body: Body of the sweep, beside the model.
     """
 
     consumer: str
@@ -62,7 +62,7 @@ class Cell(NamedTuple):
 
     Attributes:
         site: Where the clean row was put.
-        position: Of the row in the corrupted prompt.
+        position: Position of the row in the corrupted prompt.
         value: The metric of the patched prompt; not a number if the server could not compute it.
     """
 
@@ -77,8 +77,8 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         metric: ``logprob``, ``logit_diff`` or ``recovered``.
         sites: In the order of the forward pass.
-        positions: Of the corrupted prompt, ascending.
-        source_positions: Of the rows in the clean prompt.
+        positions: Positions of the corrupted prompt, ascending.
+        source_positions: Positions of the rows in the clean prompt.
         tokens: Texts of the corrupted prompt's tokens at `positions`.
         skipped: Positions that were asked for and have no partner in the clean prompt.
         clean: Logprob of the answer after the clean prompt; with a foil, less the foil's.

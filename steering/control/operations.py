@@ -387,7 +387,7 @@ class ProbeStatus:
         kind: ``linear``, ``cosine`` or ``mlp``.
         classes: A name for each of its scores.
         hidden_size: Values of a row.
-        threshold: Of its score, if one was chosen.
+        threshold: Threshold of its score, if one was chosen.
         pooling: The rows that it was made for: ``token``, ``last_prompt`` or ``prompt_mean``.
         model: That it was made for, if known.
         metadata: About how it was made.

@@ -52,7 +52,7 @@ class PatchedGeneration(NamedTuple):
 
     Attributes:
         site: Where the row is replaced.
-        position: Of the row in the corrupted prompt.
+        position: Position of the row in the corrupted prompt.
         row: The clean run's.
     """
 
@@ -69,7 +69,7 @@ class Sweep:
         prompt: Tokens of the corrupted prompt.
         clean_prompt: Tokens of the clean one.
         sites: In the order of the forward pass.
-        positions: Of the corrupted prompt, ascending; each with its partner in the clean one.
+        positions: Positions of the corrupted prompt, ascending; each with its partner in the clean one.
         skipped: Positions that were asked for and have no partner.
         kept: The clean run's rows.
         metric: One of `METRICS`.
@@ -172,8 +172,8 @@ class Baselines(NamedTuple):
     """The metric without patches.
 
     Attributes:
-        clean: Of the clean prompt.
-        corrupt: Of the corrupted one.
+        clean: The clean prompt's value.
+        corrupt: The corrupted prompt's value.
     """
 
     clean: float

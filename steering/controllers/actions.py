@@ -69,7 +69,7 @@ class SetSteeringEach:
     """`SetSteering` with one module on several requests, each with a scale of its own: fast where many requests run.
 
     Attributes:
-        requests: Ids; the very tuple of `StepReadings.requests` is the fastest.
+        requests: Ids; the tuple object of `StepReadings.requests` is the fastest.
         module: Name of a registered module.
         scales: A number for each request, ``[n]``.
         at: The places of these requests among `requests`, int64 ``[n]``, ascending; None for all of them.
@@ -104,7 +104,7 @@ class SetGlobal(_Acting):
     """Steer all requests, later ones too, in place of what this controller set for all; without content, no more.
 
     Attributes:
-        module: As of `SetSteering`; so are the next four.
+        module: As in `SetSteering`, like the next four.
         vectors: Likewise.
         ops: Likewise.
         features: Likewise.

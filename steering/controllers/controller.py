@@ -51,7 +51,7 @@ class StepReadings:
     """The rows of one step on which the controller acts, one request after the other; each row comes once.
 
     Rows that were read from the prefix cache do not come, and neither do rows that are computed again. While the same
-    requests generate, steps have the same `requests`, the very tuple: arrays are faster than `rows` there.
+    requests generate, steps have the same `requests`, the same tuple object: arrays are faster than `rows` there.
 
     Attributes:
         requests: Id of the request of each row, ``[n]``.

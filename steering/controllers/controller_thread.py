@@ -94,7 +94,7 @@ class ControllerThread:
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._done = Event()
         self._actions: list[Action] = []
-        """Of the last step, when it is done."""
+        """Actions of the last step, when it is done."""
         self._began = math.inf
         """When the step that the controller is busy with was handed over; infinite if it is not busy."""
         self._standstill = Standstill()

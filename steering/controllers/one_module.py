@@ -152,8 +152,8 @@ class OneModuleController(Controller):
         """Keep the scales that changed, and return what sets them: at most one action.
 
         Args:
-            readings: Of the step.
-            rows: Of it, one for each request.
+            readings: Readings of the step.
+            rows: Rows of the step, one for each request.
             scales: float64 ``[n]``.
             changed: Which of them are new, ``[n]``.
         """

@@ -20,7 +20,7 @@ class ThresholdController(OneModuleController):
     Args:
         probe: Path of the probe's file.
         module: Name of the registered module to turn on.
-        threshold: Of the average; the probe's own if None.
+        threshold: Threshold of the average; the probe's own if None.
         hysteresis: Not negative.
         ema_alpha: Weight of each row in the average, in (0, 1]; the first row seeds it.
         gain: Scale of the module while engaged; 0 only watches (shadow mode).

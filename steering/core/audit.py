@@ -106,7 +106,7 @@ class Audit:
         self._path = path
         self._entries: deque[AuditEntry] = deque(maxlen=SIZE)
         self._owners: dict[tuple[str, str], str | None] = {}
-        """By what it is, and by its name."""
+        """The owner of each thing, by its kind and name."""
         if path is not None:
             try:
                 _append(path, b"")
@@ -137,8 +137,8 @@ class Audit:
         """Note a change that was made, if `method` is one.
 
         Args:
-            method: Of the engine core.
-            name: Of the module, SAE or probe.
+            method: Method of the engine core.
+            name: Name of the module, SAE or probe.
             by: The client.
             answer: The method's.
         """

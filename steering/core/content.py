@@ -130,8 +130,8 @@ def check_programs(
     """Check that programs that act together fit, and do not change one feature or reconstruct one row twice.
 
     Args:
-        programs: Of one phase.
-        limits: Of their entries at one site.
+        programs: Programs of one phase.
+        limits: Limits of their entries at one site.
         field: For errors.
         where: Where they come from, for errors.
 

@@ -69,7 +69,7 @@ class GateContent:
 
     Args:
         steerable: The model; None if there can be no gates.
-        probes: Of the engine core.
+        probes: Probes of the engine core.
         saes: Likewise.
         modules: By name, as they are when the request is taken in.
         version: `SteeringState.version` of the modules.
@@ -170,7 +170,7 @@ class Owned(NamedTuple):
 
     Attributes:
         owner: Name of its key; empty without one.
-        latches: Of all conversations; None if they are not served.
+        latches: Latches of all conversations; None if they are not served.
         lowered: Programs of gates that are no conversation's.
     """
 
@@ -214,7 +214,7 @@ class Ungated(NamedTuple):
     Attributes:
         spec: As it came, with the gates.
         own: Its own programs for prefill and decode.
-        brought: By the modules that it names.
+        brought: Content of the modules that it names.
     """
 
     spec: SteeringSpec = SteeringSpec()
@@ -231,7 +231,7 @@ def gated(
         static: The request's.
         wire: The gates as they came; None if they did not.
         content: Gives probes, modules and SAEs by name.
-        limits: Of what its programs hold at one site.
+        limits: Limits of what its programs hold at one site.
         num_prompt: Tokens of its prompt.
         owned: The client's conversations, and the programs of the last gates.
 
@@ -284,7 +284,7 @@ def lowered_rule(
     Args:
         rule: As it was read.
         content: Gives probes, modules and SAEs by name.
-        limits: Of what all rules together turn on at one site.
+        limits: Limits of what all rules together turn on at one site.
         first: The first of its columns.
         others: The other rules.
 

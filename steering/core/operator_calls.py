@@ -43,15 +43,15 @@ class OperatorCalls:
 
     Args:
         state: Holds global vectors and modules.
-        reservations: Of the slots.
+        reservations: Reservations of the slots.
         services: Calls the workers and restarts requests.
         audit: Notes the changes.
         steerable: The model, for SAEs that are registered; None if none can be.
-        readings: Of steps; of its own if None.
+        readings: Readings of steps; None makes new ones.
 
     Attributes:
         rules: The calls about rules.
-        controllers: Of the engine core; None if there are none.
+        controllers: Controllers of the engine core; None if there are none.
     """
 
     def __init__(

@@ -126,7 +126,7 @@ class ProbeCalls:
     """The methods that front ends call by name. Engine thread only; front ends checked that a probe fits the model.
 
     Args:
-        probes: Of the engine core.
+        probes: Probes of the engine core.
         version: Returns the number of changes so far, for the audit.
     """
 

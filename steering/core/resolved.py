@@ -179,7 +179,7 @@ class Resolved:
         decode_programs: The same for the decode phase.
         own: Its inline programs, with the names of modules resolved.
         takes_own: Whether its vectors, and what its modules bring, are in its programs: a gate attenuates them.
-        latch_keys: Of its gates that go on in a conversation, by their names.
+        latch_keys: Keys of its gates that go on in a conversation, by their names.
         named: The modules that it names, with the scale of each, for controllers that scale them.
     """
 
@@ -212,7 +212,7 @@ class Brought(NamedTuple):
 
     Attributes:
         named: The modules.
-        vectors: Of the prefill and of the decode phase.
+        vectors: Vectors of the prefill and of the decode phase.
         programs: The same.
     """
 
@@ -269,7 +269,7 @@ def resolved_of(
     Args:
         spec: The request's vectors.
         own: Its own programs for prefill and decode; `check_positions` has seen their positions.
-        brought: By the modules that it names.
+        brought: Content of the modules that it names.
         num_prompt: Tokens of its prompt, which decide the rows of operations that are limited to positions.
         takes_own: See `Resolved`.
         latch_keys: See `Resolved`.

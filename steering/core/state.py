@@ -47,7 +47,7 @@ from headgate.steering.vectors.phase_vectors import TIERS, PhaseVectors, Steerab
 from headgate.steering.vectors.sums import merge_over, peak, without
 
 Programs = tuple[Program | None, Program | None]
-"""Of the prefill and of the decode phase."""
+"""Programs of the prefill and of the decode phase."""
 
 NO_PROGRAMS: Programs = (None, None)
 
@@ -144,7 +144,7 @@ class SteeringState:
         dtype: The model's.
         limits: What a request's programs may hold at one site.
         steerable: The model; None if there can be no gates.
-        latches: Of gates in conversations; None if these are not served.
+        latches: Latches of gates in conversations; None if these are not served.
 
     Attributes:
         limits: As given.

@@ -82,7 +82,7 @@ class SteeringCore:
 
     Attributes:
         state: Global vectors, modules, SAEs, probes and rules.
-        reservations: Of the slots.
+        reservations: Reservations of the slots.
         operator: The calls of front ends.
     """
 
@@ -109,12 +109,12 @@ class SteeringCore:
         )
         self._controllers: Controllers | None = None
         self._resolved: dict[str, Resolved] = {}
-        """Of requests that steer, from `accept` until `release`."""
+        """Resolved steering of requests, from `accept` until `release`."""
         self._limits = config.wait_limits(is_offline=False)
         self._offline_limits = config.wait_limits(is_offline=True)
         self._clock = clock
         self._waiting_since: dict[str, float] = {}
-        """Of requests whose wait is limited, in the order of their arrival."""
+        """Start of the wait of requests whose wait is limited, in the order of their arrival."""
         self._payloads = LivePayloads()
         self._log = SparseLog("steering")
 

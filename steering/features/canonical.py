@@ -37,9 +37,9 @@ class _Metadata(msgspec.Struct, kw_only=True):
         name: Chosen at import.
         kind: As in `SourceCoder`, like `k`, `norm`, `model` and `declared`.
         read_site: Name of the site, if known.
-        write_sites: Of a transcoder.
-        format: Of the imported files.
-        sha256: Of the imported files.
+        write_sites: Write sites of a transcoder.
+        format: Format of the imported files.
+        sha256: Hash of the imported files.
         path: The file or folder that was imported.
     """
 
@@ -62,7 +62,7 @@ def write_coder(target: Path, coder: SourceCoder, *, name: str, path: str, row_d
     Args:
         target: The file.
         coder: As a reader returned it.
-        name: Of the coder.
+        name: Name of the coder.
         path: The file or folder that is imported.
         row_dtype: Element type of the rows; if None, the source's, or float32 where folding changes the rows.
 

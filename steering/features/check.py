@@ -34,7 +34,7 @@ class Figures(NamedTuple):
         l0: Mean number of active features of a row.
         fvu: Fraction of variance unexplained: squares of the error by squares of the distance to the mean row. None
             if the rows of the write site are not there, or the coder is one of several that write it.
-        threshold: Of kinds that select: mean over rows of the least activation that was selected.
+        threshold: Threshold for kinds that select: mean over rows of the least activation that was selected.
         num_dead: Features that no row activates.
         largest: ``[F]``: the largest activation of each feature.
     """
@@ -105,7 +105,7 @@ def sample(root: str, site: Site, max_rows: int, others: Iterable[Site] | None =
     """Read rows, spread evenly over the requests that have a site.
 
     Args:
-        root: Of the captures.
+        root: Root folder of the captures.
         site: The site, by whose rows it is decided what is left out.
         max_rows: How many rows about.
         others: Further sites, where every such request has them; None for all that there are.
@@ -163,13 +163,13 @@ class CoderReport(msgspec.Struct, kw_only=True):
     """Findings on one coder.
 
     Attributes:
-        name: Of the coder.
+        name: Name of the coder.
         site: Where it reads.
         num_rows: Rows that it was judged by; `num_left_out` others begin prompts or are very long.
         l0: Mean number of active features; `declared_l0` is the source's own figure.
         fvu: Fraction of variance unexplained; `declared_fvu` is the source's own. None where it cannot be known.
         num_dead: Features that no row activates.
-        threshold: Of top-k: the threshold that stands for its selection on these rows.
+        threshold: The threshold that stands for top-k's selection on these rows.
         problems: Empty if all is well.
         findings: Changes with which the figures would be clearly better, the best first.
     """
@@ -193,7 +193,7 @@ def check(coder: SparseCoder, root: str, *, max_rows: int = 4096, max_fvu: float
 
     Args:
         coder: An SAE or transcoder; one with a read site.
-        root: Of the captured rows.
+        root: Root folder of the captured rows.
         max_rows: How many of them about.
         max_fvu: The largest FVU that is well where the source declares none.
 

@@ -33,7 +33,7 @@ class Example(msgspec.Struct, kw_only=True):
         activation: The feature's activation.
         tag: The capture's tag.
         request_id: The captured request's id.
-        position: Of the token.
+        position: Position of the token.
         token_id: The token.
         before: Text of captured tokens before it, ``...`` where positions between were not captured.
         token: Its text.
@@ -54,7 +54,7 @@ class Shown(msgspec.Struct, kw_only=True):
     """A feature on captured rows.
 
     Attributes:
-        name: Of the coder.
+        name: Name of the coder.
         feature: Its number.
         num_rows: Rows that were looked at, those at position 0 left out; the feature is active in `num_active` of them.
         examples: The largest activations first.

@@ -75,7 +75,7 @@ class SourceCoder:
         declared: Figures that the source declares: ``l0``, ``fvu``.
         max_activations: ``[F]``: the largest activation of each feature that the source saw, if it gives them.
         name: The coder's name, if the source has one.
-        sha256: Of the files that `paths` were made from, where they are not the source itself.
+        sha256: Hash of the files that `paths` were made from, where they are not the source itself.
     """
 
     format: str
@@ -161,7 +161,7 @@ class Hints:
     Attributes:
         site: Where it reads and, for an SAE, writes.
         layer: The layer, of a source with several.
-        k: Of a top-k SAE.
+        k: Number of active features of a top-k SAE.
         scale: Factor on rows, of a source that was trained on normalised ones.
         threshold: One for all features of a top-k SAE, in place of its selection where single features are read.
         model: Folder of the model, of a coder that reads a norm's output before its gain.

@@ -185,8 +185,8 @@ class SparseCoder:
         width: D.
         write_width: O.
         kind: Activation function.
-        k: Of kinds that select.
-        norm: Of rows, before they are encoded.
+        k: Number of active features, for kinds that select.
+        norm: Normalisation of rows, before they are encoded.
         read_site: Where it reads; None if neither its files nor the user said so.
         write_sites: Where it writes: for an SAE the read site, for a transcoder another, for a CLT several; empty for
             an SAE without a site.
@@ -394,7 +394,7 @@ def gathered(coder: SparseCoder, max_bytes: int) -> tuple[SparseCoder, int]:
 
     Args:
         coder: As it was opened.
-        max_bytes: Of the copies. A coder that needs more is returned as it is, with 0.
+        max_bytes: Upper limit for the bytes of the copies. A coder that needs more is returned as it is, with 0.
     """
     source = coder.weights.source
     scattered = [tensor for tensor in (source.encoder, *source.decoders) if tensor.is_scattered]

@@ -41,7 +41,7 @@ class VectorReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         file: The path.
         format: One of `headgate.steering.files.vector_files.FORMATS`.
-        sha256: Of the whole file, hex.
+        sha256: Hash of the whole file, hex.
         dtype: Element type in the file; of a file of headgate, the narrowest that holds all values.
         hidden_size: Values of a vector.
         vectors: In the order of the forward pass, tier by tier.

@@ -24,7 +24,7 @@ class ColumnChanges(NamedTuple):
     """Changes in one column, of requests that are all different.
 
     Attributes:
-        req_ids: Requests, and others; the very tuple of an earlier step if they are the same, where no process lies
+        req_ids: Requests, and others; the tuple object of an earlier step if they are the same, where no process lies
             between.
         whose: int64 ``[n]``, ascending: the place there of the request of each.
         column: The column.
@@ -57,7 +57,7 @@ class ColumnChanges(NamedTuple):
 
 
 CoefficientChanges: TypeAlias = tuple[ColumnChanges, ...]
-"""Those of one column are in the order in which they were decided: of one request and column the last one counts."""
+"""Changes of one column are in the order in which they were decided: for a request and column the last one counts."""
 
 
 def by_column(changes: Iterable[CoefficientChange]) -> CoefficientChanges:

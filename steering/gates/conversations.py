@@ -16,7 +16,7 @@ MAX_LATCH_BYTES = 256 << 20
 """Memory that they may take together, about: beyond it likewise; of a conversation that takes more than that alone, the
 gates that latched first."""
 _CONVERSATION_BYTES, _GATE_BYTES = 1024, 256
-"""Of the objects of a conversation, beside its two names, and of each gate that has latched."""
+"""Bytes of a conversation's objects, beside its two names, and of each gate that has latched."""
 
 
 class Conversation(NamedTuple):

@@ -18,11 +18,11 @@ COLUMNS_PER_GATE = 8
 
 
 FOLLOWING = 2
-"""Of a gate's columns, the strength that acts on the next row at earlier sites."""
+"""Offset of the strength that acts on the next row at earlier sites, among a gate's columns."""
 
 
 COUNT = 2
-"""Of a gate's columns in the states, the number of rows that it wrote."""
+"""Offset of the number of rows that it wrote, among a gate's columns in the states."""
 
 
 class ScoreColumn(NamedTuple):
@@ -31,7 +31,7 @@ class ScoreColumn(NamedTuple):
     Attributes:
         name: In traces.
         reading: Gives the score.
-        column: Of the score.
+        column: Column of the score.
     """
 
     name: str
@@ -44,8 +44,8 @@ class GateColumn(NamedTuple):
 
     Attributes:
         gate: The gate.
-        column: Of the strength that acts; the one that is shown follows, then the one that acts on the next row at
-            earlier sites.
+        column: Column of the strength that acts; the one that is shown follows, then the one that acts on the next row
+            at earlier sites.
         first: First column of its leaves and nodes, which follow one another as `num_columns` counts them.
     """
 
@@ -61,7 +61,7 @@ class GateLayout:
     Attributes:
         scores: Each score once: leaves that name one probe share it.
         gates: In their order.
-        num_columns: Of all.
+        num_columns: Number of all columns.
     """
 
     scores: tuple[ScoreColumn, ...]

@@ -68,7 +68,7 @@ def lower_gates(
     """Return the programs of gates, at least one.
 
     Args:
-        gates: Of one request.
+        gates: Gates of one request.
         content: Gives probes, modules and SAEs by name.
         dtype: The model's.
         own: The request's static steering by phase; it is looked at if a gate attenuates it.

@@ -100,7 +100,7 @@ def read_score(reading: Reading, content: Content, vectors: StoredVectors) -> Sc
     """Return the entries of a reading.
 
     Args:
-        reading: Of a gate.
+        reading: Reading of a gate.
         content: Gives probes, modules and SAEs by name.
         vectors: With `weights_of` the gates. Where the model's dtype is narrower than float32, a weight is stored as
             two rows: the rounded one, and what rounding took from it.

@@ -128,10 +128,10 @@ class GateSource(NamedTuple):
         """Return the strength of a gate that was written on each row, float32 ``[rows]``.
 
         Args:
-            column: Of the strength that acts.
+            column: Column of the strength that acts.
             num_prompt: How many of the rows, the first ones, are the prompt's.
             rows: Their signals, ``[rows, columns]``.
-            before: Those of the row before each.
+            before: The signals of the row before each.
         """
         if not num_prompt and column in self.decode.late:
             return rows[:, column]
@@ -155,7 +155,7 @@ class DecodedPlan(NamedTuple):
         since: That position.
         scores: Names.
         gates: Names.
-        columns: Of each value, in the order of `Note`.
+        columns: Column of each value, in the order of `Note`.
         whose: Of each value `NOW`, `BEFORE` or `NEVER`.
     """
 

@@ -56,7 +56,7 @@ _KEEP_NORM_TO = tl.constexpr(int(Flag.KEEP_NORM_TO))
 _IF_POSITIVE = tl.constexpr(int(Flag.IF_POSITIVE))
 
 _VALUES_PER_THREAD = 32
-"""Of each array of a row. With 16, a multiprocessor has registers for one program at a time instead of two."""
+"""Values of each array of a row. With 16, a multiprocessor has registers for one program at a time instead of two."""
 
 _MAX_WARPS = 16
 _TILE = 2

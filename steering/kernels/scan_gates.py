@@ -58,7 +58,7 @@ def scan_gates(
         rows: Value, addend and pool.
         tables: Rows of the table and counts of each token; codes and params.
         gates: As `headgate.steering.kernels.run_programs.program_deltas` takes them.
-        grid: Of a launch with a part of the tokens for each Triton program.
+        grid: Grid for a launch with a part of the tokens for each Triton program.
         options: What that launch is compiled for.
     """
     (num_tokens, hidden_size), num_entries, num_columns = rows[0].shape, tables[2].shape[1], gates[0].shape[1]

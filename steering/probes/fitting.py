@@ -40,9 +40,9 @@ def from_direction(
         vector: ``[hidden]``: numbers, an array or a tensor.
         at: The site.
         kind: ``linear`` or ``cosine``.
-        bias: Of a linear one.
-        name: Of the class of high scores.
-        threshold: As of `Probe`, like the rest.
+        bias: Bias of a linear probe.
+        name: Name of the class of high scores.
+        threshold: As in `Probe`, like the rest.
         pooling: See `Probe`.
         model: See `Probe`.
         metadata: See `Probe`.
@@ -82,7 +82,7 @@ def from_sklearn(
             StandardScalers that ends in one; the scalers are folded into weights and bias.
         at: The site.
         classes: Names; those of the estimator if None. Of two classes, the second alone.
-        threshold: As of `Probe`, like the rest.
+        threshold: As in `Probe`, like the rest.
         pooling: See `Probe`.
         model: See `Probe`.
         metadata: See `Probe`.
@@ -198,7 +198,7 @@ def fit(
         positive: The label of high scores, against all others; needed where none of two labels says so by itself.
         fpr: The threshold lets this share of the negative rows fire: held out, or of all where nothing is.
         held_out: Share of the requests of each class that the probe is judged by; 0 for none.
-        seed: Of the choice of these requests.
+        seed: Seed of the choice of these requests.
         regularization: Of ``logistic``: the strength of its L2 penalty, the inverse of scikit-learn's ``C``.
 
     Raises:

@@ -148,7 +148,7 @@ def between(
             of probes: ``last_prompt``, ``prompt_mean``, ``token``. Rows of arrays are taken as they are.
         held_out: Share of each group's requests (of arrays, rows) that separation is measured on, and the direction is
             not made from; 0 for none.
-        seed: Of the choice of these; the same at all sites.
+        seed: Seed of the choice of these; the same at all sites.
         normalize: Scale every direction to length 1. Otherwise scale 1 moves the one mean onto the other.
 
     Raises:

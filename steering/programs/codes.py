@@ -112,11 +112,11 @@ class Flag(IntFlag):
     KEEP_NORM_FROM = 1 << 8
     KEEP_NORM_TO = 1 << 9
     IF_POSITIVE = 1 << 10
-    """Of `Code.ROTATE`: only rows with ``z > 0``."""
+    """For `Code.ROTATE`: only rows with ``z > 0``."""
     IF_ACTIVE = 1 << 11
-    """Of a feature that is read: only rows with ``a > 0``."""
+    """For a feature that is read: only rows with ``a > 0``."""
     ATTENUATED = 1 << 30
-    """Of every code but those of gates: its effect is multiplied by f."""
+    """For every code but those of gates: its effect is multiplied by f."""
 
 
 class FeatureActivation(IntEnum):

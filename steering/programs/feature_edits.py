@@ -26,7 +26,7 @@ class FeatureEdit(NamedTuple):
         sae: Name of the SAE.
         feature: Index of the feature; `NO_FEATURE` of a reconstruction.
         edit: How the target follows from the activation.
-        value: Of the edit, finite in float32.
+        value: Value of the edit, finite in float32.
         is_relative: The value is in units of the largest activation that the SAE declares of the feature.
         only_if_active: Rows where the feature is not active stay.
         site: Where the client says the SAE acts; None if it does not say.
@@ -153,7 +153,7 @@ def check_edits(edits: Sequence[FeatureEdit], facts_of: Callable[[FeatureEdit], 
     """Check the edits of one phase against the SAEs that they name.
 
     Args:
-        edits: Of one phase.
+        edits: Edits of one phase.
         facts_of: Finds an edit's SAE; raises `RequestError` if there is none.
         max_per_site: Features at one site, at most.
 

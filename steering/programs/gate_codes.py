@@ -69,13 +69,13 @@ class GateFlag(IntFlag):
     """Bits of a code of gates."""
 
     BELOW = 1 << 8
-    """Of `Code.LEAF`: it fires below the threshold."""
+    """For `Code.LEAF`: it fires below the threshold."""
     FROM_PROMPT_END = 1 << 9
-    """Of `Code.GATE`: it is 0 before the last row of the prompt."""
+    """For `Code.GATE`: it is 0 before the last row of the prompt."""
     OBSERVES = 1 << 10
-    """Of `Code.GATE`: ``s[c]`` is 0."""
+    """For `Code.GATE`: ``s[c]`` is 0."""
     UNWRITTEN = 1 << 11
-    """Of `Code.GATE`: no entry of the program has its ``s[c]``, so that no row counts."""
+    """For `Code.GATE`: no entry of the program has its ``s[c]``, so that no row counts."""
 
 
 class Mode(IntEnum):
@@ -139,12 +139,12 @@ COMBINE_MASK = SCOPE_MASK = 3 << 12
 LEAF_COLUMNS, NODE_COLUMNS, GATE_COLUMNS, SCORE_COLUMNS = 3, 2, 3, 1
 
 GROUP_MASK = 0xFF
-"""Of the field `GROUP`: the position group. Above it stands the gate."""
+"""For the field `GROUP`: the position group. Above it stands the gate."""
 GATE_SHIFT = 8
 GATE_COLUMN_MASK = (1 << 12) - 1
-"""Of `GROUP` without its position group: 1 + the first column of the entry's gate; 0 for none."""
+"""For `GROUP` without its position group: 1 + the first column of the entry's gate; 0 for none."""
 EARLY = 1 << 20
-"""Of `GROUP`: the entry acts before its gate is evaluated."""
+"""For `GROUP`: the entry acts before its gate is evaluated."""
 
 
 def gate_field(group: int, column: int, *, is_early: bool) -> int:

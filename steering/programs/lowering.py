@@ -44,7 +44,7 @@ def lower(operations: Iterable[Operation], dtype: StoredType, lookup: Lookup | N
     """Return the program of operations, in their order; None if none of them changes anything.
 
     Args:
-        operations: Of one phase.
+        operations: Operations of one phase.
         dtype: The model's.
         lookup: Gives the vectors of modules; needed if an operation names one.
 
@@ -60,7 +60,7 @@ def lower_entries(operations: Sequence[Operation], vectors: StoredVectors, looku
     """Return the entries of operations, in their order.
 
     Args:
-        operations: Of one phase.
+        operations: Operations of one phase.
         vectors: With `vectors_of` the operations.
         lookup: Gives the vectors of modules; needed if an operation names one.
 

@@ -94,7 +94,7 @@ class ConditionReader:
 
     Args:
         steerable: The model and its limits.
-        vectors: Of the request.
+        vectors: Vectors of the request.
     """
 
     def __init__(self, steerable: Steerable, vectors: VectorReader) -> None:
@@ -109,7 +109,7 @@ class ConditionReader:
         Args:
             value: In one of the forms of `CONDITION_FORM`.
             where: Its path.
-            depth: Of it in other conditions, from 1 on.
+            depth: Its depth in other conditions, from 1 on.
             is_controlled: A control loop reads its score: it is one without a threshold.
 
         Raises:

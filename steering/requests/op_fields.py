@@ -320,7 +320,7 @@ def read_operation(
         document: With ``method`` and the keys of the method.
         sites: What its ``at`` names.
         steerable: The model.
-        vectors: Of the request.
+        vectors: Vectors of the request.
         where: Path of the document.
 
     Raises:
@@ -592,7 +592,7 @@ def read_gated(value: object, steerable: Steerable, vectors: VectorReader, field
     Args:
         value: A list of operations.
         steerable: The model and its limits.
-        vectors: Of the request.
+        vectors: Vectors of the request.
         field: Path of the list.
 
     Raises:

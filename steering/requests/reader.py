@@ -99,7 +99,7 @@ class ContentCache(Generic[Result]):
     """Results by the content of what they were made from, those used last. Any thread.
 
     Args:
-        max_bytes: Of content, in all.
+        max_bytes: Upper limit for the bytes of all content.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -360,7 +360,7 @@ class IdentityCache(Generic[Result]):
         self._lock = Lock()
 
     def find(self, values: Mapping[str, Any]) -> Found[Result] | None:
-        """Return the result that was kept for these very objects, if their content is the same as then; else None."""
+        """Return the result that was kept for these objects, if their content is the same as then; else None."""
         key = _identity(values)
         with self._lock:
             entry = self._entries.get(key)

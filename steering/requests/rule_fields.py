@@ -28,7 +28,7 @@ def read_rule(name: object, document: Mapping[Any, Any], steerable: Steerable) -
     """Read a rule.
 
     Args:
-        name: Of the rule.
+        name: Name of the rule.
         document: Its fields: `RULE_FIELDS`.
         steerable: The model and its limits.
 

@@ -38,10 +38,10 @@ class Trace(TypedDict):
     """A trace, or a piece of one. Plain values.
 
     Attributes:
-        positions: Of the rows, ascending.
+        positions: Positions of the rows, ascending.
         scores: A value for each row, by probe; None where the probe was not read.
         gates: By gate.
-        actions: Of controllers: ``{"position", "controller", "action", "outcome"}``.
+        actions: Actions of controllers: ``{"position", "controller", "action", "outcome"}``.
     """
 
     positions: list[int]
@@ -98,7 +98,8 @@ def join_notes(notes: Sequence[Mapping[str, Any]], end: int | None) -> Trace:
     """Return the trace that notes make, one after the other.
 
     Args:
-        notes: Of one sample (`headgate.steering.gates.trace.Note`); each may have probes and gates that others lack.
+        notes: Notes of one sample (`headgate.steering.gates.trace.Note`); each may have probes and gates that others
+            lack.
         end: Tokens of the prompt and of the output that were kept, if the output is the sample's last; else None.
             Rows of later tokens are left out, and so is that of the last one, which is never forwarded. So are changes
             of steering by controllers that were to act from such a row on.

@@ -85,7 +85,7 @@ class Steerable:
         sites: In the order of the forward pass.
         max_vectors: Vectors that one request may take: one for each site and phase, counted once if both phases
             are alike.
-        op_sites: Those of `sites` where operations act, in the order of the forward pass.
+        op_sites: The sites of `sites` where operations act, in the order of the forward pass.
         max_ops_per_site: Operations of one request at one site and in one phase.
         max_sae_features: Features of SAEs that one request may change at one site in one phase; 0 if there are no SAEs.
         max_changes: Features that one request may read at one site and write at others, in one phase; 0 if there can be

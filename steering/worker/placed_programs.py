@@ -143,7 +143,7 @@ class ProgramTable:
         self._num_sites = num_sites
         self._num_rows = num_rows
         self._bound: dict[int, _Bound] = {}
-        """Of each row that has a program."""
+        """The program of each row that has one."""
 
     def bind(self, row: int, programs: Sequence[PlacedProgram], vector_slots: Int32Array) -> None:
         """Make `programs` those of a table row.

@@ -3,7 +3,7 @@
 A program reads whole rows, which no norm's kernel can do on the way, so it is a kernel of its own: `program_deltas`
 returns by how much each active row moves. What is added to the stream is traced, as a vector is
 (`headgate.steering.worker.site_action`): rows without a program are steered as at any other site, and idle, the code
-around the addition computes the very bits that it computes without it. For that, the program's kernel gets values that
+around the addition computes the same bits that it computes without it. For that, the program's kernel gets values that
 are stored anyway, and copies of all others, computed from sums of their own.
 """
 
@@ -116,7 +116,7 @@ _SAE = tuple(tensor_prefix(name) for name in SAE)
 _STATE = tuple(tensor_prefix(name) for name in STATE)
 
 Norm = InputNorm | None
-"""Of the site's encoded SAE; None at sites without one."""
+"""Norm of the site's encoded SAE; None at sites without one."""
 
 
 def operation(facts: WorkerFacts) -> Addition:

@@ -1,4 +1,4 @@
-"""Start-up proof that every site steers: dummy steps through the very code that will serve.
+"""Start-up proof that every site steers: dummy steps through the same code that will serve.
 
 Each batch row of a dummy step is a request of its own and is steered at one site only. So a row with unchanged output
 names the site whose code did not run: because of a stale graph from a compile cache, or a module that is bypassed.
@@ -40,10 +40,10 @@ def check_steering(
 
     Args:
         tables: The worker's.
-        sites: Of the worker, in the order of the tables.
+        sites: Sites of the worker, in the order of the tables.
         max_rows: Requests of one dummy step, at most.
         run: Runs a dummy step of so many requests, one token each, and returns the tensors that the stage hands on.
-        op_sites: Those of `sites` where programs act, in the order of the tables.
+        op_sites: The sites of `sites` where programs act, in the order of the tables.
 
     Raises:
         SelfTestError: Naming the sites that did not respond.

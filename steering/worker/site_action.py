@@ -1,7 +1,7 @@
 """The action that steers: adds each batch row's vector to the stream at a site, in the way that suits the compiler.
 
 Unsteered rows point to the zero vector, so the traced code is the same for every batch. The code around the
-addition has to compute the very bits that it computes without it. Two decisions of inductor would change them:
+addition has to compute the same bits that it computes without it. Two decisions of inductor would change them:
 
 * Inductor inlines a value into the code that reads it, and stores it once it has accumulated enough reads. On a CPU,
   the place where the stream is stored decides how the following norm adds up its squares: 16 wide over the stored

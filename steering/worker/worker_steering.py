@@ -55,8 +55,8 @@ class WorkerSteering:
         num_slots: Size of the pool, slot 0 included.
         sites: This worker's, in the order of the forward pass.
         facts: This worker's.
-        op_sites: Those of `sites` where operations act, in the same order.
-        limits: Of programs.
+        op_sites: The sites of `sites` where operations act, in the same order.
+        limits: Limits of programs.
         saes: Encoded SAEs, by the index of their op site.
 
     Attributes:

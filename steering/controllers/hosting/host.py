@@ -1,4 +1,4 @@
-"""Where controllers live: what an engine core knows of it, and controllers in the very process of the engine core."""
+"""Where controllers live: what an engine core knows of it, and controllers in the engine core's process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LoadedController(NamedTuple):
     Attributes:
         probes: To read, by its own names.
         modules: Names of modules that it will turn on.
-        needs_prompts: As of `headgate.steering.controllers.controller.Controller`.
+        needs_prompts: As in `headgate.steering.controllers.controller.Controller`.
         needs_tokens: Likewise.
     """
 
@@ -110,10 +110,10 @@ class ReadStep(NamedTuple):
     """The new rows of one step, one request after the other.
 
     Attributes:
-        requests: Id of the request of each row, ``[n]``; the very tuple of the step before if it has the same.
+        requests: Id of the request of each row, ``[n]``; the same tuple object as in the step before if equal.
         positions: int64 ``[n]``.
         is_prompt: bool ``[n]``.
-        tokens: Of the request of each row, ``[n]``.
+        tokens: Tokens of the request of each row, ``[n]``.
         signals: float32 ``[n, columns]``.
     """
 
@@ -165,7 +165,7 @@ class _Decoding:
 
     Attributes:
         step: As controllers got it.
-        requests: Those of its rows.
+        requests: The requests of its rows.
         has_ended: Whether one of them has ended since.
     """
 

@@ -23,7 +23,7 @@ class ProcessSettings:
     Attributes:
         specs: The controllers.
         path: The engine core's `sys.path`.
-        log_level: Of headgate's log.
+        log_level: Level of headgate's log.
     """
 
     specs: tuple[ControllerSpec, ...]
@@ -91,7 +91,7 @@ class StepAnswer:
     Attributes:
         actions: Each with its controller's name.
         switched_off: See `headgate.steering.controllers.hosting.host.Answers`.
-        figures: Of each controller, by its name.
+        figures: Figures of each controller, by its name.
     """
 
     actions: Sequence[tuple[str, Action]]

@@ -26,7 +26,7 @@ class Actuation:
 
     Args:
         contents: Makes programs.
-        coefficients: Of the requests.
+        coefficients: Coefficients of the requests.
 
     Attributes:
         coefficients: As given.

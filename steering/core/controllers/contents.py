@@ -51,7 +51,7 @@ class Contents:
     """Makes programs of the content of actions. Engine thread only.
 
     Args:
-        state: Of the engine core.
+        state: State of the engine core.
 
     Raises:
         AssertionError: If it does not know its model.
@@ -166,8 +166,8 @@ def driven(program: Program, column: int) -> Program:
     """Return a program whose effect on generated rows is multiplied by the coefficient in a column.
 
     Args:
-        program: Of a content.
-        column: Of its coefficient.
+        program: Program of a content.
+        column: Column of its coefficient.
     """
     entries = [entry._replace(group=gate_field(entry.group, column, is_early=True)) for entry in entries_of(program)]
     return Program.from_entries(entries, program.dtype, program.groups)

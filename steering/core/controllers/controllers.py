@@ -39,7 +39,7 @@ class Controllers:
         host: Where they live.
         actuation: Applies actions to requests.
         services: Gives the tokens of requests.
-        outcomes: Of actions.
+        outcomes: Outcomes of actions.
         submitted: Actions of capture consumers; None if they are not taken.
 
     Attributes:
@@ -64,7 +64,7 @@ class Controllers:
         self._decisions = ActionApplier(actuation, self._outcomes, services)
         self._requests: dict[str, _Followed] = {}
         self._read: set[str] = set()
-        """Those among them whose rows a controller reads."""
+        """The requests whose rows a controller reads."""
         self._present: Collection[str] = ()
         """Requests of the last step that was read."""
 

@@ -17,9 +17,9 @@ class Drive(NamedTuple):
     """A content that is known to the workers.
 
     Attributes:
-        column: Of its coefficient.
+        column: Column of its coefficient.
         program: With that column in it.
-        serial: Of all that there were: another content in this column has another.
+        serial: Serial number among all drives: another content in this column has another.
     """
 
     column: int

@@ -60,7 +60,7 @@ class ScoreColumns(NamedTuple):
     """Columns for the scores of all controllers.
 
     Attributes:
-        first: Of the scores; that of the number k is ``first + k``.
+        first: First column of the scores; score number k has the column ``first + k``.
         size: How many there are.
     """
 
@@ -82,8 +82,8 @@ def make_reader(
         name: The controller's.
         applies_to: Whose rows are read.
         probes: Checked (`headgate.steering.controllers.loading.read_probes`).
-        content: Of the engine core.
-        columns: Of all controllers.
+        content: Content of the engine core.
+        columns: Columns of all controllers.
         first: The number of its first score; those before are taken.
 
     Raises:
@@ -121,7 +121,7 @@ class RunningController(NamedTuple):
 
     Attributes:
         spec: As configured.
-        reader: Of its probes.
+        reader: Reader of its probes.
         needs_prompts: Whether every row of a prompt is to be read for it.
     """
 
@@ -160,9 +160,9 @@ def running_controllers(
     """Make the readers of controllers that were loaded.
 
     Args:
-        specs: Of the configuration.
+        specs: Specs of the configuration.
         loaded: The controllers, by their names.
-        content: Of the engine core.
+        content: Content of the engine core.
         modules: Names of the registered modules.
         columns: For scores.
 

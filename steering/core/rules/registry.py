@@ -121,7 +121,7 @@ def kept_rule(rule: Rule, programs: tuple[Program, Program], bare: tuple[Program
 
     Args:
         rule: As it was read.
-        programs: Of both phases, with its own columns.
+        programs: Programs of both phases, with its own columns.
         bare: The same with columns from 0 on, for the key of its content.
         first: The first of its columns.
     """

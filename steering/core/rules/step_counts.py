@@ -89,8 +89,8 @@ class CountedGates:
     """The gates of a request whose rows a worker counts by itself. It holds nothing that gates bring.
 
     Args:
-        names: Of the gates.
-        columns: Of each, that of the strength that acts.
+        names: Names of the gates.
+        columns: Each gate's column of the strength that acts.
     """
 
     def __init__(self, names: Sequence[str], columns: Sequence[int]) -> None:
@@ -202,7 +202,7 @@ class DecodedRows:
     Args:
         ids: The requests.
         acting: The gates of their rows.
-        counts: Of rows.
+        counts: Counts of rows.
     """
 
     def __init__(self, ids: Sequence[str], acting: Sequence[ActingGates], counts: RowCounts) -> None:
@@ -218,7 +218,7 @@ class DecodedRows:
         finite: list[tuple[int, int, int]] = []
         early: list[tuple[int, int, int]] = []
         self._handing_on: list[Written] = []
-        """Of each place in `early`, what counted the rows before."""
+        """The counter of the rows before, for each place in `early`."""
         for each in acting:
             if each.rule is not None and each.apart is None:
                 finite.append((each.at, each.rule.counted_column, self._name(counts.rules, each.rule.name)))
@@ -288,7 +288,7 @@ class StepCounts:
     """Counts rows from what steps read. Input thread adds requests, engine thread does everything else.
 
     Args:
-        rules: Of the engine core.
+        rules: Rules of the engine core.
     """
 
     def __init__(self, rules: RuleRegistry) -> None:
@@ -297,9 +297,9 @@ class StepCounts:
         """The last steps; whatever acts on their rows acts still."""
         self._rules = rules
         self._own: dict[str, CountedRequest] = {}
-        """Of requests with gates of their own."""
+        """Requests with gates of their own."""
         self._ended: OrderedDict[str, CountedGates] = OrderedDict()
-        """Of the last ones that ended, since what workers have counted of them comes later."""
+        """The last ones that ended, since what workers have counted of them comes later."""
         self._apart: dict[str, dict[bytes, Written]] = {}
         """By request and rule, for rules whose strength may act on the row after."""
         self._since: dict[str, int] = {}

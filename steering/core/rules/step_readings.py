@@ -94,7 +94,7 @@ class StepTraces:
     def __init__(self) -> None:
         self._writers: dict[str, TraceWriter] = {}
         self._logs: dict[str, TraceLog] = {}
-        """Of requests that capture."""
+        """Logs of requests that capture."""
         self._known = object()
         """Another one whenever something else acts on a request, or another one is followed, on whatever thread."""
         self._decoded: tuple[object, DecodedTraces] | None = None
@@ -180,11 +180,11 @@ class RequestReadings:
     """Follows requests through their steps' readings. Input thread adds requests, engine thread does everything else.
 
     Args:
-        rules: Of the engine core.
+        rules: Rules of the engine core.
         latches: Where gates of conversations are latched; None if there are none.
 
     Attributes:
-        traces: Of requests whose traces are wanted.
+        traces: Traces of requests whose traces are wanted.
         beside: Returns, by the id of a request, what is read of its rows beside its gates and rules.
     """
 

@@ -38,7 +38,7 @@ class KeptPrograms(Generic[Made]):
     """Keeps what was made last, by what it was made of. Any thread.
 
     Args:
-        max_bytes: Of all together.
+        max_bytes: Upper limit for the bytes of all together.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -291,7 +291,7 @@ class SaeCalls:
     Workers hold no SAEs: the programs that requests and modules bring hold the rows of their features.
 
     Args:
-        saes: Of the engine core.
+        saes: SAEs of the engine core.
         steerable: The model; None if no SAE can be registered.
         services: Calls the workers.
         version: Returns the number of changes so far, for the audit.

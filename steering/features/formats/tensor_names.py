@@ -82,10 +82,10 @@ class Names(NamedTuple):
 
 
 LINEAR = Names("encoder.weight", "decoder.weight", "encoder.bias", "decoder.bias", True, False)
-"""Of PyTorch's ``nn.Linear``, which keeps matrices as output times input."""
+"""Names of PyTorch's ``nn.Linear``, which keeps matrices as output times input."""
 
 MATRICES = Names("W_enc", "W_dec", "b_enc", "b_dec", False, True)
-"""Of SAELens, Gemma Scope and others, that multiply rows by the encoder from the right."""
+"""Names of SAELens, Gemma Scope and others, which multiply rows by the encoder from the right."""
 
 
 def read_weights(file: TensorFile, names: Names) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class DrivenColumn:
         self.is_changed = False
         self._large: list[SerialChanges] = []
         self._small: list[_Noted] = []
-        """Those of the last steps."""
+        """Changes of the last steps."""
 
     def is_driven(self, numbers: Any) -> Any:
         """Return whether the requests of some numbers, or of one, have had a coefficient here."""
@@ -147,7 +147,7 @@ class DrivenColumn:
         """Set values from positions on, for good.
 
         Args:
-            numbers: Of the requests that change, int64 ``[n]``.
+            numbers: Numbers of the requests that change, int64 ``[n]``.
             serials: Serial numbers of all that the changes name, int64 ``[m]``.
             changes: What is set.
             alive: Serial numbers of all driven requests.
@@ -222,10 +222,10 @@ class DrivenStrengths:
 
     Args:
         num_slots: Slots of states.
-        num_columns: Of signals and states.
+        num_columns: Number of columns of signals and states.
 
     Attributes:
-        numbers: Of the requests that are driven, by id.
+        numbers: Numbers of the requests that are driven, by id.
         serials: int64, by number: a serial number of each request, which no other ever has; -1 for a free number.
         by_column: Their coefficients.
         is_settled: Whether the device has the last value of each request of the last step.
@@ -242,10 +242,10 @@ class DrivenStrengths:
         self._named: tuple[tuple[str, ...], Int64Array] = ((), self.serials)
         """The requests that were asked for last, and the number of each."""
         self._told: _NamedRequests | None = None
-        """Of the last changes; None once numbers have changed."""
+        """Requests of the last changes; None once numbers have changed."""
         self._batch: GatedBatch | None = None
         self._members: dict[int, _Members] = {}
-        """Of the last batch, by column."""
+        """Members of the last batch, by column."""
         self._joined: dict[tuple[int, ...], Int64Array] = {}
         """Where the coefficients of its members lie, by columns."""
 
@@ -310,8 +310,8 @@ class DrivenStrengths:
         """Return what to write into the states before a step; it counts as written.
 
         Args:
-            rows: Of the step.
-            batch: Of the step.
+            rows: Rows of the step.
+            batch: Batch of the step.
             cleared: Slots whose states are forgotten before.
         """
         for column in self.by_column.values() if len(cleared) else ():
@@ -322,8 +322,8 @@ class DrivenStrengths:
         """Return what to write into the signals of rows that are computed again.
 
         Args:
-            rows: Of the step.
-            batch: Of the step.
+            rows: Rows of the step.
+            batch: Batch of the step.
             flags: `TokenFlag` of each row, int32 ``[N]``.
         """
         if not self.numbers or not (flags & TokenFlag.IS_REPLAYED).any():

@@ -217,10 +217,10 @@ class SignalCopier:
         self._all = signals
         self._copies = copies
         self._starts: Int64Array | None = None
-        """First batch rows of the last step; steps that go on have the very array."""
+        """First batch rows of the last step; steps that go on have the same array object."""
         self._told: GateRows | None = None
         self._copied: SignalRows | None = None
-        """Of that step."""
+        """Signals of that step's rows."""
 
     def copy(self, rows: GateRows, batch: GatedBatch) -> StepSignals:
         """Copy the signals of a step's rows that are sent; there are some."""
@@ -381,8 +381,8 @@ class GateHistory:
         """Return the strengths that act again on replayed rows: batch row, column and value of each.
 
         Args:
-            rows: Of a step.
-            batch: Of the step.
+            rows: Rows of a step.
+            batch: Batch of the step.
             flags: `TokenFlag` of each row, int32 ``[N]``.
 
         Raises:

@@ -56,7 +56,7 @@ class GatedRequest:
     Attributes:
         num_prompt: Tokens of its prompt.
         early: First columns of gates that act at sites before they are evaluated.
-        of_rules: Those of `early` that belong to rules: they may not have been there on earlier rows.
+        of_rules: The columns of `early` that belong to rules: they may not have been there on earlier rows.
         told: Columns of its rows that the host reads.
         is_counted: Whether the count in its states is all that the host reads of it, when it ends or on request.
     """
@@ -240,7 +240,7 @@ def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32
     lengths = np.repeat(num_prompt, rows.counts)
     is_generated = positions >= lengths
     begins = ~behind & np.repeat(is_new | (rows.firsts == 0), rows.counts)
-    # The states that rows after the first would find are made by this very forward, too late for earlier sites.
+    # The states that rows after the first would find are made by this forward, too late for earlier sites.
     flags: Int32Array = _RESETS * begins
     flags |= _ENDS_PROMPT * (positions == lengths - 1)
     flags |= _IS_GENERATED * is_generated
@@ -254,7 +254,7 @@ class GatedBatch:
 
     Args:
         req_ids: Requests of the batch, in its order.
-        requests: Those with gates, by id.
+        requests: The requests with gates, by id.
         slots: Requests get slots from it.
     """
 

@@ -89,7 +89,7 @@ class StepGates:
         self.tensors = _tensors(max_tokens, num_slots, num_columns, device)
         self._requests: dict[str, GatedRequest] = {}
         self._own: dict[str, OwnGates] = {}
-        """Of all requests."""
+        """Own gates of all requests."""
         self._rules: Sequence[ActingRule] = ()
         self._new_columns: list[tuple[int, int]] = []
         self._slots = GateSlots(num_slots)

@@ -189,7 +189,7 @@ class RowTable:
         sites: The sites that this worker owns, in order.
         num_rows: Width of the map; see `rows_needed`.
         pool: The slot pool, used by this table alone.
-        op_sites: Those of `sites` where programs act, in order.
+        op_sites: The sites of `sites` where programs act, in order.
         max_entries: Entries of a request's program at one site, at most, with the global one's and its vectors.
 
     Attributes:
@@ -288,8 +288,8 @@ class RowTable:
 
         Args:
             name: The module's; not kept yet.
-            prefill: Of the prefill phase.
-            decode: Of the decode phase.
+            prefill: Vectors of the prefill phase.
+            decode: Vectors of the decode phase.
         """
         if name in self._modules:
             raise AssertionError(f"{name!r} is kept already")

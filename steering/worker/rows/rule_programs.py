@@ -38,7 +38,7 @@ class ActingRule:
         name: The rule's.
         applies_to: The requests that it acts on; None for requests that a controller drives in its first column.
         columns: Its first column, and the one after its last.
-        programs: Of the prefill and of the decode phase.
+        programs: Programs of the prefill and of the decode phase.
     """
 
     name: str

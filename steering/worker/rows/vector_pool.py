@@ -184,7 +184,7 @@ class PooledSum:
     """Effective vectors and programs of one phase, with their rows in the pool.
 
     Attributes:
-        key: Of the global vectors, the request's own, and its rules.
+        key: Key of the global vectors, the request's own, and its rules.
         own: The request's own, kept to compute the sum anew under other global vectors.
         column: Slot at each site, int32 ``[num_sites]``.
         slots: The slots of `column` that this sum acquired; where only global vectors act, the slot is that of the
@@ -223,7 +223,7 @@ class PooledSums:
         pool: Used by these sums alone.
         max_unused: Upper limit of sums without users that stay.
         dropped: Called with each sum that leaves the pool.
-        op_sites: Those of `sites` where programs act, in order.
+        op_sites: The sites of `sites` where programs act, in order.
     """
 
     def __init__(
@@ -381,11 +381,11 @@ def _beside(
     Features that the request changes itself are left out: together, two edits would set neither's value.
 
     Args:
-        own: Of the request.
+        own: Vectors of the request.
         shared: The global ones.
-        global_sum: Of `shared`.
+        global_sum: Sum of `shared`.
         known: `Program.written_features` of the global program.
-        op_sites: Of the worker.
+        op_sites: Op sites of the worker.
     """
     if known and isinstance(own, Steered) and isinstance(shared, Steered):
         of_own = set(own.program.written_features.values())

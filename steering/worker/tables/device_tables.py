@@ -51,7 +51,7 @@ class GateUpdates:
         self._gates = gates
         self._signals, self._states = gates.signals.view(-1), gates.states.view(-1)
         self._places: tuple[Int64Array | None, Tensor] = (None, self._states)
-        """Of the states that were written last, and the same on the device: mostly they are written again."""
+        """Places of the states that were written last, here and on the device: mostly they are written again."""
         self._upload = value_upload(self._states, min(ENTRIES, self._states.numel()))
 
     def write_again(self, changed: GateWrites) -> bool:
