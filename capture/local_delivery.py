@@ -190,7 +190,7 @@ DISPATCH_SHARE, CONSUMER_SHARE = 0.5, 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class WorkerPlace:
     """The worker whose rows are delivered.
 
     Attributes:
@@ -245,7 +245,7 @@ class LocalDelivery:
 
     def __init__(
         self,
-        place: Place,
+        place: WorkerPlace,
         consumers: Sequence[OpenConsumer],
         sender: ResultSender,
         *,
@@ -306,7 +306,7 @@ class LocalDelivery:
         num_unsent = 0 if self._close_sender is None else self._close_sender(left_s)
         return CloseReport(consumers=left, is_dispatch_stuck=is_dispatch_stuck, num_unsent=num_unsent)
 
-    def _make_consumer(self, consumer: OpenConsumer, place: Place) -> ConsumerThread:
+    def _make_consumer(self, consumer: OpenConsumer, place: WorkerPlace) -> ConsumerThread:
         instance = consumer.consumer
         return ConsumerThread(
             consumer.spec,
@@ -318,7 +318,7 @@ class LocalDelivery:
         )
 
 
-def open_local_delivery(place: Place, watcher: ResultWatcher | None = None) -> LocalDelivery:
+def open_local_delivery(place: WorkerPlace, watcher: ResultWatcher | None = None) -> LocalDelivery:
     """Open the configured consumers, and a delivery that sends results over ZMQ.
 
     Raises:

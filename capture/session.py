@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headgate.capture.delivery.delivery import CloseReport, Delivery, MemoryWanted, RequestBegins, RequestEnds
-from headgate.capture.local_delivery import Place
+from headgate.capture.local_delivery import WorkerPlace
 from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
@@ -309,7 +309,7 @@ def open_session(
     """
     classes = [load_configured(spec) for spec in config.consumers]
     linger_s = lingers(config, dict(enumerate(classes)))
-    place = Place(
+    place = WorkerPlace(
         config=_located(config, classes),
         model=model,
         row_bytes=staging.row_bytes,

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.monitoring.notebook import Table, norm_table, norms_by_position, page
+from headgate.capture.monitoring.notebook import TextTable, norm_table, norms_by_position, page
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, SHARD_FOLDER, LayoutName, StoredPart, TensorRef
@@ -235,7 +235,7 @@ class CaptureFolder:
         lines = [(one.tag, one.name, one.num_rows, len(one.sites), f"{one.num_bytes / 1e6:.1f}") for one in first]
         is_all = len(first) <= SHOWN_REQUESTS
         header = ("tag", "request", "rows", "sites", "MB")
-        return page("CaptureFolder", facts, Table(header, lines[:SHOWN_REQUESTS], len(first) if is_all else None))
+        return page("CaptureFolder", facts, TextTable(header, lines[:SHOWN_REQUESTS], len(first) if is_all else None))
 
     @property
     def tags(self) -> list[str]:

@@ -12,11 +12,11 @@ import numpy as np
 from headgate.capture.monitoring.verify_checks import (
     PLAIN,
     SERVED,
-    Answer,
     Float32Rows,
-    Request,
+    RequestAnswer,
     Runs,
     Scene,
+    SceneRequest,
     Stage,
     Status,
     Verdict,
@@ -67,7 +67,7 @@ class SteeringChecks:
         yield from _sites_scenes(stage, steerable)
         site = steered_site(steerable, stage.sites)
         requests = [
-            Request(
+            SceneRequest(
                 label=f"{role} {site.name}",
                 prompt=plain.prompt,
                 max_tokens=plain.max_tokens,
@@ -133,11 +133,13 @@ def _sites_scenes(stage: Stage, steerable: Sequence[Site]) -> Iterator[Scene]:
             values = vector(index, stage.hidden_size, SITE_STRENGTH)
             prompt = list(islice(cycle(tokens), SITE_PROMPT * index, SITE_PROMPT * (index + 1)))
             fields = {field: _nested(site, values)} if field else {}
-            requests.append(Request(label=site.name, prompt=prompt, max_tokens=SITE_TOKENS, fields=fields))
+            requests.append(SceneRequest(label=site.name, prompt=prompt, max_tokens=SITE_TOKENS, fields=fields))
         yield Scene(name=name, requests=requests)
 
 
-def judge_sites(check: str, idle: Sequence[Answer], steered: Sequence[Answer], *, step: int, noise: float) -> Verdict:
+def judge_sites(
+    check: str, idle: Sequence[RequestAnswer], steered: Sequence[RequestAnswer], *, step: int, noise: float
+) -> Verdict:
     """Judge requests that are each steered at one site: the `step`-th token must change, and no earlier one.
 
     Args:
@@ -167,33 +169,33 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def _cut(answer: Answer, num_tokens: int) -> Answer:
+def _cut(answer: RequestAnswer, num_tokens: int) -> RequestAnswer:
     """Return the first tokens of an answer."""
     cut = {"tokens": answer.tokens[:num_tokens], "logprobs": answer.logprobs[:num_tokens]}
     return msgspec.structs.replace(answer, **cut)
 
 
 class _Pair(NamedTuple):
-    plain: Answer
-    steered: Answer
+    plain: RequestAnswer
+    steered: RequestAnswer
 
 
-def _role(answer: Answer) -> str:
+def _role(answer: RequestAnswer) -> str:
     return answer.label.split()[0]
 
 
-def _pairs(plain: Sequence[Answer], steered: Sequence[Answer], roles: Iterable[str]) -> list[_Pair]:
+def _pairs(plain: Sequence[RequestAnswer], steered: Sequence[RequestAnswer], roles: Iterable[str]) -> list[_Pair]:
     return [_Pair(a, b) for a, b in zip(plain, steered, strict=True) if _role(b) in roles]
 
 
-def judge_mates(plain: Sequence[Answer], steered: Sequence[Answer], noise: float) -> Verdict:
+def judge_mates(plain: Sequence[RequestAnswer], steered: Sequence[RequestAnswer], noise: float) -> Verdict:
     """Judge unsteered requests: their answers must be those of a batch without steered requests."""
     mates = _pairs(plain, steered, (MATE,))
     found = difference([pair.plain for pair in mates], [pair.steered for pair in mates])
     return equality("batch-mates of steered requests keep their answers", found, noise=noise)
 
 
-def judge_unchanged(plain: Sequence[Answer], steered: Sequence[Answer], noise: float) -> Verdict:
+def judge_unchanged(plain: Sequence[RequestAnswer], steered: Sequence[RequestAnswer], noise: float) -> Verdict:
     """Judge that scale 0 changes nothing, and that steering of the answer leaves the first token alone."""
     pairs = _pairs(plain, steered, (ZERO,))
     pairs += [_Pair(_cut(a, 1), _cut(b, 1)) for a, b in _pairs(plain, steered, (DECODE,))]
@@ -201,7 +203,7 @@ def judge_unchanged(plain: Sequence[Answer], steered: Sequence[Answer], noise: f
     return equality("scale 0, and an answer's vector at the first token, change nothing", found, noise=noise)
 
 
-def judge_changed(plain: Sequence[Answer], steered: Sequence[Answer], noise: float) -> Verdict:
+def judge_changed(plain: Sequence[RequestAnswer], steered: Sequence[RequestAnswer], noise: float) -> Verdict:
     """Judge that every steered request gets another answer than without steering."""
     check = "steered requests get other answers"
     pairs = _pairs(plain, steered, (BOTH, DECODE, PREFILL))
@@ -212,7 +214,7 @@ def judge_changed(plain: Sequence[Answer], steered: Sequence[Answer], noise: flo
     return Verdict(check, Status.PASSED, f"{len(pairs)} requests got other logprobs, {others} of them other tokens")
 
 
-def judge_tokens(steered: Sequence[Answer], dtype: str) -> Verdict:
+def judge_tokens(steered: Sequence[RequestAnswer], dtype: str) -> Verdict:
     """Judge that from one site to the next the stream gains each token's vector, and nothing where there is none."""
     check = "every token gets its own vector, and no other"
     site = Site.parse(steered[0].label.split()[1])
@@ -240,7 +242,7 @@ class _Gain(NamedTuple):
     problem: str | None = None
 
 
-def _gain(index: int, answer: Answer, sites: tuple[str, str], dtype: str) -> _Gain:
+def _gain(index: int, answer: RequestAnswer, sites: tuple[str, str], dtype: str) -> _Gain:
     """Compare the gain of one request's stream between two sites with the vectors of its tokens."""
     assert answer.rows is not None  # noqa: S101  (judge_tokens has looked)
     before, behind = (answer.rows.at(site) for site in sites)
@@ -258,7 +260,7 @@ def _gain(index: int, answer: Answer, sites: tuple[str, str], dtype: str) -> _Ga
     return _Gain(int(is_steered.sum()), int((~is_steered).sum()), worst)
 
 
-def _wanted(answer: Answer, values: Float32Rows) -> Float32Rows:
+def _wanted(answer: RequestAnswer, values: Float32Rows) -> Float32Rows:
     """Return the vectors ``[rows, hidden]`` that each token's stream is to gain."""
     num_prompt = len(answer.prompt)
     wanted = np.zeros((num_prompt + len(answer.tokens) - 1, len(values)), np.float32)

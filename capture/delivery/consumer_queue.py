@@ -181,13 +181,13 @@ def _read(descriptor: int, data: memoryview, offset: int) -> int:
     return read
 
 
-class Begin(NamedTuple):
+class QueuedBegin(NamedTuple):
     """Announces a request to the consumer."""
 
     request: ConsumerRequest
 
 
-class Rows(NamedTuple):
+class QueuedRows(NamedTuple):
     """Rows for the consumer to write; if they were spilled to disk, those of `packet` are on the meta device."""
 
     packet: Packet
@@ -208,7 +208,7 @@ class Abandon(NamedTuple):
     request: ConsumerRequest
 
 
-Item = Begin | Rows | Finish | Abandon
+Item = QueuedBegin | QueuedRows | Finish | Abandon
 
 
 class ConsumerQueue:
@@ -263,7 +263,7 @@ class ConsumerQueue:
             if request.is_passed_over:
                 return
             if self._items.is_serving:
-                self._items.append(Begin(request))
+                self._items.append(QueuedBegin(request))
             else:
                 request.failure = f"{self._instance}: was hung or shut down when the request began"
 
@@ -355,7 +355,7 @@ class ConsumerQueue:
             self._has_item = bool(self._items)  # a call may follow
             return self._items.pop() if self._items else None
 
-    def free(self, rows: Rows, *, num_rows: int = 0, num_bytes: int = 0, lost_to: str = "") -> None:
+    def free(self, rows: QueuedRows, *, num_rows: int = 0, num_bytes: int = 0, lost_to: str = "") -> None:
         """Give back the room of rows that were removed, and count the positions and bytes that the consumer took.
 
         Args:
@@ -500,7 +500,7 @@ class _WaitingItems:
         self._calls.counters.stall_s += time.monotonic() - started
         return is_ready
 
-    def append(self, item: Begin | Finish | Abandon) -> None:
+    def append(self, item: QueuedBegin | Finish | Abandon) -> None:
         """Append an item without rows."""
         self._waiting.append(item)
         self._changed.notify_all()
@@ -510,7 +510,7 @@ class _WaitingItems:
         if self._num_spilled or not self._has_room(num_bytes):
             return False
         self.queued_bytes += num_bytes
-        self._waiting.append(Rows(packet, num_bytes))
+        self._waiting.append(QueuedRows(packet, num_bytes))
         self._changed.notify_all()
         return True
 
@@ -518,7 +518,7 @@ class _WaitingItems:
         """Append rows that are on disk."""
         self._num_spilled += 1
         self.spilled_rows += packet.num_rows
-        self._waiting.append(Rows(replace(packet, blocks=spilled.blocks), spilled.num_bytes, spilled))
+        self._waiting.append(QueuedRows(replace(packet, blocks=spilled.blocks), spilled.num_bytes, spilled))
         self._changed.notify_all()
 
     def drop(self, packet: Packet, reason: str) -> None:
@@ -531,12 +531,12 @@ class _WaitingItems:
     def pop(self) -> Item:
         """Remove the first item. Rows go on counting until they are freed; those on disk begin to."""
         item = self._waiting.popleft()
-        if isinstance(item, Rows) and item.spilled is not None:
+        if isinstance(item, QueuedRows) and item.spilled is not None:
             self._num_spilled -= 1
             self.queued_bytes += item.num_bytes
         return item
 
-    def free(self, rows: Rows) -> None:
+    def free(self, rows: QueuedRows) -> None:
         """Count rows that were popped no longer."""
         self.queued_bytes -= rows.num_bytes
         self._changed.notify_all()
@@ -546,7 +546,7 @@ class _WaitingItems:
         kept = [item for item in self._waiting if isinstance(item, Abandon)]
         while self._waiting:
             item = self.pop()
-            if isinstance(item, Rows):
+            if isinstance(item, QueuedRows):
                 self.drop(item.packet, reason)
                 self.free(item)
                 if item.spilled is not None and self._spill is not None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from headgate.capture.delivery.completeness import ConsumerRequest, SendResult, failed, result_of
-from headgate.capture.delivery.consumer_queue import Abandon, ConsumerQueue, Finish, Item, Rows, SpillFile
+from headgate.capture.delivery.consumer_queue import Abandon, ConsumerQueue, Finish, Item, QueuedRows, SpillFile
 from headgate.capture.delivery.row_packets import Packet
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.monitoring.stats import ConsumerStats, figures_of
@@ -135,7 +135,7 @@ class ConsumerThread:
             except Exception as error:  # noqa: BLE001
                 # A bug of ours must not end the thread: this consumer's later requests would wait for ever.
                 self._log.error("delivery failed inside headgate; please report it", cause=error)
-                about = item.packet.requests() if isinstance(item, Rows) else [item.request]
+                about = item.packet.requests() if isinstance(item, QueuedRows) else [item.request]
                 self._fail(about, f"{self.instance}: internal error: {error!r}")
                 if isinstance(item, Finish):
                     self.queue.requests.report(item.request, failed(item.request.failure))
@@ -145,7 +145,7 @@ class ConsumerThread:
             self._close_error = str(error)
 
     def _handle(self, item: Item) -> None:
-        if isinstance(item, Rows):
+        if isinstance(item, QueuedRows):
             self._write(item)
         elif isinstance(item, Finish):
             self._finish(item.request, item.final)
@@ -158,7 +158,7 @@ class ConsumerThread:
             except ConsumerError as error:
                 self._fail([item.request], str(error))
 
-    def _write(self, rows: Rows) -> None:
+    def _write(self, rows: QueuedRows) -> None:
         num_rows = num_bytes = 0
         lost_to = ""
         try:

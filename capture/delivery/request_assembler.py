@@ -108,14 +108,14 @@ class _CollectedRows:
         self._hidden_size = model.hidden_size
         prompt = np.arange(request.num_prompt_tokens, dtype=np.int64)
         self._num_expected = int(request.spec.positions.mask(prompt, np.full_like(prompt, len(prompt))).sum())
-        self._parts: list[_Part] = []
+        self._parts: list[_SiteRows] = []
 
     def add(self, block: RowBlock, rows_SNB: Bytes, start: int, stop: int) -> None:
         """Append rows ``start : stop`` of `block`, whose rows are `rows_SNB`."""
         # Few kinds of blocks come for a request, and all of a kind share the tuple of their sites.
         part = next((part for part in self._parts if part.sites is block.sites), None)
         if part is None:
-            part = _Part(block, self._num_expected, self._pool)
+            part = _SiteRows(block, self._num_expected, self._pool)
             self._parts.append(part)
         part.add(rows_SNB, block.positions, start, stop)
 
@@ -153,7 +153,7 @@ class _CollectedRows:
         return positions[order], torch.cat([rows for _, rows in pieces])[torch.from_numpy(order)]
 
 
-class _Part:
+class _SiteRows:
     """Rows that came with the same sites, in chunks of host memory; a request's prompt goes into the first.
 
     As bytes, since numpy copies single rows ten times as fast as torch does.

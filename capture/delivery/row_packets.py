@@ -195,7 +195,7 @@ class StepCoalescer:
                 each.release()
 
 
-class _Part(NamedTuple):
+class _GroupPart(NamedTuple):
     """A group of one step, and the place of its rows."""
 
     group: PackGroup
@@ -204,18 +204,18 @@ class _Part(NamedTuple):
     """Row of the staging memory at which the first site's first row lies."""
 
 
-def _by_sites(staged: Iterable[StagedRows]) -> list[list[_Part]]:
+def _by_sites(staged: Iterable[StagedRows]) -> list[list[_GroupPart]]:
     """Collect the groups of all steps; those of the same sites together, in order."""
-    found: dict[SiteSet, list[_Part]] = {}
+    found: dict[SiteSet, list[_GroupPart]] = {}
     for each in staged:
         for group, start in each.places:
             if not group.masks.any():
                 continue  # its consumers are served elsewhere
-            found.setdefault(group.site_set, []).append(_Part(group, each, start))
+            found.setdefault(group.site_set, []).append(_GroupPart(group, each, start))
     return list(found.values())
 
 
-def _copy_out(parts: Sequence[_Part], pool: RowPool) -> CoalescedRows:
+def _copy_out(parts: Sequence[_GroupPart], pool: RowPool) -> CoalescedRows:
     group, staged, start = parts[0]
     memory_AD = staged.memory
     num_sites = len(group.sites)
@@ -244,13 +244,13 @@ def _copy_out(parts: Sequence[_Part], pool: RowPool) -> CoalescedRows:
     return CoalescedRows(merged, rows, np.concatenate(known)[order] if len(known) == len(token_ids) else None)
 
 
-def _index(part: _Part, num_sites: int) -> Int64Array:
+def _index(part: _GroupPart, num_sites: int) -> Int64Array:
     """Make the indices of rows of the staging memory, int64 ``[S, N]``."""
     num_rows = len(part.group.rows)
     return part.start + np.arange(num_sites * num_rows).reshape(num_sites, num_rows)
 
 
-def _owners(parts: Sequence[_Part]) -> tuple[Int64Array, list[str]]:
+def _owners(parts: Sequence[_GroupPart]) -> tuple[Int64Array, list[str]]:
     """Number the owner of each row, int64 ``[M]``; return the owners, too, in the order in which they first appear."""
     numbers: dict[str, int] = {}
     owners: list[Int64Array] = []

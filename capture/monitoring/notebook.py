@@ -55,7 +55,7 @@ class HeatMap(NamedTuple):
     by_row: bool = False
 
 
-class Table(NamedTuple):
+class TextTable(NamedTuple):
     """A small table of texts.
 
     Attributes:
@@ -69,7 +69,7 @@ class Table(NamedTuple):
     num_rows: int | None = None
 
 
-def page(title: str, facts: Mapping[str, object], table: Table | None = None, heat: HeatMap | None = None) -> str:
+def page(title: str, facts: Mapping[str, object], table: TextTable | None = None, heat: HeatMap | None = None) -> str:
     """Return an object as HTML of at most `MAX_BYTES` bytes.
 
     Args:
@@ -132,13 +132,13 @@ def norms(rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     return np.where(np.isfinite(lengths), lengths, np.inf)
 
 
-def norm_table(heat: HeatMap, num_rows: int) -> Table:
+def norm_table(heat: HeatMap, num_rows: int) -> TextTable:
     """Return the smallest, mean and largest number of each row of a heat map; `num_rows` is how many rows there are."""
     lines = [
         (label, *(f"{value:.5g}" for value in (row.min(), row.mean(), row.max())))
         for label, row in zip(heat.rows, heat.values, strict=True)
     ]
-    return Table(("site", "smallest norm", "mean", "largest"), lines, num_rows)
+    return TextTable(("site", "smallest norm", "mean", "largest"), lines, num_rows)
 
 
 def _evenly(length: int, most: int) -> npt.NDArray[np.int64]:
@@ -151,7 +151,7 @@ def _text(value: object) -> str:
     return escape(text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}...")
 
 
-def _table(table: Table, count: int) -> str:
+def _table(table: TextTable, count: int) -> str:
     def line(cells: Sequence[object], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in cells[:_MAX_COLUMNS]) + "</tr>"
 

@@ -37,7 +37,7 @@ Two steps of a logit from 16 to 32, or 1e-3 where the rounding of the sums befor
 Float32Rows = npt.NDArray[np.float32]
 
 
-class Rows(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerRows(msgspec.Struct, frozen=True, kw_only=True):
     """The captured rows of one request.
 
     Attributes:
@@ -63,7 +63,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
         return np.frombuffer(self.values[site], np.float32).reshape(-1, self.hidden_size)
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one request.
 
     Attributes:
@@ -78,10 +78,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     prompt: list[int]
     tokens: list[int]
     logprobs: list[dict[int, float]]
-    rows: Rows | None = None
+    rows: AnswerRows | None = None
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
     """An engine and where it ran.
 
     Attributes:
@@ -126,8 +126,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: str
-    facts: Facts
-    scenes: dict[str, list[Answer]] = {}
+    facts: VerifyFacts
+    scenes: dict[str, list[RequestAnswer]] = {}
     run_counts: dict[str, list[dict[str, dict[str, int]]]] = {}
     replays: dict[str, list[int]] = {}
     step_ms: dict[int, list[float]] = {}
@@ -138,7 +138,7 @@ Runs = Mapping[str, Sequence[Recording]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class SceneRequest:
     """One request of a scene; greedy, and never ended by a stop token.
 
     Attributes:
@@ -164,7 +164,7 @@ class Scene:
     """
 
     name: str
-    requests: Sequence[Request]
+    requests: Sequence[SceneRequest]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +182,7 @@ class Stage:
 
     kind: str
     llm: Any
-    plain: Sequence[Request]
+    plain: Sequence[SceneRequest]
     sites: Sequence[Site]
     hidden_size: int
     earlier: Recording | None = None
@@ -253,7 +253,7 @@ class Difference:
         return self.num_other == 0 and self.largest == 0
 
 
-def difference(expected: Sequence[Answer], found: Sequence[Answer]) -> Difference:
+def difference(expected: Sequence[RequestAnswer], found: Sequence[RequestAnswer]) -> Difference:
     """Compare answers to requests with the same prompts.
 
     Raises:
@@ -266,7 +266,7 @@ def difference(expected: Sequence[Answer], found: Sequence[Answer]) -> Differenc
     return Difference(num_tokens=sum(len(answer.tokens) for answer in expected), num_other=others, largest=largest)
 
 
-def _moved(expected: Answer, found: Answer) -> float:
+def _moved(expected: RequestAnswer, found: RequestAnswer) -> float:
     if len(expected.tokens) != len(found.tokens) or len(expected.logprobs) != len(found.logprobs):
         return math.inf
     largest = 0.0

@@ -289,7 +289,7 @@ def _constant(values: object) -> Int64Array:
     return array
 
 
-class Rows(NamedTuple):
+class RowsOfStep(NamedTuple):
     """Rows of a step, each array int64 ``[N]``. A request's are next to each other, by ascending position."""
 
     owners: Int64Array
@@ -305,7 +305,7 @@ class Rows(NamedTuple):
 
 
 class WantedRows(NamedTuple):
-    """Rows of a step with the consumers that want them; arrays as in `Rows`."""
+    """Rows of a step with the consumers that want them; arrays as in `RowsOfStep`."""
 
     owners: Int64Array
     batch_rows: Int64Array
@@ -313,7 +313,7 @@ class WantedRows(NamedTuple):
     masks: Int64Array
 
 
-class Piece(NamedTuple):
+class WantedRange(NamedTuple):
     """Consecutive positions that one request wants of a step.
 
     Attributes:
@@ -327,7 +327,7 @@ class Piece(NamedTuple):
     positions: range
 
 
-def consecutive(pieces: Sequence[Piece], shape: SelectionShape) -> StepPlan:
+def consecutive(pieces: Sequence[WantedRange], shape: SelectionShape) -> StepPlan:
     """Plan a step whose wanted rows are of requests of one shape, which is a run, at the same sites.
 
     Args:
@@ -452,12 +452,12 @@ class StepPlanner:
 
     def _plan_few(self, shape: SelectionShape, members: Sequence[int], view: BatchView) -> StepPlan | None:
         """Plan the requests that `_RequestTable.few_of` found."""
-        pieces: list[Piece] = []
+        pieces: list[WantedRange] = []
         for member in members:
             req_id, first = view.req_ids[member], int(view.num_computed[member])
             wanted, has_ended = self._table.take(req_id, first, first + int(view.num_scheduled[member]))
             if wanted:
-                pieces.append(Piece(req_id, int(view.starts[member]) + wanted.start - first, wanted))
+                pieces.append(WantedRange(req_id, int(view.starts[member]) + wanted.start - first, wanted))
             if has_ended:
                 self._table.remove(req_id)
         return consecutive(pieces, shape) if pieces else None
@@ -486,7 +486,7 @@ class StepPlanner:
                 parts.setdefault(chosen.site_set, []).append(rows.select(chosen))
         return merged(req_ids, parts) if parts else None
 
-    def _choose(self, shape: SelectionShape, rows: Rows, slots: Int64Array) -> Iterator[SelectedRows]:
+    def _choose(self, shape: SelectionShape, rows: RowsOfStep, slots: Int64Array) -> Iterator[SelectedRows]:
         if shape.is_run:
             return shape.choose_all(len(rows.positions))
         return shape.choose(self._table.hits(shape, slots[rows.owners], rows.positions))
@@ -576,12 +576,14 @@ class _NewPositions(NamedTuple):
         token_rows = count_up(first, first + total) if is_dense else prolonged(self.batch_rows, starts, self.counts)
         return StepPlan(token_rows, (group,))
 
-    def rows_of(self, picks: Int64Array) -> Rows:
+    def rows_of(self, picks: Int64Array) -> RowsOfStep:
         """The rows of some of them."""
         counts = self.counts[picks]
         starts = np.cumsum(counts) - counts
         batch_rows = prolonged(self.batch_rows[picks], starts, counts)
-        return Rows(np.repeat(self.members[picks], counts), batch_rows, prolonged(self.begins[picks], starts, counts))
+        return RowsOfStep(
+            np.repeat(self.members[picks], counts), batch_rows, prolonged(self.begins[picks], starts, counts)
+        )
 
 
 class _RequestTable:

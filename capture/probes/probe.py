@@ -29,7 +29,7 @@ from safetensors.numpy import save as to_bytes
 
 from headgate.capture.files.reading import refusing
 from headgate.capture.files.tensors import open_safetensors
-from headgate.capture.monitoring.notebook import Table, norms, page
+from headgate.capture.monitoring.notebook import TextTable, norms, page
 from headgate.capture.schema.errors import HeadgateError, shown
 from headgate.capture.schema.sites import Site
 
@@ -205,7 +205,7 @@ class Probe:
         }
         weights = zip(self.classes, norms(self.weight), self.biases.tolist(), strict=True)
         lines = [(name, f"{length:.5g}", f"{bias:.5g}") for name, length, bias in weights]
-        return page("Probe", facts, Table(("class", "norm of its weights", "bias"), lines, len(lines)))
+        return page("Probe", facts, TextTable(("class", "norm of its weights", "bias"), lines, len(lines)))
 
     @property
     def biases(self) -> FloatArray:

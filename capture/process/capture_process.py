@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from headgate.capture.delivery.delivery import CloseReport, DeliveryStats, Dispatched, RequestBegins
-from headgate.capture.local_delivery import Place
+from headgate.capture.local_delivery import WorkerPlace
 from headgate.capture.monitoring.stats import ConsumerStats, added_figures
 from headgate.capture.process.connection import Connection
 from headgate.capture.process.messages import (
@@ -61,7 +61,7 @@ class Ledger:
 
     def __init__(
         self,
-        place: Place,
+        place: WorkerPlace,
         bits: Mapping[str, int],
         far: Iterable[CaptureConsumerSpec],
         make_sender: Callable[[], ResultSender],
@@ -397,7 +397,9 @@ def _added(before: ConsumerStats, now: ConsumerStats) -> ConsumerStats:
     return replace(now, **sums, result_counts=counts, figures=added_figures(before.figures, now.figures))
 
 
-def open_capture_process(place: Place, sites: Sequence[Site], memory: SharedStaging, reader: int = 0) -> CaptureProcess:
+def open_capture_process(
+    place: WorkerPlace, sites: Sequence[Site], memory: SharedStaging, reader: int = 0
+) -> CaptureProcess:
     """Start a capture process for a worker, and wait until its consumers are open.
 
     Args:

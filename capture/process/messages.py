@@ -101,7 +101,7 @@ class Begin(msgspec.Struct, tag=0, array_like=True):
     is_same_client: bool
 
 
-class Group(msgspec.Struct, array_like=True):
+class GroupWire(msgspec.Struct, array_like=True):
     """A `PackGroup`: `masks` is one mask if all rows have it; `starts` has one more entry than there are requests.
 
     `requests` are their numbers, int64.
@@ -127,7 +127,7 @@ class Staged(msgspec.Struct, tag=1, array_like=True):
     num_copies: int
     num_token_rows: int
     num_output_rows: int
-    groups: list[Group]
+    groups: list[GroupWire]
 
 
 class End(msgspec.Struct, tag=2, array_like=True):
@@ -141,7 +141,7 @@ class End(msgspec.Struct, tag=2, array_like=True):
     num_outdated: int = 0
 
 
-class Wanted(msgspec.Struct, tag=3, array_like=True):
+class WantsMemory(msgspec.Struct, tag=3, array_like=True):
     """A `MemoryWanted`."""
 
 
@@ -151,7 +151,7 @@ class Close(msgspec.Struct, tag=4, array_like=True):
     timeout_s: float
 
 
-ToProcess = Begin | Staged | End | Wanted | Close
+ToProcess = Begin | Staged | End | WantsMemory | Close
 
 
 class Ready(msgspec.Struct, tag=0, array_like=True):
@@ -229,13 +229,13 @@ def message_of(item: Dispatched, requests: RequestNumbers) -> ToProcess:
         token_ids = np.asarray(final.token_ids, np.int64).tobytes()
         return End(item.req_id, final.num_prompt_tokens, token_ids, final.status, dict(final.notes), final.num_outdated)
     assert isinstance(item, MemoryWanted)  # noqa: S101  (the last kind)
-    return Wanted()
+    return WantsMemory()
 
 
-def _group(group: PackGroup, requests: RequestNumbers) -> Group:
+def _group(group: PackGroup, requests: RequestNumbers) -> GroupWire:
     masks = group.masks
     are_alike = bool((masks == masks[0]).all())
-    return Group(
+    return GroupWire(
         site_ids=group.site_ids.tobytes(),
         rows=_packed(group.rows),
         positions=group.positions.tobytes(),
@@ -245,8 +245,8 @@ def _group(group: PackGroup, requests: RequestNumbers) -> Group:
     )
 
 
-def pack_group(group: Group, site_set: SiteSet, requests: NumberedRequests) -> PackGroup:
-    """Make the rows that a `Group` stands for.
+def pack_group(group: GroupWire, site_set: SiteSet, requests: NumberedRequests) -> PackGroup:
+    """Make the rows that a `GroupWire` stands for.
 
     Args:
         group: As it came.

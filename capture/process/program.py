@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.delivery.delivery import Delivery, DeliveryStats, MemoryWanted, RequestBegins
-from headgate.capture.local_delivery import Place, open_local_delivery
+from headgate.capture.local_delivery import WorkerPlace, open_local_delivery
 from headgate.capture.planning.step_plan import PackGroup, SiteSet
 from headgate.capture.process.connection import Connection, start_module, watch_child, watch_parent
 from headgate.capture.process.messages import (
@@ -28,7 +28,7 @@ from headgate.capture.process.messages import (
     Closed,
     Done,
     End,
-    Group,
+    GroupWire,
     NumberedRequests,
     Ready,
     Staged,
@@ -216,7 +216,7 @@ class CaptureServer:
         copied = NumberedCopy(self._rows, message.number)
         return StagedRows(part, self._rows_AD, self._rows, lease, copied, message.since)
 
-    def _pack_group(self, group: Group) -> PackGroup:
+    def _pack_group(self, group: GroupWire) -> PackGroup:
         site_set = self._site_sets.get(group.site_ids)
         if site_set is None:
             if len(self._site_sets) >= MAX_SITE_SETS:
@@ -243,7 +243,7 @@ class Settings:
         path: The worker's `sys.path`.
     """
 
-    place: Place
+    place: WorkerPlace
     sites: tuple[Site, ...]
     num_rows: int
     num_readers: int

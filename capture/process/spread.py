@@ -21,7 +21,7 @@ from headgate.capture.delivery.delivery import (
     RequestBegins,
     RequestEnds,
 )
-from headgate.capture.local_delivery import Place, open_local_delivery
+from headgate.capture.local_delivery import WorkerPlace, open_local_delivery
 from headgate.capture.planning.step_plan import PackGroup
 from headgate.capture.process.capture_process import CaptureProcess, open_capture_process
 from headgate.capture.schema.config import CaptureConsumersConfig
@@ -60,7 +60,7 @@ def deal_out(config: CaptureConsumersConfig) -> Served:
     return Served(processes, frozenset(range(len(config.consumers))).difference(*processes))
 
 
-class Reader:
+class DeliveryTarget:
     """One delivery (capture process or worker threads) and the requests and leases it has. Step thread only.
 
     Args:
@@ -140,7 +140,7 @@ class SpreadDelivery:
 
     is_lost = False
 
-    def __init__(self, readers: Sequence[Reader], instances: Sequence[str]) -> None:
+    def __init__(self, readers: Sequence[DeliveryTarget], instances: Sequence[str]) -> None:
         self._readers = tuple(readers)
         self._places = {instance: place for place, instance in enumerate(instances)}
 
@@ -202,7 +202,7 @@ class SpreadDelivery:
         )
 
 
-def open_delivery(place: Place, sites: Sequence[Site], memory: StagingMemory) -> Delivery:
+def open_delivery(place: WorkerPlace, sites: Sequence[Site], memory: StagingMemory) -> Delivery:
     """Open the configured consumers, in processes beside the worker and on threads of it.
 
     Args:
@@ -234,5 +234,7 @@ def open_delivery(place: Place, sites: Sequence[Site], memory: StagingMemory) ->
             if each.exception() is None:
                 each.result().close(place.config.close_timeout_s)
     opened = [each.result() for each in opening]
-    readers = [Reader(opened[index], frozenset(own.served.values()), index, memory) for index, own in enumerate(places)]
+    readers = [
+        DeliveryTarget(opened[index], frozenset(own.served.values()), index, memory) for index, own in enumerate(places)
+    ]
     return SpreadDelivery(readers, list(place.config.bits))

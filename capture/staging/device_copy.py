@@ -23,7 +23,7 @@ from headgate.capture.planning.step_plan import changes
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.staging.readouts import Job, OutputBuffers, RowReader
+from headgate.capture.staging.readouts import OutputBuffers, ReadoutJob, RowReader
 
 MAX_PITCH = (1 << 31) - 1
 """Bytes from one run to the next that the driver takes."""
@@ -213,7 +213,7 @@ class DeviceCopier(Protocol):
         """Copy the flat rows at the first `count` indices into `target_ND`, which is host memory."""
         ...
 
-    def read_out(self, jobs: Sequence[Job], target_V: Tensor) -> frozenset[int]:
+    def read_out(self, jobs: Sequence[ReadoutJob], target_V: Tensor) -> frozenset[int]:
         """Compute readouts of rows at the indices, ahead of `gather`, and copy the outputs into host memory.
 
         Args:
@@ -263,7 +263,7 @@ class HostCopier:
         torch.index_select(self._flat_FD, 0, self._index[:count], out=target_ND)
         return _DONE
 
-    def read_out(self, jobs: Sequence[Job], target_V: Tensor) -> frozenset[int]:
+    def read_out(self, jobs: Sequence[ReadoutJob], target_V: Tensor) -> frozenset[int]:
         assert self._reader is not None  # noqa: S101  (there are jobs)
 
         def put(target: int, found: Tensor) -> None:
@@ -275,7 +275,7 @@ class HostCopier:
         pass
 
 
-class _Done:
+class _DoneCopy:
     def wait(self) -> None:
         pass
 
@@ -283,7 +283,7 @@ class _Done:
         pass
 
 
-_DONE = _Done()
+_DONE = _DoneCopy()
 
 
 class _Pack(NamedTuple):
@@ -407,7 +407,7 @@ class CudaCopier:
                 target_ND[start:stop].copy_(packed_ND, non_blocking=True)
             pack.copied.record(self._side)
 
-    def read_out(self, jobs: Sequence[Job], target_V: Tensor) -> frozenset[int]:
+    def read_out(self, jobs: Sequence[ReadoutJob], target_V: Tensor) -> frozenset[int]:
         assert self._readouts is not None  # noqa: S101  (there are jobs)
         self._host_index.send(self._index, jobs[-1].stop, self._compute_stream())
         return self._readouts.run(jobs, self._index, target_V, self.wait_for_forward)
@@ -444,7 +444,7 @@ class CudaReadouts:
         self.device_bytes = self._reader.device_bytes + self._buffers.device_bytes
 
     def run(
-        self, jobs: Sequence[Job], index: Tensor, target_V: Tensor, order_copies: Callable[[], None]
+        self, jobs: Sequence[ReadoutJob], index: Tensor, target_V: Tensor, order_copies: Callable[[], None]
     ) -> frozenset[int]:
         """Launch jobs and the copies of their outputs; see `DeviceCopier.read_out`.
 

@@ -73,7 +73,7 @@ def bind(readout: Readout, source: int, *, hidden_size: int, device: torch.devic
     return BoundReadout(source, readout.num_outputs, function)
 
 
-class Job(NamedTuple):
+class ReadoutJob(NamedTuple):
     """One readout of the rows of a group.
 
     Attributes:
@@ -96,11 +96,13 @@ class Job(NamedTuple):
         return self.first + self.num_rows
 
 
-ReadOut = Callable[[Sequence[Job], Tensor], frozenset[int]]
+ReadOut = Callable[[Sequence[ReadoutJob], Tensor], frozenset[int]]
 """Computes jobs into host memory; returns the groups that failed."""
 
 
-def jobs_of(groups: Sequence[PackGroup], readouts: Sequence[BoundReadout], num_sites: int, row_bytes: int) -> list[Job]:
+def jobs_of(
+    groups: Sequence[PackGroup], readouts: Sequence[BoundReadout], num_sites: int, row_bytes: int
+) -> list[ReadoutJob]:
     """The jobs of a part whose groups have their rows, and their outputs in host memory, consecutively.
 
     Args:
@@ -115,7 +117,7 @@ def jobs_of(groups: Sequence[PackGroup], readouts: Sequence[BoundReadout], num_s
         for place, site_id in enumerate(group.site_ids.tolist()):
             if group.num_outputs:
                 begin = target + place * num_rows * group.num_outputs
-                jobs.append(Job(number, readouts[site_id - num_sites], first, num_rows, begin))
+                jobs.append(ReadoutJob(number, readouts[site_id - num_sites], first, num_rows, begin))
             first += num_rows
         target += output_rows(group, row_bytes) * row_bytes // OUTPUT_BYTES
     return jobs
@@ -191,7 +193,7 @@ class RowReader:
         self._log = SparseLog("capture readouts")
         self.device_bytes = self._rows_CD.nbytes + self._wide_CD.nbytes
 
-    def run(self, jobs: Sequence[Job], index: Tensor, put: Callable[[int, Tensor], object]) -> frozenset[int]:
+    def run(self, jobs: Sequence[ReadoutJob], index: Tensor, put: Callable[[int, Tensor], object]) -> frozenset[int]:
         """Run jobs.
 
         Args:
@@ -214,12 +216,12 @@ class RowReader:
                     failed.add(job.group)
         return frozenset(failed)
 
-    def _chunks(self, job: Job) -> Iterator[tuple[int, int]]:
+    def _chunks(self, job: ReadoutJob) -> Iterator[tuple[int, int]]:
         size = min(len(self._rows_CD), BUFFER_OUTPUTS // job.readout.num_outputs)
         for start in range(job.first, job.stop, size):
             yield start, min(start + size, job.stop)
 
-    def _outputs(self, job: Job, index: Tensor) -> Tensor:
+    def _outputs(self, job: ReadoutJob, index: Tensor) -> Tensor:
         num_rows = len(index)
         rows_ND, wide_ND = self._rows_CD[:num_rows], self._wide_CD[:num_rows]
         torch.index_select(self._flat_FD, 0, index, out=rows_ND)

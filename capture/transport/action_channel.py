@@ -33,7 +33,7 @@ from headgate.capture.transport.messages import MalformedMessage
 from headgate.capture.transport.network import Endpoint
 
 
-class _Header(msgspec.Struct, frozen=True, array_like=True):
+class _ActionHeader(msgspec.Struct, frozen=True, array_like=True):
     """Whose action it is, and how many of the same consumer were dropped since the last one that was sent."""
 
     consumer: str
@@ -73,7 +73,7 @@ class ActionSender:
         encoded = encode_action(action)
         with self._lock:
             channel = self._opened()
-            header = msgspec.msgpack.encode(_Header(self._instance, self._num_dropped))
+            header = msgspec.msgpack.encode(_ActionHeader(self._instance, self._num_dropped))
             if channel is not None and channel.send([header, encoded], timeout_s=0):
                 self._num_dropped = 0
                 return True
@@ -121,7 +121,7 @@ class _Queue:
         if len(frames) != 2:
             raise MalformedMessage(f"{len(frames)} frames, expected a header and an action")
         try:
-            header = msgspec.msgpack.decode(frames[0].buffer, type=_Header)
+            header = msgspec.msgpack.decode(frames[0].buffer, type=_ActionHeader)
         except msgspec.MsgspecError as error:
             raise MalformedMessage(f"header: {error}") from error
         submitted = Submitted(header.consumer, frames[1].bytes, header.num_dropped)

@@ -286,7 +286,7 @@ class Doors:
 Opener: TypeAlias = Callable[[Doors], Closer]
 
 
-class Listener:
+class HubListener:
     """The inbox of a hub, in a private folder, and everything that opens and closes with it. Opened once.
 
     Threads: any. The lock guards opening and closing.

@@ -19,7 +19,7 @@ import zmq
 from msgspec.structs import replace
 
 from headgate.capture.schema.results import CaptureResult, CaptureResults, merge_samples, merge_stages
-from headgate.capture.transport.listener import Listener, Opener
+from headgate.capture.transport.listener import HubListener, Opener
 from headgate.capture.transport.messages import MalformedMessage, ResultMessage, decode
 from headgate.capture.transport.network import Listening
 
@@ -212,7 +212,7 @@ class ResultHub:
     """
 
     def __init__(self, *, folder: str | None = None, listening: Listening | None = None) -> None:
-        self._listener = Listener(folder, self.fail, listening)
+        self._listener = HubListener(folder, self.fail, listening)
         self._table = ExpectedResults()
         self._reset()
         os.register_at_fork(after_in_child=functools.partial(_reset_forked, weakref.ref(self)))

@@ -146,7 +146,7 @@ class Dataset:
             lines = [(site, count, self.duplicates(site)) for site, count in self.num_rows.items()]
         except (CaptureFileError, ValueError) as error:
             return notebook.page("Dataset", {**facts, "rows": error})
-        table = notebook.Table(("site", "rows", "duplicate requests"), lines, len(lines))
+        table = notebook.TextTable(("site", "rows", "duplicate requests"), lines, len(lines))
         return notebook.page("Dataset", facts, table)
 
     def rows(self, sites: Sites | None = None) -> RowView:

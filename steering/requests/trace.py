@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.monitoring.notebook import HeatMap, Table, page
+from headgate.capture.monitoring.notebook import HeatMap, TextTable, page
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.gates.trace import TraceLog
 
@@ -67,7 +67,7 @@ class SteeringTrace(dict[str, Any]):
         }
         if not values.size:
             return page("Steering trace", facts)
-        table = Table(("line", "smallest", "mean", "largest"), list(_extremes(lines, values)), len(lines))
+        table = TextTable(("line", "smallest", "mean", "largest"), list(_extremes(lines, values)), len(lines))
         columns = f"position {positions[0]}", f"{positions[-1]}"
         return page("Steering trace", facts, table, HeatMap("by row", list(lines), columns, values, by_row=True))
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.monitoring.notebook import HeatMap, Table, norms, page
+from headgate.capture.monitoring.notebook import HeatMap, TextTable, norms, page
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
 from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, narrowest, peaks, widen
@@ -53,7 +53,7 @@ def vectors_html(
         score = [f"{scores[site]:.4f}"] if scores else []
         lines.append([*([tier] if len(tiers) > 1 else []), site.name, f"{lengths[tier, site]:.5g}", *score])
     header = [*(["tier"] if len(tiers) > 1 else []), "site", "norm", *(["AUROC"] if scores else [])]
-    return page(title, facts, Table(header, lines, len(order)), _heat_map(lengths, len(tiers) > 1))
+    return page(title, facts, TextTable(header, lines, len(order)), _heat_map(lengths, len(tiers) > 1))
 
 
 def _heat_map(lengths: Mapping[tuple[str, Site], float], names_tiers: bool) -> HeatMap | None:

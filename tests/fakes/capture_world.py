@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from headgate.capture.delivery.delivery import Delivery
-from headgate.capture.local_delivery import LocalDelivery, Place
-from headgate.capture.process.spread import Reader, SpreadDelivery
+from headgate.capture.local_delivery import LocalDelivery, WorkerPlace
+from headgate.capture.process.spread import DeliveryTarget, SpreadDelivery
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CaptureConsumer, CapturedRequest, ConsumerContext
@@ -153,7 +153,7 @@ def local_session(
 ) -> CaptureSession:
     """A session that delivers on threads of this process, to consumers that are there."""
     linger_s = lingers(config, {each.bit: type(each.consumer) for each in consumers})
-    place = Place(
+    place = WorkerPlace(
         config=config,
         model=MODEL,
         row_bytes=staging.row_bytes,
@@ -177,7 +177,7 @@ def local_session(
 
 
 def spread_delivery(
-    place: Place,
+    place: WorkerPlace,
     sites: tuple[Site, ...],
     consumers: Sequence[OpenConsumer],
     sender: ResultSender,
@@ -195,7 +195,7 @@ def spread_delivery(
             delivery = looped_process(at, sites, own, sender, memory, closing, index)
         else:
             delivery = LocalDelivery(at, own, sender)
-        readers.append(Reader(delivery, at.bits, index, memory))
+        readers.append(DeliveryTarget(delivery, at.bits, index, memory))
     return SpreadDelivery(readers, [each.spec.instance for each in consumers])
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from headgate.capture.engine.contracts.core_part import CoreFacts, Progress
+from headgate.capture.engine.contracts.core_part import CoreFacts, RequestProgress
 from headgate.capture.schema.action_sink import Submitted
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo
@@ -74,8 +74,8 @@ class Services:
         found, self.submitted = self.submitted, []
         return found
 
-    def progress(self, req_id: str) -> Progress | None:
-        return None if req_id == "gone" else Progress(self.position, range(1000))
+    def progress(self, req_id: str) -> RequestProgress | None:
+        return None if req_id == "gone" else RequestProgress(self.position, range(1000))
 
     def positions(self, req_ids: Sequence[str]) -> Int64Array:
         found = map(self.progress, req_ids)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from headgate.capture.engine.contracts.core_part import Progress
+from headgate.capture.engine.contracts.core_part import RequestProgress
 from headgate.steering.controllers.loading import GROUP, ControllerSpec
 from headgate.steering.gates.step_table import StepTable
 
@@ -155,10 +155,10 @@ class Worker:
         found = self.requests.get(req_id)
         return None if found is None else found.tokens
 
-    def progress(self, req_id: str) -> Progress | None:
+    def progress(self, req_id: str) -> RequestProgress | None:
         """How far a request is; None if it has ended."""
         found = self.requests.get(req_id)
-        return None if found is None else Progress(max(found.done, found.num_prompt), found.tokens)
+        return None if found is None else RequestProgress(max(found.done, found.num_prompt), found.tokens)
 
     def generate(self, ids: Collection[str]) -> None:
         """Sample the next token of each request whose rows are all computed."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from headgate.capture.local_delivery import LocalDelivery, Place
+from headgate.capture.local_delivery import LocalDelivery, WorkerPlace
 from headgate.capture.process.capture_process import CaptureProcess, Ledger
 from headgate.capture.process.connection import Connection
 from headgate.capture.process.program import CaptureServer, Child
@@ -34,7 +34,7 @@ class Looped:
 
 
 def looped_process(
-    place: Place,
+    place: WorkerPlace,
     sites: Sequence[Site],
     consumers: Sequence[OpenConsumer],
     sender: ResultSender,

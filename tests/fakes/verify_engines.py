@@ -24,14 +24,14 @@ from headgate.capture.monitoring.verify_checks import (
     PLAIN_AT_THE_END,
     SERVED,
     STOCK,
-    Answer,
+    AnswerRows,
     CheckPart,
-    Facts,
     Recording,
-    Request,
-    Rows,
+    RequestAnswer,
     Scene,
+    SceneRequest,
     Stage,
+    VerifyFacts,
 )
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.steering.verify import FIELDS, SteeringChecks
@@ -77,8 +77,8 @@ class Wrong:
     steers: Steers = steers
     vectors_of: Callable[[int, int], int] = lambda index, num: index
     rows_of: Callable[[int, int], int] = lambda index, num: index
-    rows: Callable[[Rows], Rows] = lambda rows: rows
-    answers: Callable[[str, str, list[Answer]], list[Answer]] = lambda kind, scene, answers: answers
+    rows: Callable[[AnswerRows], AnswerRows] = lambda rows: rows
+    answers: Callable[[str, str, list[RequestAnswer]], list[RequestAnswer]] = lambda kind, scene, answers: answers
     run_counts: Callable[[dict[str, int]], dict[str, int]] = lambda run_counts: run_counts
     recording: Callable[[Recording], dict[str, Any]] = lambda recording: {}
 
@@ -86,7 +86,7 @@ class Wrong:
 Run = tuple[list[int], list[dict[int, float]], dict[Site, list[np.ndarray]]]
 
 
-def forward(request: Request, fields: Mapping[str, Any], acts: Steers, sites: Sequence[Site] = CAPTURED) -> Run:
+def forward(request: SceneRequest, fields: Mapping[str, Any], acts: Steers, sites: Sequence[Site] = CAPTURED) -> Run:
     """Generate greedily; returns tokens, the five best logprobs of each, and rows by site."""
     tokens, logprobs = list(request.prompt), []
     states: list[np.ndarray] = []
@@ -108,7 +108,7 @@ def forward(request: Request, fields: Mapping[str, Any], acts: Steers, sites: Se
 @cache
 def unsteered(prompt: tuple[int, ...], max_tokens: int) -> Run:
     """`forward` of a request that nobody steers: most are, and the same ones in many scenes."""
-    return forward(Request(label="", prompt=prompt, max_tokens=max_tokens), {}, steers)
+    return forward(SceneRequest(label="", prompt=prompt, max_tokens=max_tokens), {}, steers)
 
 
 def rows_of_last(states: Sequence[np.ndarray]) -> np.ndarray:
@@ -164,7 +164,9 @@ class ToyEngine:
         worker = {"capture": self.wrong.run_counts(dict(counts)), "steering": dict(counts)}
         recording = Recording(
             kind=self.kind,
-            facts=Facts(architecture="Toy", dtype=self.dtype, num_layers=LAYERS, hidden_size=HIDDEN, graph_mode="FULL"),
+            facts=VerifyFacts(
+                architecture="Toy", dtype=self.dtype, num_layers=LAYERS, hidden_size=HIDDEN, graph_mode="FULL"
+            ),
             scenes=scenes,
             run_counts={name: [worker] for name in scenes} if self.kind == SERVED else {},
             replays={name: [STEPS] for name in scenes},
@@ -188,7 +190,7 @@ class ToyEngine:
         if self.kind == SERVED:
             yield Scene(name=PLAIN_AT_THE_END, requests=plain)
 
-    def _serve(self, scene: Scene) -> list[Answer]:
+    def _serve(self, scene: Scene) -> list[RequestAnswer]:
         requests, num = scene.requests, len(scene.requests)
         runs = [
             forward(request, fields, self.wrong.steers)
@@ -197,7 +199,7 @@ class ToyEngine:
             for index, request in enumerate(requests)
         ]
         answers = [
-            Answer(
+            RequestAnswer(
                 label=request.label,
                 prompt=list(request.prompt),
                 tokens=runs[index][0],
@@ -208,11 +210,11 @@ class ToyEngine:
         ]
         return self.wrong.answers(self.kind, scene.name, answers)
 
-    def _rows(self, request: Request, own: Run, given: Run) -> Rows | None:
+    def _rows(self, request: SceneRequest, own: Run, given: Run) -> AnswerRows | None:
         if not request.captures:
             return None
         tokens = [*request.prompt, *own[0]][:-1]
-        rows = Rows(
+        rows = AnswerRows(
             status="ok",
             positions=list(range(len(tokens))),
             token_ids=tokens,

@@ -44,10 +44,10 @@ from headgate.capture.monitoring.verify_checks import (
     SERVED,
     STOCK,
     USAGE_STATUS,
-    Facts,
     Recording,
     Status,
     Verdict,
+    VerifyFacts,
 )
 from headgate.capture.schema.errors import HeadgateError
 
@@ -70,7 +70,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     flags: list[str]
     is_passed: bool
-    facts: Facts | None
+    facts: VerifyFacts | None
     start_s: list[tuple[str, float]]
     verdicts: list[Verdict]
     idle_costs: list[Cost]
@@ -99,7 +99,7 @@ def show(console: Console, report: Report) -> None:
     console.print(f"[bold {color}]{end}[/]: {told}", highlight=False)
 
 
-def _about(facts: Facts) -> str:
+def _about(facts: VerifyFacts) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     return (
         f"{facts.architecture}, {facts.num_layers} layers of {facts.hidden_size}, {facts.dtype}; cudagraph_mode "
@@ -161,7 +161,7 @@ def run(
         raise _refused(error) from error
     with _end_on_sigterm(), _folder(keep) as folder:
         served = str(folder / "random-weights") if random_weights else model
-        session = Session(folder, ["--model", served, *arguments], sections, timeout, console)
+        session = Verification(folder, ["--model", served, *arguments], sections, timeout, console)
         verdicts = session.verify(repeats, model if random_weights else None)
     costs = idle_costs(session.runs)
     bound = DEFAULT_BOUND if max_idle_cost is None else max_idle_cost
@@ -203,7 +203,7 @@ def kinds_to_run(repeats: int) -> list[str]:
 
 
 @dataclass
-class Session:
+class Verification:
     """One verification: its engines, one after the other, and what they recorded.
 
     Attributes:

@@ -1,7 +1,7 @@
 """One engine of ``headgate verify``, run by it in a process of its own: ``python -m`` and this module's name, ``JOB``.
 
-JOB is a file that holds a `Job`. The engine core runs in this process, so that all requests of a scene are there before
-the first step: then two engines batch them alike, and what they answer compares bit for bit.
+JOB is a file that holds an `EngineJob`. The engine core runs in this process, so that all requests of a scene are there
+before the first step: then two engines batch them alike, and what they answer compares bit for bit.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from headgate.capture.monitoring.verify_checks import (
     SERVED,
     STOCK,
     USAGE_STATUS,
-    Answer,
-    Facts,
+    AnswerRows,
     Float32Rows,
     Recording,
-    Request,
-    Rows,
+    RequestAnswer,
     Runs,
     Scene,
+    SceneRequest,
     Stage,
     Status,
     Verdict,
+    VerifyFacts,
     difference,
     equality,
     noise_of,
@@ -88,10 +88,10 @@ class CaptureChecks:
 
     def scenes(self, stage: Stage) -> Iterator[Scene]:
         """Everything of every request; in eager mode, their answers are part of the prompts."""
-        requests: Sequence[Request] = stage.plain
+        requests: Sequence[SceneRequest] = stage.plain
         if stage.earlier is not None:
             requests = [
-                Request(label=answer.label, prompt=answer.prompt + answer.tokens[:-1], max_tokens=1)
+                SceneRequest(label=answer.label, prompt=answer.prompt + answer.tokens[:-1], max_tokens=1)
                 for answer in stage.earlier.scenes[CAPTURED]
             ]
         yield Scene(name=CAPTURED, requests=[replace(request, captures=True) for request in requests])
@@ -113,7 +113,7 @@ class CaptureChecks:
         yield judge_owners(captured, eager)
 
 
-def judge_complete(answers: Sequence[Answer]) -> Verdict:
+def judge_complete(answers: Sequence[RequestAnswer]) -> Verdict:
     """Nothing missing, foreign or dropped: each row's position and token are those of the request."""
     check = "captures are complete, none foreign"
     sites = {site for answer in answers if answer.rows for site in answer.rows.values}
@@ -126,7 +126,7 @@ def judge_complete(answers: Sequence[Answer]) -> Verdict:
     return Verdict(check, Status.PASSED, f"{num_rows} rows at {len(sites)} sites, none missing, foreign or dropped")
 
 
-def _problem(answer: Answer, sites: set[str]) -> str | None:
+def _problem(answer: RequestAnswer, sites: set[str]) -> str | None:
     rows, expected = answer.rows, (answer.prompt + answer.tokens)[:-1]
     if rows is None or rows.status != "ok":
         return f"captured {rows.status}: {rows.error}" if rows else "no capture result"
@@ -144,7 +144,7 @@ def _problem(answer: Answer, sites: set[str]) -> str | None:
     return f"values at {infinite[0]} are not finite" if infinite else None
 
 
-def judge_rows(found: Sequence[Answer], eager: Sequence[Answer], dtype: str, *, is_moe: bool) -> Verdict:
+def judge_rows(found: Sequence[RequestAnswer], eager: Sequence[RequestAnswer], dtype: str, *, is_moe: bool) -> Verdict:
     """Row by row, what was captured while serving against what an engine in eager mode captures of the same tokens.
 
     In float32 by relative error, else by cosine.
@@ -175,7 +175,7 @@ def judge_rows(found: Sequence[Answer], eager: Sequence[Answer], dtype: str, *, 
     return Verdict(check, Status.FAILED, text)
 
 
-def _smallest_mean(found: Sequence[Answer], eager: Sequence[Answer]) -> float:
+def _smallest_mean(found: Sequence[RequestAnswer], eager: Sequence[RequestAnswer]) -> float:
     """The mean cosine of the site where it is smallest."""
     by_answer = [
         [_cosines(*pair) for pair in _pairs(one.rows, other.rows)] for one, other in zip(found, eager, strict=True)
@@ -183,7 +183,7 @@ def _smallest_mean(found: Sequence[Answer], eager: Sequence[Answer]) -> float:
     return min(float(np.concatenate(of_site).mean()) for of_site in zip(*by_answer, strict=True))
 
 
-def _pairs(found: Rows | None, eager: Rows | None) -> Iterator[tuple[Float32Rows, Float32Rows]]:
+def _pairs(found: AnswerRows | None, eager: AnswerRows | None) -> Iterator[tuple[Float32Rows, Float32Rows]]:
     assert found is not None  # noqa: S101  (both are complete)
     assert eager is not None  # noqa: S101
     for site in found.values:
@@ -205,7 +205,7 @@ def _cosines(found: Float32Rows, expected: Float32Rows) -> Float32Rows:
     return np.where(are_zero, 1.0, products / np.maximum(sizes, np.finfo(np.float32).tiny))
 
 
-def judge_owners(found: Sequence[Answer], eager: Sequence[Answer]) -> Verdict:
+def judge_owners(found: Sequence[RequestAnswer], eager: Sequence[RequestAnswer]) -> Verdict:
     """No request's last row is nearer by far to another request's in eager mode than to its own."""
     check, strangers, sites = "captured rows are the request's own", [], []
     for site in found[0].rows.values if found[0].rows else ():
@@ -230,7 +230,7 @@ TIMED_PROMPT = 32
 TIMED_TOKENS = 33
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class EngineJob(msgspec.Struct, frozen=True, kw_only=True):
     """The job of one engine.
 
     Attributes:
@@ -252,25 +252,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 def main() -> None:
     """Run the job whose file is the first argument."""
-    job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineJob)
     if job.kind != STOCK:
         from headgate.capture.engine.plugin import register
 
         register()
     earlier = Path(job.earlier).read_bytes() if job.earlier else None
-    engine = Engine(job, msgspec.msgpack.decode(earlier, type=Recording) if earlier else None)
+    engine = VerifiedEngine(job, msgspec.msgpack.decode(earlier, type=Recording) if earlier else None)
     Path(job.out).write_bytes(msgspec.msgpack.encode(engine.record()))
     engine.close()
 
 
-class Engine:
+class VerifiedEngine:
     """vLLM's `LLM` as the user wants it, and what it did.
 
     Raises:
         ConfigError: If the model is too short for the prompts.
     """
 
-    def __init__(self, job: Job, earlier: Recording | None) -> None:
+    def __init__(self, job: EngineJob, earlier: Recording | None) -> None:
         self._job = job
         self._earlier = earlier
         began = time.perf_counter()
@@ -284,7 +284,7 @@ class Engine:
                 f"at least {MIN_MODEL_LENGTH} is needed"
             )
         self._plain = plain_requests(model.get_vocab_size(), model.max_model_len)
-        self._scenes: dict[str, list[Answer]] = {}
+        self._scenes: dict[str, list[RequestAnswer]] = {}
         self._run_counts: dict[str, list[dict[str, dict[str, int]]]] = {}
         self._replays: dict[str, list[int]] = {}
 
@@ -347,7 +347,7 @@ class Engine:
             self._llm.llm_engine.engine_core.get_output()  # a step that async scheduling may still have under way
         raise AssertionError("the prefix cache could not be emptied: blocks are in use between two scenes")
 
-    def _params(self, request: Request) -> object:
+    def _params(self, request: SceneRequest) -> object:
         from vllm import SamplingParams
 
         made = SamplingParams(
@@ -382,12 +382,12 @@ class Engine:
             for worker in self._llm.collective_rpc("headgate_stats")
         ]
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> VerifyFacts:
         from vllm.platforms import current_platform
 
         model, compilation = self._config.model_config, self._config.compilation_config
         mode = compilation.cudagraph_mode
-        return Facts(
+        return VerifyFacts(
             architecture=", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"]),
             dtype=str(model.dtype).removeprefix("torch."),
             num_layers=model.hf_text_config.num_hidden_layers,
@@ -450,7 +450,7 @@ def _compiler_text(workers: Sequence[Mapping[str, Mapping[str, int]]]) -> str:
     return f"{text}; {found['unmatched']} NOT RECOGNISED" if found["unmatched"] else text
 
 
-def _open(job: Job) -> Any:
+def _open(job: EngineJob) -> Any:
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -493,10 +493,10 @@ def fit_cpu_cache(arguments: Any) -> None:
         arguments.kv_cache_memory_bytes = config.cache_config.kv_cache_memory_bytes
 
 
-def _answer(request: Request, output: Any) -> Answer:
+def _answer(request: SceneRequest, output: Any) -> RequestAnswer:
     (sample,) = output.outputs
     results = getattr(output, "capture_results", None)  # the stock engine runs without headgate
-    return Answer(
+    return RequestAnswer(
         label=request.label,
         prompt=list(output.prompt_token_ids),
         tokens=list(sample.token_ids),
@@ -505,12 +505,12 @@ def _answer(request: Request, output: Any) -> Answer:
     )
 
 
-def _rows(result: CaptureResult) -> Rows:
+def _rows(result: CaptureResult) -> AnswerRows:
     captured = result.payload
     if captured is None:
-        return Rows(status=result.status, error=result.error, dropped=result.dropped_rows)
+        return AnswerRows(status=result.status, error=result.error, dropped=result.dropped_rows)
     values = {site.name: captured.rows[site].float().contiguous().numpy() for site in captured.sites}
-    return Rows(
+    return AnswerRows(
         status=result.status,
         error=result.error,
         dropped=result.dropped_rows,

@@ -16,8 +16,8 @@ from headgate.capture.monitoring.verify_checks import (
     SERVED,
     STOCK,
     Recording,
-    Request,
     Runs,
+    SceneRequest,
     Status,
     Verdict,
     difference,
@@ -35,7 +35,7 @@ MAX_NOISE = 5
 """Stock may differ from itself by this many times `LOGPROB_TOLERANCE`; beyond, nothing can be compared with it."""
 
 
-def plain_requests(vocabulary: int, max_model_len: int) -> list[Request]:
+def plain_requests(vocabulary: int, max_model_len: int) -> list[SceneRequest]:
     """Requests of `PLAIN`: random token ids, the same ones each time.
 
     Args:
@@ -45,7 +45,7 @@ def plain_requests(vocabulary: int, max_model_len: int) -> list[Request]:
     rng, longest = random.Random(0), max_model_len - MAX_TOKENS - 1  # noqa: S311  (the same prompts each time)
     lengths = [min(length, longest) for length in LENGTHS]
     return [
-        Request(
+        SceneRequest(
             label="plain",
             prompt=[rng.randrange(vocabulary // 8, vocabulary // 2) for _ in range(length)],
             max_tokens=MAX_TOKENS,

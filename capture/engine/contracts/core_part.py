@@ -132,7 +132,7 @@ class BlockKeys(Protocol):
         ...
 
 
-class Progress(NamedTuple):
+class RequestProgress(NamedTuple):
     """A request that runs, or waits.
 
     Attributes:
@@ -221,11 +221,11 @@ class CoreServices(Protocol):
 
         Args:
             req_id: Of a request that entered the scheduler, or waits.
-            first: At least its `Progress.position`.
+            first: At least its `RequestProgress.position`.
         """
         ...
 
-    def progress(self, req_id: str) -> Progress | None:
+    def progress(self, req_id: str) -> RequestProgress | None:
         """Return how far a request is; None if it has ended, or is not known."""
         ...
 

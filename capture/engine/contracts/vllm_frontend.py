@@ -56,7 +56,7 @@ class Feature(Protocol):
     mm_hash: str | None
 
 
-class NewRequest(Protocol):
+class EngineCoreRequest(Protocol):
     """``vllm.v1.engine.EngineCoreRequest``, as an input processor makes it; not for pooling."""
 
     request_id: str
@@ -172,7 +172,7 @@ class AsyncLLM(Engine, Protocol):
     dead_error: Exception
 
 
-class LLM(Protocol):
+class OfflineLLM(Protocol):
     """``vllm.LLM``."""
 
     llm_engine: LLMEngine

@@ -263,16 +263,16 @@ async def worker_setups(client: AsyncEngineClient) -> list[object]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Done(Generic[Result]):
+class _DoneCall(Generic[Result]):
     result: Result
 
 
-def _advance(operation: Operation[Result], answers: Sequence[object] | None) -> CoreCall | _Done[Result]:
+def _advance(operation: Operation[Result], answers: Sequence[object] | None) -> CoreCall | _DoneCall[Result]:
     """Advance the operation to its next call, or to its end: `StopIteration` cannot leave a thread."""
     try:
         return next(operation) if answers is None else operation.send(answers)
     except StopIteration as stop:
-        return _Done(stop.value)
+        return _DoneCall(stop.value)
 
 
 def _read(answer: object) -> object:

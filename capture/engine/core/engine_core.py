@@ -53,7 +53,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
 )
 from headgate.capture.engine.core import block_keys, part_services, step_notes, steps_in_flight
 from headgate.capture.engine.core.fan_out import SharedWires
-from headgate.capture.engine.core.part_services import SERVICES, PartServices, SentAway, after_step, send_away
+from headgate.capture.engine.core.part_services import SERVICES, CorePartServices, SentAway, after_step, send_away
 from headgate.capture.engine.core.step_notes import StepNotes, check_carrier, nothing_noted
 from headgate.capture.engine.core.steps_in_flight import StepsInFlight
 from headgate.capture.engine.setup.client_errors import as_client_error
@@ -115,7 +115,7 @@ class EngineCoreAdapter:
         )
         target = action_target(config)
         actions = None if target.address is None else ActionInbox(target.address)
-        self._services = PartServices(core, part.name, steps, self._waiting, actions)
+        self._services = CorePartServices(core, part.name, steps, self._waiting, actions)
         self._part: CorePart = part.core(facts, section(config, part.name), self._services)
         self.notes = StepNotes(core.scheduler, part.name, self._part)
         steps.begin_again = self.notes.begin_again
@@ -425,7 +425,7 @@ class Ended(NamedTuple):
         return self.num_prompt, token_ids, status, self.describe(len(token_ids)), self.num_outdated
 
 
-class RequestEnds:
+class SchedulerEnds:
     """The ends of one scheduler's requests. Used on the engine core's thread only.
 
     Attributes:
@@ -464,10 +464,10 @@ class RequestEnds:
         return finals
 
 
-def _ends(scheduler: Scheduler) -> RequestEnds:
-    found: RequestEnds | None = vars(scheduler).get(_ENDS)
+def _ends(scheduler: Scheduler) -> SchedulerEnds:
+    found: SchedulerEnds | None = vars(scheduler).get(_ENDS)
     if found is None:
-        found = RequestEnds()
+        found = SchedulerEnds()
         setattr(scheduler, _ENDS, found)
     return found
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from headgate.capture.engine.contracts.core_part import OVERLOADED, Actions, BlockKeys, CorePart, Progress
+from headgate.capture.engine.contracts.core_part import OVERLOADED, Actions, BlockKeys, CorePart, RequestProgress
 from headgate.capture.engine.contracts.vllm_engine import (
     Document,
     EngineCore,
@@ -189,7 +189,7 @@ def _find_going_on(known: Mapping[str, Request], req_ids: tuple[str, ...]) -> _G
     return _GoingOn(req_ids, found, np.array([request.num_prompt_tokens for request in found], np.int64))
 
 
-class PartServices:
+class CorePartServices:
     """Implements `CoreServices` for a part. Engine thread only, but for `keys`.
 
     Args:
@@ -272,12 +272,12 @@ class PartServices:
             raise AssertionError(f"request {req_id} is not here, so it has no block keys")
         block_keys.rehash_from(request, self.keys(req_id), first, self._scheduler.hash_block_size)
 
-    def progress(self, req_id: str) -> Progress | None:
+    def progress(self, req_id: str) -> RequestProgress | None:
         """Implement `CoreServices`."""
         request = _find(req_id, self._scheduler.requests, self._waiting)
         if request is None:
             return None
-        return Progress(_position(request), request.all_token_ids)
+        return RequestProgress(_position(request), request.all_token_ids)
 
     def positions(self, req_ids: tuple[str, ...]) -> Int64Array:
         """Implement `CoreServices`."""
@@ -362,7 +362,7 @@ def preempt_request(original: Function) -> Function:
         if (steps := steps_of(self)) is not None:
             steps.preempted(request)
         result = original(self, request, timestamp, *args, **kwargs)
-        services: PartServices | None = vars(self).get(SERVICES)
+        services: CorePartServices | None = vars(self).get(SERVICES)
         if services is not None:
             services.preempted(request)
         return result

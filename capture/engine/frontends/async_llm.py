@@ -16,7 +16,7 @@ from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
 from headgate.capture.engine.frontends.output_processor import with_values
 from headgate.capture.engine.frontends.prompt_tokens import forget_unsent
-from headgate.capture.engine.requests.call_context import Call, Slot, current_call, noting_refusals
+from headgate.capture.engine.requests.call_context import HttpCall, Slot, current_call, noting_refusals
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
 from headgate.capture.engine.requests.sampling_params import (
@@ -156,7 +156,11 @@ def _require_capture_role(params: SamplingParams) -> None:
 
 
 def _resolved(
-    reader: RequestReader, headgate_request: HeadgateRequest, prompt: object, params: SamplingParams, call: Call | None
+    reader: RequestReader,
+    headgate_request: HeadgateRequest,
+    prompt: object,
+    params: SamplingParams,
+    call: HttpCall | None,
 ) -> HeadgateRequest:
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     if tokens is not None:

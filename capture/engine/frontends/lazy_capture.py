@@ -17,10 +17,10 @@ import msgspec
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.request_part import RequestPart
 from headgate.capture.engine.contracts.vllm_engine import CAPTURE, Document
-from headgate.capture.engine.contracts.vllm_frontend import LLM, AsyncLLM, Engine, RequestOutput
+from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, Engine, OfflineLLM, RequestOutput
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.engine.frontends.prompt_tokens import chat_params_of, looking_up
-from headgate.capture.engine.requests.call_context import Call, enter
+from headgate.capture.engine.requests.call_context import HttpCall, enter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.capture_request import HOW_TO_CAPTURE, NO_CAPTURE
 from headgate.capture.engine.requests.chat_messages import ENGINE_GONE, Chat, EngineGoneError, LLMChat, Tokens
@@ -60,7 +60,7 @@ class Capturing:
         front: Its front end.
     """
 
-    def __init__(self, llm: LLM, front: FrontEnd) -> None:
+    def __init__(self, llm: OfflineLLM, front: FrontEnd) -> None:
         self._llm: Any = llm
         self._front = front
 
@@ -174,7 +174,7 @@ class AsyncCapturing:
         chat = None
         if settings is not None:
             prompt, chat = await self._render(prompt, settings)
-            enter(Call(chat=chat))  # in this task alone: its request finds its messages there
+            enter(HttpCall(chat=chat))  # in this task alone: its request finds its messages there
         last = None
         async for output in self._llm.generate(prompt, params, request_id, **kwargs):
             last = output
@@ -323,7 +323,7 @@ def _doc(name: str) -> str:
     return f"headgate: {name} of this engine, if it is configured."
 
 
-def _read_capturing(self: LLM) -> Capturing:
+def _read_capturing(self: OfflineLLM) -> Capturing:
     return Capturing(self, _capturing_front_end(self.llm_engine))
 
 
@@ -338,8 +338,8 @@ def _capturing_front_end(engine: Engine) -> FrontEnd:
     return front
 
 
-def _sync_getter(name: str, part: RequestPart) -> Callable[[LLM], object]:
-    def read(self: LLM) -> object:
+def _sync_getter(name: str, part: RequestPart) -> Callable[[OfflineLLM], object]:
+    def read(self: OfflineLLM) -> object:
         engine = self.llm_engine
         opened = _opened(reader_of(engine), name, part)
         return part.handle(CoreClient(engine.engine_core, name), opened.reader)

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Protocol, cast
 
 from headgate.capture.engine.contracts.vllm_engine import Document, Function
-from headgate.capture.engine.contracts.vllm_frontend import LLM, LLMEngine, RequestOutput, SamplingParams
+from headgate.capture.engine.contracts.vllm_frontend import LLMEngine, OfflineLLM, RequestOutput, SamplingParams
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
 from headgate.capture.engine.frontends.lazy_capture import note_chat
@@ -221,7 +221,7 @@ def run_engine(original: Function) -> Function:
     """
 
     @wraps(original)
-    def wrapped(self: LLM, *args: object, **kwargs: object) -> object:
+    def wrapped(self: OfflineLLM, *args: object, **kwargs: object) -> object:
         engine = self.llm_engine
         pending = _pending_results(engine)
         if pending is None:
@@ -307,7 +307,7 @@ def keep_chat(original: Callable[..., Mapping[str, object]]) -> Function:
     """Wrap ``LLM._preprocess_chat_one``: remember the conversation of a prompt, for message selectors."""
 
     @wraps(original)
-    def wrapped(self: LLM, conversation: Sequence[Document], **kwargs: object) -> Mapping[str, object]:
+    def wrapped(self: OfflineLLM, conversation: Sequence[Document], **kwargs: object) -> Mapping[str, object]:
         prompt = original(self, conversation, **kwargs)
         if front_end_of(self.llm_engine) is not None:
             alive = weakref.ref(self)  # handles of captured rows keep the conversation, and shall not keep the engine

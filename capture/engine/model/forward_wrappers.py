@@ -171,7 +171,7 @@ def _leave_single(runs: Runs, repays: tuple[Run, ...]) -> Leave:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class HookPlace:
     """Where one hook point is taken at a submodule: an argument of its call, or its (first) result.
 
     Attributes:
@@ -190,7 +190,7 @@ class Place:
     scale: float | None = None
 
 
-def module_forward(taken: Sequence[tuple[HookPoint, Place, tuple[Run, ...]]]) -> ForwardFactory:
+def module_forward(taken: Sequence[tuple[HookPoint, HookPlace, tuple[Run, ...]]]) -> ForwardFactory:
     """Forward of a submodule with hook points at its arguments and at its result, in the order given."""
     at_entry = tuple(
         _at_entry(hook, place, place.value, runs) for hook, place, runs in taken if place.value is not None
@@ -211,7 +211,7 @@ def module_forward(taken: Sequence[tuple[HookPoint, Place, tuple[Run, ...]]]) ->
     return factory
 
 
-def _at_entry(hook: HookPoint, place: Place, value_at: Key, runs: tuple[Run, ...]) -> Enter:
+def _at_entry(hook: HookPoint, place: HookPlace, value_at: Key, runs: tuple[Run, ...]) -> Enter:
     run, name, addend_at = chained(runs), hook.value, place.addend
     carry_at = value_at if place.carry is None else place.carry
 
@@ -229,7 +229,7 @@ def _at_entry(hook: HookPoint, place: Place, value_at: Key, runs: tuple[Run, ...
     return enter
 
 
-def _at_exit(hook: HookPoint, place: Place, runs: tuple[Run, ...]) -> Leave:
+def _at_exit(hook: HookPoint, place: HookPlace, runs: tuple[Run, ...]) -> Leave:
     run, name, scale, at = chained(runs), hook.value, place.scale, place.result
 
     def leave(module: nn.Module, out: Output) -> Output:

@@ -21,12 +21,14 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from headgate.capture.engine.model.symbolic_forward import Path, walk_paths
-from headgate.capture.engine.model.symbols import Atom, Call, Items, Key, NotUnderstoodError, Sum, is_norm
+from headgate.capture.engine.model.symbols import Atom, Items, Key, NotUnderstoodError, Sum, SymbolicCall, is_norm
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import HookPoint
 
 
-def find_attention_input(branch: Atom, stream: frozenset[int], calls: Mapping[int, Call]) -> tuple[str, Key] | None:
+def find_attention_input(
+    branch: Atom, stream: frozenset[int], calls: Mapping[int, SymbolicCall]
+) -> tuple[str, Key] | None:
     """Find the one argument through which `branch` reads the stream or its norm; None if there are several.
 
     Args:
@@ -45,7 +47,7 @@ def find_attention_input(branch: Atom, stream: frozenset[int], calls: Mapping[in
     return None if call is None or is_norm(call.module) else (call.module, key)
 
 
-def _entrances(atom: Atom, stream: frozenset[int], calls: Mapping[int, Call]) -> set[tuple[int, Key]]:
+def _entrances(atom: Atom, stream: frozenset[int], calls: Mapping[int, SymbolicCall]) -> set[tuple[int, Key]]:
     """Return the arguments that are the stream or its norm, on all ways to `atom`: each with its call's output."""
     call = calls.get(atom.number)
     if call is None:
@@ -60,7 +62,7 @@ def _entrances(atom: Atom, stream: frozenset[int], calls: Mapping[int, Call]) ->
     return found
 
 
-def _is_input_norm(call: Call | None, stream: frozenset[int]) -> bool:
+def _is_input_norm(call: SymbolicCall | None, stream: frozenset[int]) -> bool:
     """Whether `call` is a norm of the stream as it enters the layer."""
     if call is None or not is_norm(call.module):
         return False
@@ -304,7 +306,7 @@ class _Reading:
             return self._parallel(layout)
         return self._sequential(layout, *mid)
 
-    def _find_mid(self) -> tuple[Call, frozenset[int]] | None:
+    def _find_mid(self) -> tuple[SymbolicCall, frozenset[int]] | None:
         """Return the first call that reads the stream with a branch added, and the atoms of that sum."""
         for call in self._calls:
             for reads in sorted(call.output.reads, key=len):
@@ -312,7 +314,7 @@ class _Reading:
                     return call, reads
         return None
 
-    def _sequential(self, layout: LayerLayout, call: Call, mid: frozenset[int]) -> LayerLayout:
+    def _sequential(self, layout: LayerLayout, call: SymbolicCall, mid: frozenset[int]) -> LayerLayout:
         branches = [atom for atom, _ in self._total.terms if atom.number not in self._base]
         attention = [atom for atom in branches if atom.number in mid]
         rest = [atom for atom in branches if atom.number not in mid]
@@ -334,7 +336,7 @@ class _Reading:
             return self._pair_branches(layout, call, {atom.number for atom in attention}, is_whole)
         return self._single_branches(layout, attention, mlp if is_whole else [])
 
-    def _first_norm(self, mid_call: Call, mid_residual: Key | None, mid: frozenset[int]) -> str | None:
+    def _first_norm(self, mid_call: SymbolicCall, mid_residual: Key | None, mid: frozenset[int]) -> str | None:
         """Return the fused norm that hands `mid_call` its residual, if all else reads the stream before or after."""
         first = next(
             (call for call in self._calls if call.added is not None and call.added.numbers == self._base), None
@@ -375,7 +377,9 @@ class _Reading:
         layout = replace(layout, mlp=call.module, mlp_input=key, mlp_in_is_norm_output=is_output)
         return replace(layout, hooks=layout.hooks | {HookPoint.MLP_IN})
 
-    def _pair_branches(self, layout: LayerLayout, call: Call, attention: set[int], is_whole: bool) -> LayerLayout:
+    def _pair_branches(
+        self, layout: LayerLayout, call: SymbolicCall, attention: set[int], is_whole: bool
+    ) -> LayerLayout:
         first = call.inputs[layout.mid_input] if layout.mid_input is not None else None
         hooks = set(layout.hooks)
         if layout.mid_residual is not None and first is not None and first.numbers == attention:
@@ -400,7 +404,7 @@ class _Reading:
             hooks=layout.hooks | {point for point, name in zip(points, names, strict=True) if name},
         )
 
-    def _start(self, atom: Atom) -> tuple[Call, Key] | None:
+    def _start(self, atom: Atom) -> tuple[SymbolicCall, Key] | None:
         """Return the first module but norms on the way to `atom`, and its argument that is the stream."""
         call = self._by_output.get(atom.number)
         if call is None:
@@ -437,7 +441,7 @@ class _Reading:
         return bool(module) and sum(call.module == module for call in self._calls) == 1
 
 
-def _stream_keys(call: Call, stream: frozenset[int]) -> tuple[Key, Key | None] | None:
+def _stream_keys(call: SymbolicCall, stream: frozenset[int]) -> tuple[Key, Key | None] | None:
     """Return the arguments of `call` that are `stream`: one alone, or the two that a fused add and norm adds."""
     if call.added is not None and call.added.numbers == stream:
         return 0, 1 if 1 in call.inputs else "residual"

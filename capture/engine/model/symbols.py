@@ -110,7 +110,7 @@ Value = Sum | Items | Plain
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SymbolicCall:
     """One call of a submodule, or of something else that made a new tensor.
 
     Attributes:
@@ -157,7 +157,7 @@ class Tape:
     """
 
     inputs: dict[str, Atom] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[SymbolicCall] = field(default_factory=list)
     hands_itself_out: bool = False
     _count: int = 0
 
@@ -279,7 +279,7 @@ class Tape:
         self, path: str, inputs: Mapping[Key, Sum], reads: Reads, added: Sum | None = None, text: str = ""
     ) -> Sum:
         output = self._atom(module=path, reads=reads, text=text)
-        self.calls.append(Call(path, inputs, output, added))
+        self.calls.append(SymbolicCall(path, inputs, output, added))
         return Sum(((output, ()),))
 
     def _atom(self, **known: Any) -> Atom:

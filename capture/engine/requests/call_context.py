@@ -130,7 +130,7 @@ def plain_state(result: CaptureResult | None, form: Form) -> object:
     return None if state is None else state.tolist()
 
 
-_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("headgate_http_call", default=None)
+_call: contextvars.ContextVar[HttpCall | None] = contextvars.ContextVar("headgate_http_call", default=None)
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Call:
+class HttpCall:
     """One HTTP call.
 
     Attributes:
@@ -182,12 +182,12 @@ class Call:
         return None if self.chat is None else self.chat.messages(tokens)
 
 
-def current_call() -> Call | None:
+def current_call() -> HttpCall | None:
     """The HTTP call being handled, if any."""
     return _call.get()
 
 
-def enter(call: Call) -> None:
+def enter(call: HttpCall) -> None:
     """Make `call` the one that this task handles."""
     _call.set(call)
 

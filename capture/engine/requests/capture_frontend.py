@@ -17,7 +17,7 @@ from headgate.capture.engine.access.caller import current_client, owner_of_reque
 from headgate.capture.engine.contracts.vllm_engine import CAPTURE
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.requests import call_context
-from headgate.capture.engine.requests.call_context import Call, current_call
+from headgate.capture.engine.requests.call_context import HttpCall, current_call
 from headgate.capture.engine.requests.capture_request import (
     CaptureRequestReader,
     check_length,
@@ -187,7 +187,7 @@ class FrontEnd:
         num_prompt: int,
         params: SamplingParams,
         messages: ChatMessages | None,
-        call: Call | None = None,
+        call: HttpCall | None = None,
     ) -> CaptureRequest:
         """Make every position absolute, and check how much that may come to; see `requests.resolve`.
 

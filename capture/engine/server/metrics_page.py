@@ -231,7 +231,7 @@ def _of_this_process(engine: AsyncLLM) -> tuple[Family, ...]:
 
 
 async def _fetch_parts(engine: AsyncLLM, parts: Mapping[str, MetricsPart]) -> dict[str, list[EngineStats]]:
-    """What each engine core and its workers say of every configured part."""
+    """Ask each engine core and its workers about every configured part."""
     configured = {name: part for name, part in parts.items() if name in sections(engine.vllm_config)}
     client = engine.engine_core
     cores = list(client.core_engines)

@@ -35,7 +35,7 @@ from headgate.capture.engine.frontends.metering import check_quota
 from headgate.capture.engine.frontends.prompt_tokens import forget_unsent, looking_up
 from headgate.capture.engine.requests.call_context import (
     ATTRIBUTE,
-    Call,
+    HttpCall,
     current_call,
     enter,
     plain_state,
@@ -91,7 +91,7 @@ class ResponseEvent(Protocol):
     response: object
 
 
-def answer_choices(answer: object, call: Call) -> object:
+def answer_choices(answer: object, call: HttpCall) -> object:
     """Complete an answer of /v1/completions or /v1/chat/completions; errors stay as they are."""
     if isinstance(answer, AsyncGenerator):
         return _stream_chunks(answer, call)
@@ -108,7 +108,7 @@ def answer_choices(answer: object, call: Call) -> object:
     return answer
 
 
-def answer_response(answer: object, call: Call) -> object:
+def answer_response(answer: object, call: HttpCall) -> object:
     """Complete an answer of /v1/responses; errors stay as they are."""
     if isinstance(answer, AsyncGenerator):
         return _stream_events(answer, call)
@@ -117,7 +117,7 @@ def answer_response(answer: object, call: Call) -> object:
     return answer
 
 
-def _complete_response(response: object, call: Call) -> None:
+def _complete_response(response: object, call: HttpCall) -> None:
     if (results := plain_results(call)) is not None:
         setattr(response, RESULTS, results)
     if states := states_of(call):
@@ -128,7 +128,7 @@ def _complete_response(response: object, call: Call) -> None:
 
 
 async def _stream_events(
-    events: AsyncGenerator[ResponseEvent, None], call: Call
+    events: AsyncGenerator[ResponseEvent, None], call: HttpCall
 ) -> AsyncGenerator[ResponseEvent, None]:
     enter(call)  # the engine is called from here, in a task of its own
     try:
@@ -140,7 +140,7 @@ async def _stream_events(
         await events.aclose()
 
 
-async def _stream_chunks(chunks: AsyncGenerator[str, None], call: Call) -> AsyncGenerator[str, None]:
+async def _stream_chunks(chunks: AsyncGenerator[str, None], call: HttpCall) -> AsyncGenerator[str, None]:
     first: Document | None = None
     try:
         async for chunk in chunks:
@@ -161,7 +161,7 @@ def _content(chunk: str) -> dict[str, Any]:
     return found
 
 
-def _with_values(chunk: str, call: Call) -> str:
+def _with_values(chunk: str, call: HttpCall) -> str:
     """Return a chunk with the values that are there for its choices."""
     untold = _untold(call)
     if not untold or not chunk.startswith("data: {"):
@@ -173,7 +173,7 @@ def _with_values(chunk: str, call: Call) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n" if choices else chunk
 
 
-def _untold(call: Call) -> list[int]:
+def _untold(call: HttpCall) -> list[int]:
     """Return the choices that there are untold values for."""
     return [
         number * call.num_samples + index
@@ -183,7 +183,7 @@ def _untold(call: Call) -> list[int]:
     ]
 
 
-def _values_of(call: Call, choice: int) -> dict[str, Any]:
+def _values_of(call: HttpCall, choice: int) -> dict[str, Any]:
     """Return the values of parts for a choice, by name, once."""
     prompt, index = divmod(choice, call.num_samples)
     notes = call.slots[prompt].notes if prompt < len(call.slots) else None
@@ -195,7 +195,7 @@ def _plain_values(values: Document) -> dict[str, Any]:
     return msgspec.json.decode(msgspec.json.encode(values))  # type: ignore[no-any-return]
 
 
-def _last_chunk(first: Document, call: Call) -> Document | None:
+def _last_chunk(first: Document, call: HttpCall) -> Document | None:
     results = plain_results(call)
     told: dict[int, dict[str, object]] = {index: {ATTRIBUTE: state} for index, state in states_of(call)}
     for index in _untold(call):
@@ -208,7 +208,7 @@ def _last_chunk(first: Document, call: Call) -> Document | None:
     return chunk if results is None else {**chunk, RESULTS: results}
 
 
-def states_of(call: Call) -> list[tuple[int, object]]:
+def states_of(call: HttpCall) -> list[tuple[int, object]]:
     """The hidden states that were asked for, each with the index of its choice; None for one that is missing."""
     if call.form is None:
         return []
@@ -216,7 +216,7 @@ def states_of(call: Call) -> list[tuple[int, object]]:
     return [(index, plain_state(sample.get(call.states or ""), call.form)) for index, sample in enumerate(samples)]
 
 
-def plain_results(call: Call) -> object:
+def plain_results(call: HttpCall) -> object:
     """JSON: ``{instance: result}`` for a call with one prompt, a list of those for one with several."""
     found = [None if slot.results is None else _plain(slot.results.merged, call) for slot in call.slots]
     if not any(found):
@@ -224,7 +224,7 @@ def plain_results(call: Call) -> object:
     return found[0] if len(found) == 1 else found
 
 
-def _plain(results: Mapping[str, CaptureResult], call: Call) -> dict[str, object]:
+def _plain(results: Mapping[str, CaptureResult], call: HttpCall) -> dict[str, object]:
     """Without hidden states, which have a place of their own, unless something is to be said about them."""
     return {
         instance: plain_result(instance, msgspec.structs.replace(result, payload=None))
@@ -490,13 +490,13 @@ def serve_tokens(original: Function) -> Function:
     return wrapped
 
 
-def _begin_call(handler: Handler, request: Body, given: Document) -> Call:
+def _begin_call(handler: Handler, request: Body, given: Document) -> HttpCall:
     """Handle a call in this task, whose answer will have a place for what is captured."""
     with as_client_error():
         form = read_form(given.get(RETURN_HIDDEN_STATES))
     front = front_end_of(handler.engine_client)
     states = None if front is None else front.capture_reader.hidden_states
-    call = Call(form=form, states=states, num_samples=getattr(request, "n", None) or 1)
+    call = HttpCall(form=form, states=states, num_samples=getattr(request, "n", None) or 1)
     enter(call)
     return call
 

@@ -166,10 +166,10 @@ class Endpoints:
             logger.info("headgate: /v1/%s is served; %s", name, who)
 
     def _routes(self, part: Part) -> APIRouter | None:
-        return part.routes(PartServices(part.name, lambda: self._engine))
+        return part.routes(RoutePartServices(part.name, lambda: self._engine))
 
 
-class PartServices:
+class RoutePartServices:
     """Implements `headgate.capture.engine.contracts.route_part.RouteServices`.
 
     Args:

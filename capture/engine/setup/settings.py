@@ -37,7 +37,7 @@ NETWORK = "network"
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptFindings:
     """The findings in one config; None until they are read."""
 
     sections: Mapping[str, Document] | None = None
@@ -47,14 +47,14 @@ class _Kept:
     capture: CaptureConsumersConfig | None = None
 
 
-_kept: dict[int, _Kept] = {}
+_kept: dict[int, _KeptFindings] = {}
 """By the identity of a config that lives."""
 
 
-def _kept_of(vllm_config: VllmConfig) -> _Kept:
+def _kept_of(vllm_config: VllmConfig) -> _KeptFindings:
     key = id(vllm_config)
     if (found := _kept.get(key)) is None:
-        found = _kept[key] = _Kept()
+        found = _kept[key] = _KeptFindings()
         weakref.finalize(vllm_config, _kept.pop, key, None).atexit = False
     return found
 

@@ -222,7 +222,7 @@ def _install_layer(where: str, layer: nn.Module, wanted: Wanted, *, is_first: bo
 
 def _place_around_mid_norm(
     layout: LayerLayout, wanted: Wanted, *, is_first: bool
-) -> tuple[Wanted, dict[HookPoint, forward_wrappers.Place]]:
+) -> tuple[Wanted, dict[HookPoint, forward_wrappers.HookPlace]]:
     """Choose how actions around a fused mid norm run: before attention where all can, with the places; else unfused."""
     if layout.mid_residual is None:
         mid = [replace(action, run=action.run_and_keep or action.run) for action in wanted.get(HookPoint.POST_ATTN, ())]
@@ -235,7 +235,7 @@ def _place_around_mid_norm(
         ]
         if layout.first_norm is not None and not is_first and actions and len(early) == len(actions):
             chosen[hook] = early
-            places[hook] = forward_wrappers.Place(module=layout.first_norm, result=1)
+            places[hook] = forward_wrappers.HookPlace(module=layout.first_norm, result=1)
         elif actions:
             chosen[hook] = _unfused(actions)
     return chosen, places
@@ -258,30 +258,32 @@ def reapplied_runs(
     return tuple(action.reapply_to_residual for action in changing if action.reapply_to_residual is not None)
 
 
-def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, forward_wrappers.Place]:
+def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, forward_wrappers.HookPlace]:
     """Return the hook points that are taken at submodules of `layer` and not at `layer`, in the forward's order."""
-    places: dict[HookPoint, forward_wrappers.Place] = {}
+    places: dict[HookPoint, forward_wrappers.HookPlace] = {}
     is_pair = layout.style == "pair"
     scale = float(getattr(layer, layout.branch_scale)) if layout.branch_scale else None
     if layout.attn:
-        places[HookPoint.ATTN_IN] = forward_wrappers.Place(module=layout.attn, value=layout.attn_input)
+        places[HookPoint.ATTN_IN] = forward_wrappers.HookPlace(module=layout.attn, value=layout.attn_input)
     if layout.out_proj:
-        places[HookPoint.HOOK_Z] = forward_wrappers.Place(module=layout.out_proj, value=layout.out_proj_input)
+        places[HookPoint.HOOK_Z] = forward_wrappers.HookPlace(module=layout.out_proj, value=layout.out_proj_input)
     if layout.attn_branch and not is_pair:
-        places[HookPoint.ATTN_OUT] = forward_wrappers.Place(module=layout.attn_branch, scale=scale)
+        places[HookPoint.ATTN_OUT] = forward_wrappers.HookPlace(module=layout.attn_branch, scale=scale)
     if layout.mid:
         addend = layout.mid_residual if is_pair else None
         if is_pair:
-            places[HookPoint.ATTN_OUT] = forward_wrappers.Place(module=layout.mid, value=layout.mid_input, carry=addend)
-        places[HookPoint.POST_ATTN] = forward_wrappers.Place(
+            places[HookPoint.ATTN_OUT] = forward_wrappers.HookPlace(
+                module=layout.mid, value=layout.mid_input, carry=addend
+            )
+        places[HookPoint.POST_ATTN] = forward_wrappers.HookPlace(
             module=layout.mid, value=layout.mid_input, addend=addend, carry=addend
         )
     if layout.mlp_in_is_norm_output and layout.mid_norm:
-        places[HookPoint.MLP_IN] = forward_wrappers.Place(module=layout.mid_norm)
+        places[HookPoint.MLP_IN] = forward_wrappers.HookPlace(module=layout.mid_norm)
     elif layout.mlp:
-        places[HookPoint.MLP_IN] = forward_wrappers.Place(module=layout.mlp, value=layout.mlp_input)
+        places[HookPoint.MLP_IN] = forward_wrappers.HookPlace(module=layout.mlp, value=layout.mlp_input)
     if layout.mlp_branch and not is_pair:
-        places[HookPoint.MLP_OUT] = forward_wrappers.Place(module=layout.mlp_branch, scale=scale)
+        places[HookPoint.MLP_OUT] = forward_wrappers.HookPlace(module=layout.mlp_branch, scale=scale)
     return {hook: place for hook, place in places.items() if hook in layout.hooks}
 
 
@@ -293,7 +295,7 @@ def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> Non
         )
     module = parent.get_submodule(found[0])
     runs = forward_wrappers.attach(module, HookPoint.FINAL_NORM, actions)
-    taken = [(HookPoint.FINAL_NORM, forward_wrappers.Place(module=found[0]), runs)]
+    taken = [(HookPoint.FINAL_NORM, forward_wrappers.HookPlace(module=found[0]), runs)]
     forward_wrappers.swap_class(module, forward_wrappers.module_forward(taken))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
-from headgate.capture.engine.contracts.core_part import Progress
+from headgate.capture.engine.contracts.core_part import RequestProgress
 from headgate.capture.process.connection import Connection, start_module
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.controllers.controller_thread import HANGS_S, ControllerFigures, Standstill
@@ -193,7 +193,7 @@ class ProcessHost:
     """
 
     def __init__(
-        self, specs: Sequence[ControllerSpec], progress: Callable[[str], Progress | None], scores: slice
+        self, specs: Sequence[ControllerSpec], progress: Callable[[str], RequestProgress | None], scores: slice
     ) -> None:
         self._progress = progress
         self._score_columns = scores

@@ -14,7 +14,7 @@ from headgate.capture.monitoring.notebook import (
     MAX_CELLS,
     MAX_SITES,
     HeatMap,
-    Table,
+    TextTable,
     norm_table,
     norms_by_position,
     page,
@@ -122,7 +122,7 @@ def test_there_is_no_heat_map_of_nothing() -> None:
 )
 def test_a_page_is_bounded_and_escaped(facts: dict[str, str], labels: list[str]) -> None:
     values = np.random.default_rng(0).random((len(labels), 500)) + 0.1
-    table = Table(labels, [labels] * 1000, 1000)
+    table = TextTable(labels, [labels] * 1000, 1000)
 
     made = page(labels[0], facts, table, HeatMap(labels[0], labels, (labels[0], labels[0]), values))
 

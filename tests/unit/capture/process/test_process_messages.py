@@ -21,7 +21,7 @@ from headgate.capture.process.messages import (
     NumberedRequests,
     RequestNumbers,
     Staged,
-    Wanted,
+    WantsMemory,
     decode_to_process,
     encode,
     message_of,
@@ -135,4 +135,4 @@ def test_an_end_that_nobody_knows_stays_unknown() -> None:
 
 
 def test_memory_is_asked_for() -> None:
-    assert isinstance(sent(MemoryWanted()), Wanted)
+    assert isinstance(sent(MemoryWanted()), WantsMemory)

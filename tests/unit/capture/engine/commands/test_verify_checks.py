@@ -29,9 +29,9 @@ from headgate.capture.monitoring.verify_checks import (
     PLAIN_AT_THE_END,
     SERVED,
     STOCK,
-    Answer,
+    AnswerRows,
     Recording,
-    Rows,
+    RequestAnswer,
     Status,
     Verdict,
     difference,
@@ -108,23 +108,23 @@ def swapped(index: int, num: int) -> int:
     return {1: 9, 9: 1}.get(index, index) if num > 9 else index
 
 
-def to_first_row(rows: Rows) -> Rows:
+def to_first_row(rows: AnswerRows) -> AnswerRows:
     """Every row is the first one's."""
     values = {site: np.repeat(rows.at(site)[:1], len(rows.positions), axis=0).tobytes() for site in rows.values}
     return replace(rows, values=values)
 
 
-def noisy(rows: Rows) -> Rows:
+def noisy(rows: AnswerRows) -> AnswerRows:
     """One value of one row is off by a hundredth of the row."""
     changed = rows.at("2.post_mlp").copy()
     changed[-1, 0] += 0.01 * np.linalg.norm(changed[-1])
     return replace(rows, values={**rows.values, "2.post_mlp": changed.tobytes()})
 
 
-def moved(kind: str, scene: str, by: float) -> Callable[[str, str, list[Answer]], list[Answer]]:
+def moved(kind: str, scene: str, by: float) -> Callable[[str, str, list[RequestAnswer]], list[RequestAnswer]]:
     """The logprobs of the first answer of one scene are off."""
 
-    def change(of_kind: str, of_scene: str, answers: list[Answer]) -> list[Answer]:
+    def change(of_kind: str, of_scene: str, answers: list[RequestAnswer]) -> list[RequestAnswer]:
         if (kind, scene) != (of_kind, of_scene):
             return answers
         first = answers[0]
@@ -151,7 +151,7 @@ WRONGS: dict[str, tuple[Wrong, set[str]]] = {
     "a row is dropped": (Wrong(rows=lambda rows: replace(rows, dropped=1)), {COMPLETE}),
     "a row is missing": (Wrong(rows=lambda rows: replace(rows, positions=rows.positions[:-1])), {COMPLETE}),
     "a row is of another token": (Wrong(rows=lambda rows: replace(rows, token_ids=rows.token_ids[::-1])), {COMPLETE}),
-    "a capture fails": (Wrong(rows=lambda rows: Rows(status="error", error="disk full")), {COMPLETE}),
+    "a capture fails": (Wrong(rows=lambda rows: AnswerRows(status="error", error="disk full")), {COMPLETE}),
     "a site is not captured": (
         Wrong(rows=lambda rows: replace(rows, values=dict(list(rows.values.items())[len(rows.positions) % 2 :]))),
         {COMPLETE},
@@ -191,7 +191,7 @@ def test_other_rounding_of_compiled_code_is_worth_a_warning_and_more_is_not() ->
         assert of(runs, status) == {IDLE_EQUAL}
 
 
-def shifted(recording: Recording, by: float) -> dict[str, list[Answer]]:
+def shifted(recording: Recording, by: float) -> dict[str, list[RequestAnswer]]:
     """The scenes of a recording whose logprobs are off by so much."""
     return {
         name: moved(recording.kind, name, by)(recording.kind, name, answers)
@@ -303,8 +303,8 @@ def test_a_cost_is_held_against_its_bound_if_it_can_be_told(high: float, bound: 
     assert [verdict.status for verdict in judge_costs([cost], bound=bound, is_limit=is_limit)] == [status]
 
 
-def answer(tokens: list[int], logprobs: list[dict[int, float]]) -> Answer:
-    return Answer(label="", prompt=[1], tokens=tokens, logprobs=logprobs)
+def answer(tokens: list[int], logprobs: list[dict[int, float]]) -> RequestAnswer:
+    return RequestAnswer(label="", prompt=[1], tokens=tokens, logprobs=logprobs)
 
 
 def test_what_follows_another_token_is_not_compared() -> None:

@@ -46,7 +46,7 @@ def test_every_module_that_runs_in_a_forward_is_found() -> None:
     )
     norm = nn.LayerNorm(4)
     runs = forward_wrappers.attach(norm, HookPoint.FINAL_NORM, [action])
-    place = forward_wrappers.Place(module="norm")
+    place = forward_wrappers.HookPlace(module="norm")
     forward_wrappers.swap_class(norm, forward_wrappers.module_forward([(HookPoint.FINAL_NORM, place, runs)]))
     ran: set[str] = set()
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.engine.contracts.core_part import Final, KeptTokens, mark_kept, split_marks
-from headgate.capture.engine.core.engine_core import Ended, RequestEnds
+from headgate.capture.engine.core.engine_core import Ended, SchedulerEnds
 
 TOKENS = [10, 11, 12, 13, 14, 15]
 
@@ -21,7 +21,7 @@ def ended(status: str) -> Ended:
 
 
 def test_what_the_engine_decides_is_told_at_once() -> None:
-    ends = RequestEnds()
+    ends = SchedulerEnds()
 
     ends.end("a", ended("length"), is_decided=True)
 
@@ -30,7 +30,7 @@ def test_what_the_engine_decides_is_told_at_once() -> None:
 
 
 def test_what_the_front_end_decides_is_announced_and_told_later() -> None:
-    ends = RequestEnds()
+    ends = SchedulerEnds()
 
     ends.end("a", ended("length"), is_decided=False)
     assert ends.pop_finals() == {"a": None}
@@ -40,7 +40,7 @@ def test_what_the_front_end_decides_is_announced_and_told_later() -> None:
 
 
 def test_both_may_come_before_the_next_step() -> None:
-    ends = RequestEnds()
+    ends = SchedulerEnds()
 
     ends.end("a", ended("stop"), is_decided=False)
     ends.front_end_kept("a", KeptTokens(6, "stop"), is_running=False)
@@ -50,7 +50,7 @@ def test_both_may_come_before_the_next_step() -> None:
 
 @pytest.mark.parametrize("num_kept", [3, 6])
 def test_a_stop_string_looks_like_an_abort_to_the_engine(num_kept: int) -> None:
-    ends = RequestEnds()
+    ends = SchedulerEnds()
 
     ends.front_end_kept("a", KeptTokens(num_kept, "stop"), is_running=True)
     ends.end("a", ended("abort"), is_decided=True)
@@ -59,7 +59,7 @@ def test_a_stop_string_looks_like_an_abort_to_the_engine(num_kept: int) -> None:
 
 
 def test_the_engine_ends_a_request_on_the_way_of_the_news() -> None:
-    ends = RequestEnds()
+    ends = SchedulerEnds()
 
     ends.front_end_kept("a", KeptTokens(5, "stop"), is_running=True)
     ends.end("a", ended("length"), is_decided=False)
@@ -68,7 +68,7 @@ def test_the_engine_ends_a_request_on_the_way_of_the_news() -> None:
 
 
 def test_the_engine_knows_why_if_both_end_at_the_same_token() -> None:
-    ends = RequestEnds()
+    ends = SchedulerEnds()
 
     ends.end("a", ended("length"), is_decided=False)
     ends.front_end_kept("a", KeptTokens(6, "stop"), is_running=False)
@@ -77,7 +77,7 @@ def test_the_engine_knows_why_if_both_end_at_the_same_token() -> None:
 
 
 def test_a_front_end_that_gives_up_leaves_the_engine_s_word() -> None:
-    ends = RequestEnds()
+    ends = SchedulerEnds()
 
     ends.end("a", ended("stop"), is_decided=False)
     ends.pop_finals()
@@ -87,7 +87,7 @@ def test_a_front_end_that_gives_up_leaves_the_engine_s_word() -> None:
 
 
 def test_news_that_come_twice_or_of_unknown_requests_are_ignored() -> None:
-    ends = RequestEnds()
+    ends = SchedulerEnds()
 
     ends.end("a", ended("stop"), is_decided=False)
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_news_that_come_twice_or_of_unknown_requests_are_ignored() -> None:
     ends.front_end_left("c")
 
     assert ends.pop_finals() == {"a": final("stop", TOKENS[:4])}
-    assert vars(ends) == vars(RequestEnds())
+    assert vars(ends) == vars(SchedulerEnds())
 
 
 @given(

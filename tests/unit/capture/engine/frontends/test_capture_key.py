@@ -12,7 +12,7 @@ import pytest
 from headgate.capture.engine.access.access_key import AccessKey
 from headgate.capture.engine.access.caller import leave, serve_for
 from headgate.capture.engine.frontends.async_llm import generate
-from headgate.capture.engine.requests.call_context import Call, enter
+from headgate.capture.engine.requests.call_context import HttpCall, enter
 from headgate.capture.schema.errors import ForbiddenError, RequestError
 from tests.fakes.clients import ShownKeys
 
@@ -60,7 +60,7 @@ def test_a_client_that_no_route_has_let_in_needs_the_key(stranger: Stranger, fie
 
 def test_a_client_that_a_route_has_let_in_is_not_asked_again(stranger: Stranger) -> None:
     def let_in() -> None:
-        enter(Call())
+        enter(HttpCall())
         ask(capture={"rows": {}})
 
     with pytest.raises(RequestError, match="without capture"):

@@ -102,14 +102,14 @@ def test_a_submodule_is_seen_at_its_arguments_and_at_its_result():
     seen: list = []
     block = Block()
     taken = [
-        (HookPoint.ATTN_OUT, forward_wrappers.Place(module="b", value=0, carry=1), (record(seen, "branch"),)),
+        (HookPoint.ATTN_OUT, forward_wrappers.HookPlace(module="b", value=0, carry=1), (record(seen, "branch"),)),
         (
             HookPoint.POST_ATTN,
-            forward_wrappers.Place(module="b", value=0, addend=1, carry=1),
+            forward_wrappers.HookPlace(module="b", value=0, addend=1, carry=1),
             (record(seen, "mid", add=1.0),),
         ),
-        (HookPoint.MLP_IN, forward_wrappers.Place(module="b"), (record(seen, "normed"),)),
-        (HookPoint.MLP_OUT, forward_wrappers.Place(module="b", scale=0.5), (record(seen, "scaled"),)),
+        (HookPoint.MLP_IN, forward_wrappers.HookPlace(module="b"), (record(seen, "normed"),)),
+        (HookPoint.MLP_OUT, forward_wrappers.HookPlace(module="b", scale=0.5), (record(seen, "scaled"),)),
     ]
     forward_wrappers.swap_class(block, forward_wrappers.module_forward(taken))
 
@@ -197,7 +197,9 @@ def test_what_only_the_mlp_would_see_is_repaid_to_the_stream_before_the_layer_ha
     runs = forward_wrappers.attach(norm, HookPoint.POST_ATTN, [action])
     forward_wrappers.swap_class(
         norm,
-        forward_wrappers.module_forward([(HookPoint.POST_ATTN, forward_wrappers.Place(module="norm", value=0), runs)]),
+        forward_wrappers.module_forward(
+            [(HookPoint.POST_ATTN, forward_wrappers.HookPlace(module="norm", value=0), runs)]
+        ),
     )
     repays = reapplied_runs(replace(SINGLE, mid="norm", mid_input=0), layer, [action])
     post = {HookPoint.POST_MLP: (record(seen),)}
@@ -226,7 +228,7 @@ def test_an_action_at_a_scaled_branch_is_told_the_scale():
     forward_wrappers.swap_class(
         block,
         forward_wrappers.module_forward(
-            [(HookPoint.MLP_OUT, forward_wrappers.Place(module="b", scale=0.5), (run, run))]
+            [(HookPoint.MLP_OUT, forward_wrappers.HookPlace(module="b", scale=0.5), (run, run))]
         ),
     )
     block(torch.tensor([1.0]), torch.tensor([2.0]))
@@ -325,7 +327,7 @@ def test_a_value_that_passes_elsewhere_is_not_run_ahead():
 
 def test_a_first_norm_that_is_called_without_a_residual_after_all_ends_the_forward():
     block = FusedNorm()
-    place = forward_wrappers.Place(module="input_norm", result=1)
+    place = forward_wrappers.HookPlace(module="input_norm", result=1)
     forward_wrappers.swap_class(block, forward_wrappers.module_forward([(HookPoint.POST_ATTN, place, (record([]),))]))
 
     with pytest.raises(UnsupportedError, match="FusedNorm of input_norm returned no result 1 for post_attn"):

@@ -15,7 +15,7 @@ import pytest
 
 from headgate.capture.engine.frontends.async_llm import check_health
 from headgate.capture.engine.frontends.input_processor import open_drivers_with_engine
-from headgate.capture.engine.requests.call_context import Call, enter
+from headgate.capture.engine.requests.call_context import HttpCall, enter
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, add_results, attach_results
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
@@ -104,7 +104,7 @@ def test_keys_of_one_call_begin_alike(front_ends: FrontEnds) -> None:
     front = front_ends(rows=Rows)
 
     def keys_of_a_call() -> list[str]:
-        enter(Call())
+        enter(HttpCall())
         return [ask(front, capture=ASKING).key for _ in range(2)]
 
     first, second = (contextvars.copy_context().run(keys_of_a_call) for _ in range(2))
@@ -137,14 +137,14 @@ def test_prompts_of_one_call_cannot_share_names_and_turns_of_one_answer_need_non
     front = front_ends(rows=Naming)
 
     def prompts() -> None:
-        enter(Call())
+        enter(HttpCall())
         held = ask(front, capture=ASKING)
         with pytest.raises(RequestError, match="all prompts of this call would write file-0"):
             ask(front, capture=ASKING)
         assert held.claim is not None
 
     def turns() -> None:
-        call = Call(has_turns=True)
+        call = HttpCall(has_turns=True)
         enter(call)
         first = ask(front, capture=ASKING)
         call.expect()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.access.access_key import AccessKey, KeyLimits, digest_of
-from headgate.capture.engine.requests.call_context import Call
+from headgate.capture.engine.requests.call_context import HttpCall
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
@@ -65,7 +65,7 @@ def no_caller() -> Iterator[None]:
     show()
 
 
-def ask(capture: Any, *, states: Any = None, call: Call | None = None, **key: Any) -> CaptureRequest:
+def ask(capture: Any, *, states: Any = None, call: HttpCall | None = None, **key: Any) -> CaptureRequest:
     """Read and resolve a request of 10 prompt tokens, which may generate 5, of a client with this key."""
     limits = KeyLimits(**key.pop("limits", {}))
     if key.pop("has_key", True):
@@ -154,7 +154,7 @@ def test_a_site_that_the_key_does_not_name_is_refused() -> None:
 
 def test_a_call_captures_at_most_so_much() -> None:
     limits = {"max_request_bytes": 20 * ROW_BYTES, "max_request_rows": 12}
-    call = Call()
+    call = HttpCall()
 
     ask({"answers": rows(0, 1)}, limits=limits, call=call)
     with pytest.raises(RequestError, match=r"capture\.answers: .* 20 positions; at most 12"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.requests.call_context import Call, enter
+from headgate.capture.engine.requests.call_context import HttpCall, enter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec, parse_config
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
@@ -52,7 +52,7 @@ def check(
     n: int = 1,
     states: Any = None,
     max_tokens: int | None = MAX_TOKENS,
-    call: Call | None = None,
+    call: HttpCall | None = None,
     **limits: int,
 ) -> None:
     consumers = {"rows": Rows, "others": Rows, "watching": Watching, "hidden_states": Rows, "reading": Reading}
@@ -96,17 +96,17 @@ def test_samples_count_together() -> None:
 
 
 def test_the_prompts_of_a_call_count_together() -> None:
-    call = Call()
+    call = HttpCall()
     for _ in range(2):
         check({"rows": rows("all_prompt")}, call=call, max_request_rows=20)
     with pytest.raises(RequestError, match=r"30 positions; at most 20 .* all prompts and samples"):
         check({"rows": rows("all_prompt")}, call=call, max_request_rows=20)
 
-    check({"rows": rows("all_prompt")}, call=Call(), max_request_rows=20)
+    check({"rows": rows("all_prompt")}, call=HttpCall(), max_request_rows=20)
 
 
 def test_the_lists_of_a_call_are_bounded_together() -> None:
-    call, listed = Call(), [-1, *range(0, 3000, 3)]
+    call, listed = HttpCall(), [-1, *range(0, 3000, 3)]
     check({"rows": rows(listed)}, call=call, n=1000)
     with pytest.raises(RequestError, match=r"capture\.rows\.positions: the call lists 2000000 positions"):
         check({"rows": rows(listed)}, call=call, n=1000)
@@ -120,7 +120,7 @@ def test_the_prompts_of_a_call_are_parsed_once_and_what_calls_write_alike_unless
                      num_stages=1, open_drivers=no_drivers)  # fmt: skip
 
     def read_twice() -> list[Any]:
-        enter(Call())
+        enter(HttpCall())
         params = SimpleNamespace(extra_args={"capture": {"rows": rows([0, *range(3, 3 + count)])}})
         return [front.capture_reader.read(params, name).specs["rows"] for name in "ab"]
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.requests.call_context import Call, Notes, UntoldNotes
+from headgate.capture.engine.requests.call_context import HttpCall, Notes, UntoldNotes
 from headgate.capture.engine.server import openai_routes
 from headgate.capture.engine.server.openai_routes import answer_choices, answer_response
 from headgate.capture.schema.errors import RequestError
 
 
-def call_of(num_prompts: int, num_samples: int = 1) -> Call:
-    call = Call(num_samples=num_samples)
+def call_of(num_prompts: int, num_samples: int = 1) -> HttpCall:
+    call = HttpCall(num_samples=num_samples)
     for _ in range(num_prompts):
         call.expect().notes = UntoldNotes(lambda notes: {"told": notes.by_part.get("reading", []), "end": notes.end})
     return call
 
 
-def put(call: Call, prompt: int, index: int, *notes: object, end: int | None = None, is_piece: bool = True) -> None:
+def put(call: HttpCall, prompt: int, index: int, *notes: object, end: int | None = None, is_piece: bool = True) -> None:
     untold = call.slots[prompt].notes
     assert untold is not None
     untold.put(index, Notes({"reading": list(notes)} if notes else {}, end), is_piece=is_piece)
@@ -35,7 +35,7 @@ def chunk(*indices: int, **more: Any) -> str:
     return f"data: {json.dumps({'id': 'x', 'object': 'text_completion', 'choices': choices, **more})}\n\n"
 
 
-def streamed(call: Call, *steps: str | Callable[[], None]) -> list[Any]:
+def streamed(call: HttpCall, *steps: str | Callable[[], None]) -> list[Any]:
     """The choices of each chunk of a stream that does what `steps` say, or yields them."""
 
     async def stream() -> AsyncGenerator[str, None]:
