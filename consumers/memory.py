@@ -63,7 +63,7 @@ class KeptName(NamedTuple):
     name: str
 
 
-class _Kept(NamedTuple):
+class _KeptRows(NamedTuple):
     samples: dict[int, CapturedRows]
     call: str
     num_bytes: int
@@ -84,7 +84,7 @@ class KeptRequests:
     def __init__(self, limits: KeepLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._kept: OrderedDict[KeptName, _Kept] = OrderedDict()
+        self._kept: OrderedDict[KeptName, _KeptRows] = OrderedDict()
         self._gone: OrderedDict[KeptName, str] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -115,7 +115,7 @@ class KeptRequests:
             self._kept.pop(key, None)
             self._make_room(key, total)
             self._gone.pop(key, None)
-            self._kept[key] = _Kept(samples, call, total, self._clock() + self._limits.max_age_s)
+            self._kept[key] = _KeptRows(samples, call, total, self._clock() + self._limits.max_age_s)
 
     def find(self, key: KeptName, sample_index: int, field: str) -> CapturedRows:
         """Return what is kept under a name.

@@ -22,10 +22,10 @@ from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.consumers.datasets.batches import RowBatch, plain_batches
 from headgate.consumers.datasets.index.root import IndexedRoot, Problem, digest_of, open_root, store_local
-from headgate.consumers.datasets.index.table import Group, Table
+from headgate.consumers.datasets.index.table import EntryGroup, EntryTable
 from headgate.consumers.datasets.mixing import DEFAULT_REQUESTS, DEFAULT_ROWS, MixedBatches
 from headgate.consumers.datasets.selection import Selection, parse_selection, parse_sites
-from headgate.consumers.datasets.view import Files, Reader, RowView, fingerprint_of
+from headgate.consumers.datasets.view import Files, RangeReader, RowView, fingerprint_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +38,7 @@ MANIFEST_VERSION = 1
 def make_manifest(
     roots: Sequence[IndexedRoot],
     views: Mapping[str, tuple[RowView, int]],
-    table: Table,
+    table: EntryTable,
     problems: Sequence[Problem],
     *,
     revision: str | None,
@@ -99,7 +99,7 @@ def _site(view: RowView, dropped: int) -> dict[str, Any]:
     }
 
 
-def _versions(groups: Iterable[Group], name: str) -> list[str]:
+def _versions(groups: Iterable[EntryGroup], name: str) -> list[str]:
     return [found for group in groups if (found := dict(group.versions).get(name)) is not None]
 
 
@@ -128,7 +128,7 @@ class Dataset:
     sites: tuple[str, ...]
     problems: tuple[Problem, ...]
     _selection: Selection = field(repr=False)
-    _table: Table = field(repr=False)
+    _table: EntryTable = field(repr=False)
     _root_of_unit: Numbers = field(repr=False)
     _views: dict[tuple[str, ...], tuple[RowView, int]] = field(default_factory=dict, repr=False)
 
@@ -240,7 +240,7 @@ class Dataset:
         if missing := [site for site in sites if site not in self.sites]:
             raise ValueError(f"{', '.join(missing)}: not in the data set, which has {', '.join(self.sites) or 'none'}")
         table = self._table
-        readers = [Reader(root) for root in self.roots]
+        readers = [RangeReader(root) for root in self.roots]
         files = Files(table, readers, self._root_of_unit)
         entries, num_lacking = _entries_with(table, sites)
         entries, num_dropped = _without_duplicates(table, entries, self._root_of_unit)
@@ -306,10 +306,10 @@ def open_dataset(
     problems = tuple(problem for root in opened for problem in root.problems)
     if strict:
         _refuse(problems)
-    chosen: list[tuple[Table, Any]] = [(root.table, selection.entries(root.table)) for root in opened]
+    chosen: list[tuple[EntryTable, Any]] = [(root.table, selection.entries(root.table)) for root in opened]
     if selection.roles is not None:
         _check_roles(selection, chosen)
-    table = Table.merged(chosen)
+    table = EntryTable.merged(chosen)
     root_of_unit = np.repeat(np.arange(len(opened)), [len(root.table.units) for root in opened])
     present = {site for number in np.unique(table.columns["group"]) for site in table.groups[number].sites}
     found = [site.name for site in sort_sites(Site.parse(name) for name in present)]
@@ -324,7 +324,7 @@ def _refuse(problems: Sequence[Problem]) -> None:
         raise bad[0].error(more)
 
 
-def _check_roles(selection: Selection, chosen: Sequence[tuple[Table, Any]]) -> None:
+def _check_roles(selection: Selection, chosen: Sequence[tuple[EntryTable, Any]]) -> None:
     """Raise if no message has one of the roles; warn of requests that do not say where their messages are."""
     known = {role for table, _ in chosen for role in table.roles}
     if any(len(table) for table, _ in chosen) and not known & (selection.roles or known):
@@ -342,7 +342,7 @@ def _check_roles(selection: Selection, chosen: Sequence[tuple[Table, Any]]) -> N
         )
 
 
-def _entries_with(table: Table, sites: tuple[str, ...]) -> tuple[Numbers, int]:
+def _entries_with(table: EntryTable, sites: tuple[str, ...]) -> tuple[Numbers, int]:
     """``[requests, sites]``, the entry for each site, of requests that have all; and how many have only some."""
     has = np.array([[site in group.sites for site in sites] for group in table.groups], dtype=np.bool_)
     if not len(table):
@@ -359,7 +359,7 @@ def _entries_with(table: Table, sites: tuple[str, ...]) -> tuple[Numbers, int]:
     return entries[np.argsort(entries[:, 0], kind="stable")], num_lacking
 
 
-def _joined(table: Table, partial: Numbers, has: npt.NDArray[np.bool_]) -> list[list[int]]:
+def _joined(table: EntryTable, partial: Numbers, has: npt.NDArray[np.bool_]) -> list[list[int]]:
     """Requests that several pipeline stages wrote: for each that has all sites together, the entry for each site."""
     stages: dict[tuple[int, ...], dict[int, int]] = {}
     seen: dict[tuple[int, int], int] = {}
@@ -374,7 +374,7 @@ def _joined(table: Table, partial: Numbers, has: npt.NDArray[np.bool_]) -> list[
     return [[of[site] for site in range(has.shape[1])] for of in stages.values() if len(of) == has.shape[1]]
 
 
-def _without_duplicates(table: Table, entries: Numbers, root_of_unit: Numbers) -> tuple[Numbers, int]:
+def _without_duplicates(table: EntryTable, entries: Numbers, root_of_unit: Numbers) -> tuple[Numbers, int]:
     """`entries` without requests that an earlier root has, and their number."""
     roots = root_of_unit[table.columns["unit"][entries[:, 0]]] if len(entries) else np.empty(0)
     if len(np.unique(roots)) < 2:
@@ -394,7 +394,7 @@ def _without_duplicates(table: Table, entries: Numbers, root_of_unit: Numbers) -
     return entries[kept], len(dropped)
 
 
-def _same(table: Table, one: int, other: int) -> bool:
+def _same(table: EntryTable, one: int, other: int) -> bool:
     """Whether two entries are of one request; equal hashes alone do not say so."""
     sample = table.columns["sample"]
     return (
@@ -404,7 +404,7 @@ def _same(table: Table, one: int, other: int) -> bool:
     )
 
 
-def _shape_of(table: Table, entries: Numbers, sites: tuple[str, ...]) -> tuple[str, int]:
+def _shape_of(table: EntryTable, entries: Numbers, sites: tuple[str, ...]) -> tuple[str, int]:
     groups = np.unique(table.columns["group"][entries])
     shapes: Mapping[tuple[str, int], str] = {
         (table.groups[n].dtype, table.groups[n].hidden_size): table.groups[n].model for n in groups

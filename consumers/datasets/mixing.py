@@ -26,7 +26,7 @@ from headgate.consumers.datasets.view import Bytes, RowView, Slots, ascending, f
 Numbers = npt.NDArray[np.int64]
 
 
-class RowPool:
+class MixingPool:
     """Rows of some sites, each with a number. Each lies in a slot; a row that is drawn leaves its slot to a later one.
 
     Attributes:
@@ -458,7 +458,7 @@ class _Pool:
 
     def __init__(self, view: RowView, capacity: int) -> None:
         self._view = view
-        self._rows = RowPool(view.sites, view.row_bytes, capacity)
+        self._rows = MixingPool(view.sites, view.row_bytes, capacity)
         self._per_request = np.zeros(len(view.files.table), dtype=np.int32)
         self.num_requests = 0
 
@@ -484,7 +484,7 @@ class _Pool:
         self._count(numbers)
 
     def reserve(self, count: int, *, spared: int = 0) -> dict[str, Slots]:
-        """Memory for rows that `commit` adds; see `RowPool.reserve`."""
+        """Memory for rows that `commit` adds; see `MixingPool.reserve`."""
         return self._rows.reserve(count, spared=spared)
 
     def commit(self, numbers: Numbers) -> None:

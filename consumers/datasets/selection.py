@@ -13,7 +13,7 @@ import numpy.typing as npt
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.positions import Message, Named, PositionSelector, Span, parse_positions
 from headgate.capture.schema.sites import Site, sort_sites
-from headgate.consumers.datasets.index.table import Table
+from headgate.consumers.datasets.index.table import EntryTable
 
 Numbers = npt.NDArray[np.int64]
 Ranges = tuple[Numbers, Numbers, Numbers]
@@ -44,7 +44,7 @@ class Selection:
     since: int | None = None
     until: int | None = None
 
-    def entries(self, table: Table) -> npt.NDArray[np.intp] | None:
+    def entries(self, table: EntryTable) -> npt.NDArray[np.intp] | None:
         """Numbers of the entries that are selected; None if all are."""
         mask: npt.NDArray[np.bool_] | None = None
 
@@ -66,7 +66,7 @@ class Selection:
                 also(np.isin(table.columns["group"], with_any))
         return None if mask is None else np.flatnonzero(mask)
 
-    def row_ranges(self, table: Table, entries: Numbers, positions_of: Callable[[int], Numbers]) -> Ranges:
+    def row_ranges(self, table: EntryTable, entries: Numbers, positions_of: Callable[[int], Numbers]) -> Ranges:
         """The selected rows of each of `entries` as ranges.
 
         Args:
@@ -80,7 +80,7 @@ class Selection:
         ranges = self._without_roles(table, entries, positions_of)
         return ranges if self.roles is None else _within_roles(self.roles, table, entries, positions_of, ranges)
 
-    def _without_roles(self, table: Table, entries: Numbers, positions_of: Callable[[int], Numbers]) -> Ranges:
+    def _without_roles(self, table: EntryTable, entries: Numbers, positions_of: Callable[[int], Numbers]) -> Ranges:
         columns = {name: table.columns[name][entries] for name in ("rows", "prefill", "first", "step", "num_prompt")}
         start = np.zeros(len(entries), dtype=np.int64)
         stop = columns["rows"].astype(np.int64)
@@ -128,7 +128,7 @@ def _simple_range(selector: PositionSelector, columns: dict[str, npt.NDArray[Any
 
 def _with_others(
     selector: PositionSelector,
-    table: Table,
+    table: EntryTable,
     entries: Numbers,
     positions_of: Callable[[int], Numbers],
     ranges: tuple[Numbers, Numbers, Numbers, npt.NDArray[np.bool_]],
@@ -157,7 +157,7 @@ def _mask(selector: PositionSelector, positions: Numbers, num_prompt: int) -> np
 
 
 def _within_roles(
-    roles: frozenset[str], table: Table, entries: Numbers, positions_of: Callable[[int], Numbers], ranges: Ranges
+    roles: frozenset[str], table: EntryTable, entries: Numbers, positions_of: Callable[[int], Numbers], ranges: Ranges
 ) -> Ranges:
     """The parts of ranges whose positions are in messages of `roles`."""
     index, start, stop = ranges
@@ -174,7 +174,7 @@ def _within_roles(
 
 
 def _rows_before(
-    table: Table, entries: Numbers, positions: npt.NDArray[np.int32], positions_of: Callable[[int], Numbers]
+    table: EntryTable, entries: Numbers, positions: npt.NDArray[np.int32], positions_of: Callable[[int], Numbers]
 ) -> Numbers:
     """For each of `entries`, its rows at positions below the one of `positions`."""
     rows, first, step = (table.columns[name][entries].astype(np.int64) for name in ("rows", "first", "step"))

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.datasets.index.root import IndexedRoot
-from headgate.consumers.datasets.index.table import Table, Unit
+from headgate.consumers.datasets.index.table import EntryTable, StoredUnit
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, POSITIONS, TOKEN_IDS
 from headgate.consumers.filesystem.formats.raw_layout import DATA_SUFFIX, SIDECAR_SUFFIX
 from headgate.consumers.filesystem.formats.shard_layout import COLUMN_SUFFIX
@@ -68,7 +68,7 @@ class Slots(NamedTuple):
         return [flat[at : at + width] for at in (self.chosen * width).tolist()]
 
 
-class Piece(NamedTuple):
+class FileRange(NamedTuple):
     """A part of a file, and the memory that it is read into.
 
     Attributes:
@@ -78,13 +78,13 @@ class Piece(NamedTuple):
         out: Filled whole.
     """
 
-    unit: Unit
+    unit: StoredUnit
     name: str
     offset: int
     out: Bytes | Slots
 
 
-class Reader:
+class RangeReader:
     """Reads ranges of the files of one root. One thread at a time; a copy, for another thread or process,
     opens files of its own.
 
@@ -104,11 +104,11 @@ class Reader:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}
 
-    def path(self, unit: Unit, name: str) -> str:
+    def path(self, unit: StoredUnit, name: str) -> str:
         """Where a file of a unit lies; `name` is empty where the unit is the file."""
         return f"{self._path}/{unit.name}/{name}" if name else f"{self._path}/{unit.name}"
 
-    def read(self, pieces: Sequence[Piece]) -> None:
+    def read(self, pieces: Sequence[FileRange]) -> None:
         """Fill the memory of each piece; those of a store are fetched side by side, as each takes a round trip.
 
         Raises:
@@ -127,7 +127,7 @@ class Reader:
             for path, piece, data in zip(paths, wanted, fetched, strict=True):
                 _fill(piece, data, files, path)
 
-    def _read_local(self, piece: Piece) -> None:
+    def _read_local(self, piece: FileRange) -> None:
         if isinstance(piece.out, Slots):
             self._read_slots(piece, piece.out)
             return
@@ -140,7 +140,7 @@ class Reader:
                 raise CaptureFileError(f"{path}: torn: ends {len(view) - done} bytes early")
             done += count
 
-    def _read_slots(self, piece: Piece, out: Slots) -> None:
+    def _read_slots(self, piece: FileRange, out: Slots) -> None:
         file, width = self._file(piece.unit, piece.name), out.memory.shape[1]
         for start in range(0, out.nbytes, _VECTORS * width):
             part = out.part(start, min(start + _VECTORS * width, out.nbytes))
@@ -149,7 +149,7 @@ class Reader:
                 self._read_local(piece._replace(offset=piece.offset + start, out=whole))
                 part.put(whole)
 
-    def read_all(self, unit: Unit, name: str) -> bytes:
+    def read_all(self, unit: StoredUnit, name: str) -> bytes:
         """A whole small file."""
         path = self.path(unit, name)
         if self._files is not None:
@@ -175,7 +175,7 @@ class Reader:
             self._files, self._process = open_files(self._given, CaptureFileError)[0], os.getpid()
         return self._files
 
-    def _file(self, unit: Unit, name: str) -> int:
+    def _file(self, unit: StoredUnit, name: str) -> int:
         path = self.path(unit, name)
         if self._process != os.getpid():  # a forked copy: the numbers are good, but the parent's to close
             self._open, self._process = OrderedDict(), os.getpid()
@@ -197,7 +197,7 @@ class Reader:
         return file
 
 
-def _fill(piece: Piece, data: bytes | Exception, files: Any, path: str) -> None:
+def _fill(piece: FileRange, data: bytes | Exception, files: Any, path: str) -> None:
     """Copy the answer of a store into a piece; a store may answer a range beyond the end with an error of its own."""
     if isinstance(data, FileNotFoundError):
         raise CaptureFileError(f"{path}: missing since the data set was opened") from data
@@ -232,7 +232,7 @@ class Files:
         root_of_unit: ``[units]``: the root of each.
     """
 
-    def __init__(self, table: Table, readers: Sequence[Reader], root_of_unit: Numbers) -> None:
+    def __init__(self, table: EntryTable, readers: Sequence[RangeReader], root_of_unit: Numbers) -> None:
         self.table = table
         self._readers = list(readers)
         self._root_of_unit = root_of_unit
@@ -266,14 +266,14 @@ class Files:
         begins, ends = self._bytes(entries, starts, stops, tensor)
         first = np.flatnonzero(np.concatenate(([True], (units[1:] != units[:-1]) | (begins[1:] != ends[:-1]))))
         last = np.append(first[1:], len(units)) - 1
-        pieces: dict[int, list[Piece]] = {}
+        pieces: dict[int, list[FileRange]] = {}
         done = 0
         spans = (units[first], groups[first], begins[first], ends[last])
         for unit, group, begin, end in zip(*(column.tolist() for column in spans), strict=True):
             name = _file_name(self.table.groups[group].layout, tensor)
             stop = done + end - begin
             memory = out.part(done, stop) if isinstance(out, Slots) else out[done:stop]
-            piece = Piece(self.table.units[unit], name, begin, memory)
+            piece = FileRange(self.table.units[unit], name, begin, memory)
             pieces.setdefault(int(self._root_of_unit[unit]), []).append(piece)
             done = stop
         for root, of_root in pieces.items():

@@ -42,7 +42,7 @@ from headgate.consumers.filesystem.formats.request_layout import RequestLayout
 from headgate.consumers.filesystem.formats.shard_layout import ShardLayout
 from headgate.consumers.filesystem.request_writer import (
     Outcome,
-    Piece,
+    RequestSlice,
     RequestWriter,
     RowGatherer,
     WritersOfRequests,
@@ -454,9 +454,9 @@ class FilesystemConsumer(StreamingConsumer):
             memory_bytes=settings.memory * 5 // 8 // settings.threads,
         )
 
-    def _hand_over(self, gathered: Mapping[str, list[Piece]]) -> None:
+    def _hand_over(self, gathered: Mapping[str, list[RequestSlice]]) -> None:
         """Queue rows for the writers of their requests; wait for room."""
-        by_writer: dict[int, dict[str, list[Piece]]] = defaultdict(dict)
+        by_writer: dict[int, dict[str, list[RequestSlice]]] = defaultdict(dict)
         for request_id, pieces in gathered.items():
             by_writer[self._writers[request_id]][request_id] = pieces
         for index, of_writer in by_writer.items():

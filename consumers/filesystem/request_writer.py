@@ -194,7 +194,7 @@ MAX_BLOCKS = 64
 Bytes3D = npt.NDArray[np.uint8]
 
 
-class Piece(NamedTuple):
+class RequestSlice(NamedTuple):
     """Some rows of one request in a block.
 
     Attributes:
@@ -226,7 +226,7 @@ class RowGatherer:
         self._max_bytes = max_bytes
         self._num_blocks = 0
         self._num_bytes = 0
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[RequestSlice]] = {}
 
     @property
     def is_full(self) -> bool:
@@ -240,24 +240,24 @@ class RowGatherer:
         pieces = self._pieces
         for span in block.spans:
             request_id = span.request.request_id
-            piece = Piece(block, data, span.start, span.stop)
+            piece = RequestSlice(block, data, span.start, span.stop)
             if request_id in pieces:
                 pieces[request_id].append(piece)
             else:
                 pieces[request_id] = [piece]
 
-    def pop(self, request_id: str) -> list[Piece]:
+    def pop(self, request_id: str) -> list[RequestSlice]:
         """Remove and return the rows of one request, in their order."""
         return self._pieces.pop(request_id, [])
 
-    def pop_all(self) -> dict[str, list[Piece]]:
+    def pop_all(self) -> dict[str, list[RequestSlice]]:
         """Remove and return the rows of every request."""
         taken, self._pieces = self._pieces, {}
         self._num_blocks = self._num_bytes = 0
         return taken
 
 
-def chunks_of(pieces: Sequence[Piece], pool: RowPool) -> list[Chunk]:
+def chunks_of(pieces: Sequence[RequestSlice], pool: RowPool) -> list[Chunk]:
     """Merge pieces of a request into as few chunks as possible.
 
     That is one for each set of sites, if no site is in two different sets. Most are copies: a view would keep the rows
@@ -267,7 +267,7 @@ def chunks_of(pieces: Sequence[Piece], pool: RowPool) -> list[Chunk]:
         pieces: In the order of their positions.
         pool: Memory for the copies.
     """
-    by_sites: dict[tuple[Site, ...], list[Piece]] = {}
+    by_sites: dict[tuple[Site, ...], list[RequestSlice]] = {}
     for piece in pieces:
         by_sites.setdefault(piece.block.sites, []).append(piece)
     if sum(map(len, by_sites)) != len(set().union(*by_sites)):
@@ -276,7 +276,7 @@ def chunks_of(pieces: Sequence[Piece], pool: RowPool) -> list[Chunk]:
     return [_merge(of_sites, pool) for of_sites in by_sites.values()]
 
 
-def _merge(pieces: Sequence[Piece], pool: RowPool) -> Chunk:
+def _merge(pieces: Sequence[RequestSlice], pool: RowPool) -> Chunk:
     first = pieces[0]
     sites, rows = first.block.sites, first.rows
     if len(pieces) == 1 and 2 * rows.shape[1] >= first.data.shape[1]:
@@ -469,7 +469,7 @@ class RequestWriter:
         except Exception as error:  # noqa: BLE001  (whatever it is, it is this request's outcome)
             self._fail(running, error)
 
-    def append(self, rows: Mapping[str, Sequence[Piece]]) -> None:
+    def append(self, rows: Mapping[str, Sequence[RequestSlice]]) -> None:
         """Add rows, by the ids of their requests."""
         for request_id, pieces in rows.items():
             running = self._running.get(request_id)
@@ -483,7 +483,7 @@ class RequestWriter:
         if self._held_bytes > self._memory_bytes:
             self._make_room()
 
-    def finish(self, finished: FinishedRequest, pieces: Sequence[Piece], outcome: Outcome) -> None:
+    def finish(self, finished: FinishedRequest, pieces: Sequence[RequestSlice], outcome: Outcome) -> None:
         """Write a request that ended with `pieces`; `outcome` completes in `sync_stored`, or here if writing fails."""
         self.append({finished.request.request_id: pieces})
         running = self._running.pop(finished.request.request_id, None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
-from headgate.consumers.datasets.mixing import RowPool, SinkFilter
+from headgate.consumers.datasets.mixing import MixingPool, SinkFilter
 from headgate.consumers.datasets.view import Bytes
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES
 from headgate.consumers.harvest.engine import HarvestEngine, engine_of
@@ -97,7 +97,7 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
         if batch < 1:
             raise ConfigError(f"batch: must be at least 1, got {batch}")
         self._batch_size = batch_size
-        self._pool = RowPool(self.sites, row_bytes, _pool_rows(max_bytes, cost, batch_size))
+        self._pool = MixingPool(self.sites, row_bytes, _pool_rows(max_bytes, cost, batch_size))
         self._random = np.random.default_rng(seed)
         self._rows: Batch = deque()
         self._used = self._taken = self.num_sinks = 0  # used: rows of the first of `_rows` that are in the pool

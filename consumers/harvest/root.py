@@ -39,7 +39,7 @@ _THREADS = 8
 _PAUSE_S = 0.2
 
 
-class Place(Protocol):
+class HarvestFiles(Protocol):
     """The files of one root. One harvest at a time has it.
 
     Attributes:
@@ -92,7 +92,7 @@ class Place(Protocol):
 
 
 class LocalPlace:
-    """A folder; see `Place`. It is made if it is not there."""
+    """A folder; see `HarvestFiles`. It is made if it is not there."""
 
     def __init__(self, path: Path) -> None:
         self.path: str | Path = path
@@ -135,7 +135,7 @@ class LocalPlace:
 
 
 class RemotePlace:
-    """A root in an object store; see `Place`. Only harvests of this machine with the same spool exclude each other.
+    """A root in an object store; see `HarvestFiles`. Only harvests of this machine with one spool exclude each other.
 
     Args:
         url: ``s3://bucket/run``.
@@ -206,7 +206,7 @@ class RemotePlace:
         os.close(self._lock)
 
 
-def place_of(path: str | os.PathLike[str], spool: Path | None) -> Place:
+def place_of(path: str | os.PathLike[str], spool: Path | None) -> HarvestFiles:
     """The place that a user named.
 
     Raises:

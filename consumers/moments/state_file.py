@@ -53,7 +53,7 @@ class _EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
     low_rank_error: float
 
 
-class _Header(msgspec.Struct, frozen=True, kw_only=True):
+class _StateHeader(msgspec.Struct, frozen=True, kw_only=True):
     settings: MomentsSettings
     written_at: str
     entries: list[_EntryHeader]
@@ -88,7 +88,7 @@ def encode_state(settings: MomentsSettings, entries: Mapping[MomentsKey, Moments
             arrays["low_rank"] = moments.low_rank.rows
         tensors.update({f"{index}/{name}": np.ascontiguousarray(array) for name, array in arrays.items()})
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    header = _Header(settings=settings, written_at=now, entries=headers)
+    header = _StateHeader(settings=settings, written_at=now, entries=headers)
     return bytes(save(tensors, metadata={_FORMAT_KEY: FORMAT, "header": msgspec.json.encode(header).decode()}))
 
 
@@ -137,7 +137,7 @@ def read_settings(path: Path) -> MomentsSettings:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[TensorFile, _Header]]:
+def _opened(path: Path) -> Iterator[tuple[TensorFile, _StateHeader]]:
     """Open one file; whatever is wrong with it becomes a `CaptureFileError`."""
     file = open_safetensors(path, CaptureFileError)
     if file.texts.get(_FORMAT_KEY) != FORMAT:
@@ -145,7 +145,7 @@ def _opened(path: Path) -> Iterator[tuple[TensorFile, _Header]]:
             f"{path}: not a file of moments of format {FORMAT}; its format is {file.texts.get(_FORMAT_KEY)!r}"
         )
     with refusing(path, CaptureFileError, "not a file of moments, or damaged"):
-        yield file, msgspec.json.decode(file.texts["header"], type=_Header)
+        yield file, msgspec.json.decode(file.texts["header"], type=_StateHeader)
 
 
 def _read_entry(

@@ -25,7 +25,7 @@ _NUMPY = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 """The type that the values of each dtype have in Arrow and numpy."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The part that all rows of a request share.
 
     Attributes:
@@ -53,7 +53,7 @@ class RequestRows:
     """
 
     number: int
-    facts: Facts
+    facts: RequestFacts
     positions: Int64Array
     token_ids: Int64Array
     is_prefill: BoolArray
@@ -121,7 +121,7 @@ def decode(content: memoryview, number: int, dtype: str) -> RequestRows:
         facts = {name: columns[name][0].as_py() for name in ("request_id", "tag", "sample")}
         return RequestRows(
             number=number,
-            facts=msgspec.convert(facts, Facts),
+            facts=msgspec.convert(facts, RequestFacts),
             positions=columns["position"].to_numpy(),
             token_ids=columns["token_id"].to_numpy(),
             is_prefill=columns["is_prompt"].to_numpy(zero_copy_only=False),

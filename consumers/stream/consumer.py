@@ -28,7 +28,7 @@ from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.sites import parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.storage.store import check_name
-from headgate.consumers.stream.listener import Backlog, Listener
+from headgate.consumers.stream.listener import Backlog, StreamListener
 from headgate.consumers.stream.wire import TOKEN_VARIABLE, Address, parse_address, read_token
 
 DEFAULT_TAG = "default"
@@ -157,7 +157,9 @@ class StreamConsumer(StreamingConsumer):
             )
         self._backlog = Backlog(settings.max_bytes, wait_s=settings.wait_s, max_away_s=settings.max_away_s)
         try:
-            self._listener = Listener(settings.place, read_token(settings.token_file), self._backlog, context.model)
+            self._listener = StreamListener(
+                settings.place, read_token(settings.token_file), self._backlog, context.model
+            )
         except OSError as error:
             raise ConfigError(
                 f"stream: cannot listen at {settings.address}: {error}. With data parallelism or several API servers, "

@@ -180,7 +180,7 @@ MAX_GUESTS = 16
 """Connections that shake hands at a time; a reader that has a session is none of them."""
 
 
-class Listener:
+class StreamListener:
     """Accepts readers on a thread of its own; each shakes hands on another, and one that was let in has two more.
 
     A connection costs other connections nothing: a connection has `FIRST_BYTES_S` for its first byte and `HANDSHAKE_S`
@@ -208,7 +208,7 @@ class Listener:
         self._place = place
         self._socket = place.listen()
         self.address = place.text if place.path else f"tcp://{_host(place.host)}:{self._socket.getsockname()[1]}"
-        self._session: Session | None = None
+        self._session: ReaderSession | None = None
         self._guests: dict[threading.Thread, _Guest] = {}  # in the order in which they came
         self._lock = threading.Lock()  # guards _guests and what they are
         self._entrance = threading.Lock()  # guards _session: one reader is judged and let in at a time
@@ -301,7 +301,7 @@ class Listener:
             if self._session is not None:
                 self._session.stop()
             connection.settimeout(None)
-            self._session = Session(connection, self._backlog, hello.reader, answer.first)
+            self._session = ReaderSession(connection, self._backlog, hello.reader, answer.first)
 
     def _answer(self, hello: Hello) -> Welcome:
         first, end = self._backlog.span
@@ -363,7 +363,7 @@ def _host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-class Session:
+class ReaderSession:
     """The connection of a reader that was let in: one thread sends, one receives acknowledgements.
 
     Attributes:

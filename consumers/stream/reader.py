@@ -23,7 +23,7 @@ from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.datasets.selection import parse_sites
 from headgate.consumers.datasets.view import typed
-from headgate.consumers.stream.arrow_rows import Bytes, Facts, RequestRows, decode
+from headgate.consumers.stream.arrow_rows import Bytes, RequestFacts, RequestRows, decode
 from headgate.consumers.stream.consumer import HOW_TO_INSTALL
 from headgate.consumers.stream.wire import (
     ACKNOWLEDGED,
@@ -69,7 +69,7 @@ class StreamBatch:
     positions: Int64Array
     token_ids: Int64Array
     is_prefill: BoolArray
-    facts: Sequence[Facts]
+    facts: Sequence[RequestFacts]
 
     def __len__(self) -> int:
         return len(self.positions)

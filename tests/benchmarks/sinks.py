@@ -18,7 +18,7 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem import FilesystemConsumer
-from headgate.consumers.filesystem.request_writer import Piece, RequestWriter, chunks_of
+from headgate.consumers.filesystem.request_writer import RequestSlice, RequestWriter, chunks_of
 
 
 class ForgettingConsumer(StreamingConsumer):
@@ -52,9 +52,11 @@ class _Forgetting(RequestWriter):
     def begin(self, request: RequestInfo) -> None:
         """Nothing is kept."""
 
-    def append(self, rows: Mapping[str, Sequence[Piece]]) -> None:
+    def append(self, rows: Mapping[str, Sequence[RequestSlice]]) -> None:
         for pieces in rows.values():
             chunks_of(pieces, self._pool)
 
-    def finish(self, finished: FinishedRequest, pieces: Sequence[Piece], outcome: Future[dict[str, Any]]) -> None:
+    def finish(
+        self, finished: FinishedRequest, pieces: Sequence[RequestSlice], outcome: Future[dict[str, Any]]
+    ) -> None:
         outcome.set_result({})

@@ -29,7 +29,14 @@ import numpy.typing as npt
 
 from headgate.capture.files.reading import refusing
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
-from headgate.consumers.datasets.index.table import COLUMNS, Group, Table, TableBuilder, Unit, identity_hash
+from headgate.consumers.datasets.index.table import (
+    COLUMNS,
+    EntryGroup,
+    EntryTable,
+    StoredUnit,
+    TableBuilder,
+    identity_hash,
+)
 from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, StoredPart
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
 from headgate.consumers.filesystem.formats.request_layout import read_request_file
@@ -72,7 +79,7 @@ class Listed(NamedTuple):
 class Listing(NamedTuple):
     """The units of a root by name, and what other programs left there."""
 
-    units: list[Unit]
+    units: list[StoredUnit]
     problems: list[Problem]
 
 
@@ -83,7 +90,7 @@ def list_root(files: Any, root: str) -> Listing:
         files: The same as fsspec has it; None for this machine.
         root: Its path.
     """
-    units: list[Unit] = []
+    units: list[StoredUnit] = []
     problems: list[Problem] = []
     entries = _local_entries(root) if files is None else _remote_entries(files, root)
     for tag in entries(""):
@@ -100,13 +107,13 @@ def list_root(files: Any, root: str) -> Listing:
             elif entry.is_folder and not entry.name.startswith("."):
                 units.append(_folder(path, "raw", entries(path)))
             elif entry.name.endswith(FILE_SUFFIX) and not entry.name.startswith("."):
-                units.append(Unit(path, "request", entry.size, entry.stamp))
+                units.append(StoredUnit(path, "request", entry.size, entry.stamp))
             elif not entry.name.startswith("."):
                 problems.append(_foreign(f"{root}/{path}"))
     return Listing(sorted(units), problems)
 
 
-def read_units(source: Source, root: str, units: Sequence[Unit], builder: TableBuilder) -> list[Problem]:
+def read_units(source: Source, root: str, units: Sequence[StoredUnit], builder: TableBuilder) -> list[Problem]:
     """Open units and add their requests to `builder`; return the ones that give none, with the reason.
 
     A unit with a problem is added without requests, so that an index knows it.
@@ -127,8 +134,8 @@ def read_units(source: Source, root: str, units: Sequence[Unit], builder: TableB
 Parts = list[tuple[StoredPart, tuple[int, int]]]
 
 
-def _opened(source: Source, root: str, units: Sequence[Unit]) -> Iterable[Parts | Problem]:
-    def opened(unit: Unit) -> Parts | Problem:
+def _opened(source: Source, root: str, units: Sequence[StoredUnit]) -> Iterable[Parts | Problem]:
+    def opened(unit: StoredUnit) -> Parts | Problem:
         path = f"{root}/{unit.name}"
         try:
             parts = list(_parts(source, path, unit))
@@ -142,7 +149,7 @@ def _opened(source: Source, root: str, units: Sequence[Unit]) -> Iterable[Parts 
         return list(threads.map(opened, units))
 
 
-def _parts(source: Source, path: str, unit: Unit) -> Iterator[tuple[StoredPart, tuple[int, int]]]:
+def _parts(source: Source, path: str, unit: StoredUnit) -> Iterator[tuple[StoredPart, tuple[int, int]]]:
     if unit.layout == "shards":
         positions: np.ndarray[Any, Any] | None = None
         parts = list(read_shard(source, path))
@@ -180,7 +187,7 @@ def spacing(positions: np.ndarray[Any, Any]) -> tuple[int, int]:
     return first, step if is_even else 0
 
 
-def _is_ours(source: Source, path: str, unit: Unit) -> bool:
+def _is_ours(source: Source, path: str, unit: StoredUnit) -> bool:
     """Whether a unit without requests is headgate's all the same: a shard that has none yet."""
     if unit.layout != "shards":
         return False
@@ -226,9 +233,9 @@ def _remote_stamp(entry: dict[str, Any]) -> int:
     return identity_hash(*words) >> 1 if words else 0
 
 
-def _folder(name: str, layout: Literal["shards", "raw"], files: Sequence[Listed]) -> Unit:
+def _folder(name: str, layout: Literal["shards", "raw"], files: Sequence[Listed]) -> StoredUnit:
     stamp = identity_hash(*(f"{entry.name}\0{entry.size}\0{entry.stamp}" for entry in files)) >> 1
-    return Unit(name, layout, sum(entry.size for entry in files), stamp)
+    return StoredUnit(name, layout, sum(entry.size for entry in files), stamp)
 
 
 def _foreign(path: str) -> Problem:
@@ -248,13 +255,13 @@ _ALIGN = 64
 _CHUNK = 16 << 20
 
 
-class _Header(msgspec.Struct):
+class _IndexHeader(msgspec.Struct):
     """All of an index but its columns; units are columns too, their names one text with a NUL after each."""
 
     root: str
     num_entries: int
     num_units: int
-    groups: list[Group]
+    groups: list[EntryGroup]
     tags: list[str]
     roles: list[str]
     problems: list[tuple[str, str, str]]
@@ -266,7 +273,7 @@ class ForeignIndexError(CaptureFileError):
     """A file lies where the index should be, and is none."""
 
 
-def write_index(root: str, table: Table, problems: list[Problem]) -> Iterator[bytes]:
+def write_index(root: str, table: EntryTable, problems: list[Problem]) -> Iterator[bytes]:
     """The bytes of an index of `table`."""
     arrays: dict[str, npt.NDArray[Any]] = {name: table.columns[name] for name in COLUMNS}
     arrays["ids"] = table.ids
@@ -280,7 +287,7 @@ def write_index(root: str, table: Table, problems: list[Problem]) -> Iterator[by
         places[name] = (end, array.nbytes, array.dtype.str)
         end += array.nbytes + -array.nbytes % _ALIGN
     header = msgspec.json.encode(
-        _Header(
+        _IndexHeader(
             root=root,
             num_entries=len(table),
             num_units=len(table.units),
@@ -308,7 +315,7 @@ def _blocks(arrays: dict[str, npt.NDArray[Any]]) -> Iterator[bytes]:
         yield b"\0" * (-array.nbytes % _ALIGN)
 
 
-def read_index(data: npt.NDArray[np.uint8], path: str) -> tuple[Table, list[Problem], str]:
+def read_index(data: npt.NDArray[np.uint8], path: str) -> tuple[EntryTable, list[Problem], str]:
     """Read an index out of its bytes; its root comes with it.
 
     Raises:
@@ -332,11 +339,11 @@ def read_index(data: npt.NDArray[np.uint8], path: str) -> tuple[Table, list[Prob
     if zlib.crc32(text) != header_check or _checksum(data[start:]) != check:
         raise CaptureFileError(f"{path}: damaged: its check does not agree")
     with refusing(path, CaptureFileError, "damaged"):
-        header = msgspec.json.decode(text, type=_Header)
+        header = msgspec.json.decode(text, type=_IndexHeader)
         arrays = {
             name: data[start + at : start + at + size].view(dtype) for name, (at, size, dtype) in header.places.items()
         }
-        table = Table(
+        table = EntryTable(
             columns={name: arrays[name] for name in COLUMNS},
             ids=arrays["ids"],
             units=_units(arrays, header),
@@ -355,19 +362,19 @@ def _checksum(data: npt.NDArray[np.uint8]) -> int:
     return check
 
 
-def _units(arrays: dict[str, npt.NDArray[Any]], header: _Header) -> list[Unit]:
+def _units(arrays: dict[str, npt.NDArray[Any]], header: _IndexHeader) -> list[StoredUnit]:
     if not header.num_units:
         return []
     names = arrays["unit_names"].tobytes().decode().split("\0")
     kinds = [_LAYOUTS[letter] for letter in arrays["unit_layouts"].tobytes()]
     sizes, stamps = arrays["unit_sizes"].tolist(), arrays["unit_stamps"].tolist()
-    return [Unit(*fields) for fields in zip(names, kinds, sizes, stamps, strict=True)]
+    return [StoredUnit(*fields) for fields in zip(names, kinds, sizes, stamps, strict=True)]
 
 
 _LAYOUTS: dict[int, Any] = {ord(name[1]): name for name in ("request", "shards", "raw")}
 
 
-def digest_of(table: Table) -> str:
+def digest_of(table: EntryTable) -> str:
     """SHA-256 of an index's content, whichever root it is of."""
     groups = [msgspec.to_builtins(group) for group in table.groups]
     digest = sha256(json.dumps([table.tags, table.roles, groups]).encode())
@@ -424,7 +431,7 @@ class IndexedRoot:
     path: str
     source: Source
     files: Any
-    table: Table
+    table: EntryTable
     problems: list[Problem]
     num_opened: int
 
@@ -456,10 +463,12 @@ def open_root(root: str | os.PathLike[str], *, caches: bool) -> IndexedRoot:
     return IndexedRoot(given, path, source, files, table, [*listing.problems, *problems], num_opened)
 
 
-Known = tuple[Table, list[Problem]]
+Known = tuple[EntryTable, list[Problem]]
 
 
-def _updated(source: Source, root: str, units: list[Unit], known: Known | None) -> tuple[Table, list[Problem], int]:
+def _updated(
+    source: Source, root: str, units: list[StoredUnit], known: Known | None
+) -> tuple[EntryTable, list[Problem], int]:
     """A table of `units`: known ones from the index, the others from their files."""
     builder = TableBuilder()
     problems: list[Problem] = []
@@ -479,7 +488,7 @@ def _updated(source: Source, root: str, units: list[Unit], known: Known | None) 
     return _in_order(builder.build(), units), problems, len(new)
 
 
-def _in_order(table: Table, units: list[Unit]) -> Table:
+def _in_order(table: EntryTable, units: list[StoredUnit]) -> EntryTable:
     """The table with its units in the order of `units`, so that one set of files has one index."""
     if table.units == units:
         return table
@@ -518,7 +527,7 @@ def _cached(files: Any, root: str) -> tuple[Known | None, bool]:
     return (table, moved), True
 
 
-def _store(files: Any, root: str, table: Table, problems: list[Problem]) -> None:
+def _store(files: Any, root: str, table: EntryTable, problems: list[Problem]) -> None:
     path = index_path(root)
     blocks = write_index(root, table, problems)
     try:

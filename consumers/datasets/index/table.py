@@ -57,7 +57,7 @@ of its messages among those of all.
 """
 
 
-class Unit(NamedTuple):
+class StoredUnit(NamedTuple):
     """A file, or a folder that belongs together.
 
     Attributes:
@@ -73,7 +73,7 @@ class Unit(NamedTuple):
     stamp: int
 
 
-class Group(msgspec.Struct, frozen=True):
+class EntryGroup(msgspec.Struct, frozen=True):
     """All that many entries share.
 
     Attributes:
@@ -120,7 +120,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Table:
+class EntryTable:
     """Entries as columns.
 
     Attributes:
@@ -136,8 +136,8 @@ class Table:
 
     columns: dict[str, Column]
     ids: npt.NDArray[np.uint8]
-    units: list[Unit]
-    groups: list[Group]
+    units: list[StoredUnit]
+    groups: list[EntryGroup]
     tags: list[str]
     messages: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 3), dtype=np.int32))
     roles: list[str] = field(default_factory=list)
@@ -163,7 +163,7 @@ class Table:
         return np.where(entries > 0, stops[entries - 1], 0) if len(entries) else ends, ends
 
     @classmethod
-    def merged(cls, tables: Sequence[tuple[Table, npt.NDArray[np.intp] | None]]) -> Table:
+    def merged(cls, tables: Sequence[tuple[EntryTable, npt.NDArray[np.intp] | None]]) -> EntryTable:
         """Entries of several tables, one table after the other; of each those with the given numbers, or all."""
         if len(tables) == 1 and tables[0][1] is None:
             return tables[0][0]
@@ -177,8 +177,8 @@ class Table:
 class TableBuilder:
     """Collects entries; `build` makes the table."""
 
-    units: list[Unit] = field(default_factory=list)
-    _groups: dict[Group, int] = field(default_factory=dict)
+    units: list[StoredUnit] = field(default_factory=list)
+    _groups: dict[EntryGroup, int] = field(default_factory=dict)
     _tags: dict[str, int] = field(default_factory=dict)
     _chunks: list[dict[str, Column]] = field(default_factory=list)
     _ids: list[npt.NDArray[np.uint8]] = field(default_factory=list)
@@ -187,7 +187,7 @@ class TableBuilder:
     _num_messages: int = 0
     _roles: dict[str, int] = field(default_factory=dict)
 
-    def add_unit(self, unit: Unit, parts: Sequence[tuple[StoredPart, tuple[int, int]]]) -> None:
+    def add_unit(self, unit: StoredUnit, parts: Sequence[tuple[StoredPart, tuple[int, int]]]) -> None:
         """Add the entries of one unit.
 
         Args:
@@ -210,7 +210,7 @@ class TableBuilder:
         columns |= {"key": hashes[0], "join": hashes[1], "id_stop": lengths, "message_stop": stops}
         self._chunks.append({name: columns[name].astype(kind) for name, kind in COLUMNS.items()})
 
-    def add_table(self, table: Table, chosen: npt.NDArray[np.intp] | None) -> None:
+    def add_table(self, table: EntryTable, chosen: npt.NDArray[np.intp] | None) -> None:
         """Add entries of `table`, and all of its units."""
         columns = {name: values if chosen is None else values[chosen] for name, values in table.columns.items()}
         ids, stops = _ranges(table.ids, table.columns["id_stop"], chosen)
@@ -229,7 +229,7 @@ class TableBuilder:
         self._ids.append(ids)
         self._chunks.append(columns)
 
-    def build(self) -> Table:
+    def build(self) -> EntryTable:
         """The table of all that was added, in that order."""
         columns = {
             name: np.concatenate([chunk[name] for chunk in self._chunks]) if self._chunks else np.empty(0, dtype=kind)
@@ -237,7 +237,7 @@ class TableBuilder:
         }
         ids = np.concatenate(self._ids) if self._ids else np.empty(0, dtype=np.uint8)
         messages = np.concatenate(self._messages) if self._messages else np.empty((0, 3), dtype=np.int32)
-        return Table(columns, ids, self.units, list(self._groups), list(self._tags), messages, list(self._roles))
+        return EntryTable(columns, ids, self.units, list(self._groups), list(self._tags), messages, list(self._roles))
 
     def _add_messages(self, of_parts: Sequence[Sequence[MessagePlace]]) -> Column:
         """Add the messages of some entries; return each one's ``message_stop``."""
@@ -290,9 +290,9 @@ def _hashes(sidecar: Sidecar) -> tuple[int, int]:
     return key, identity_hash(sidecar.tag, sidecar.name, sidecar.engine_request_id, sidecar.client_request_id)
 
 
-def _group(part: StoredPart, tensors: tuple[str, ...]) -> Group:
+def _group(part: StoredPart, tensors: tuple[str, ...]) -> EntryGroup:
     sidecar = part.sidecar
-    return Group(
+    return EntryGroup(
         layout=part.layout,
         tensors=tensors,
         dtype=sidecar.dtype,

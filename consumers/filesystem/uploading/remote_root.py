@@ -12,7 +12,14 @@ from typing import Any
 
 from headgate.capture.monitoring.stats import Figure
 from headgate.consumers.filesystem.storage.source import ObjectStore
-from headgate.consumers.filesystem.uploading.uploader import Answer, Outcome, Patience, SpoolFolder, Unit, Uploader
+from headgate.consumers.filesystem.uploading.uploader import (
+    Outcome,
+    Patience,
+    SpoolFolder,
+    UploadAnswer,
+    Uploader,
+    UploadUnit,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +82,7 @@ class RemoteRoot:
 
     def upload_folder(self, path: Path) -> None:
         """Upload a folder below `path` that does not change any more, for which no result waits."""
-        self._uploader.add(Unit(self.path, path.relative_to(self.path).parts), None)
+        self._uploader.add(UploadUnit(self.path, path.relative_to(self.path).parts), None)
 
     def close(self, timeout_s: float) -> int:
         """Upload what is left within `timeout_s` seconds; the rest, whose number is returned, waits for the next start.
@@ -100,11 +107,11 @@ class RemoteRoot:
         payload: dict[str, Any] = written.result()
         paths = [Path(path).relative_to(self.path) for path in payload["paths"]]
         urls = [self._store.url("/".join((self._store.root, *path.parts))) for path in paths]
-        answer = Answer(outcome, payload, urls)
+        answer = UploadAnswer(outcome, payload, urls)
         if payload["layout"] == "shards":
             answer.tell()  # its shard grows on
             return
-        unit = Unit(self.path, paths[0].parts if payload["layout"] == "request" else paths[0].parent.parts)
+        unit = UploadUnit(self.path, paths[0].parts if payload["layout"] == "request" else paths[0].parent.parts)
         self._uploader.add(unit, answer)
         if self._uploader.is_failing:
             answer.tell()

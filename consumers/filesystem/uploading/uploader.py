@@ -41,7 +41,7 @@ _SHARD_FOLDER = "_shards"
 
 
 @dataclass(frozen=True)
-class Unit:
+class UploadUnit:
     """A file, or a folder that belongs together, and its place below the root.
 
     Attributes:
@@ -160,15 +160,15 @@ def is_waiting(parent: Path, tag: str) -> bool:
         return True
 
 
-def units_of(folder: Path) -> Iterator[Unit]:
+def units_of(folder: Path) -> Iterator[UploadUnit]:
     """Find the files in a process's folder that are whole, and folders of such files."""
     for tag in _entries(folder):
         for entry in _entries(tag):
             if entry.name == _SHARD_FOLDER:
                 for shard in _entries(entry):
-                    yield Unit(folder, (tag.name, _SHARD_FOLDER, shard.name))
+                    yield UploadUnit(folder, (tag.name, _SHARD_FOLDER, shard.name))
             else:
-                yield Unit(folder, (tag.name, entry.name))
+                yield UploadUnit(folder, (tag.name, entry.name))
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -197,7 +197,7 @@ def _check_private(folder: Path) -> None:
 Outcome = Future[dict[str, Any]]
 
 
-class Answer:
+class UploadAnswer:
     """A request's result, which is given once: when its files are uploaded, or when it has waited long enough.
 
     Args:
@@ -236,13 +236,13 @@ class Patience:
 
     def __init__(self, name: str, wait_s: float) -> None:
         self._wait_s = wait_s
-        self._waiting: deque[tuple[float, Answer]] = deque()
+        self._waiting: deque[tuple[float, UploadAnswer]] = deque()
         self._is_closed = False
         self._changed = threading.Condition()  # guards the two above
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: UploadAnswer) -> None:
         """Let an answer wait."""
         with self._changed:
             self._waiting.append((time.monotonic() + self._wait_s, answer))
@@ -259,7 +259,7 @@ class Patience:
         while (answer := self._next()) is not None:
             answer.tell()
 
-    def _next(self) -> Answer | None:
+    def _next(self) -> UploadAnswer | None:
         """The next answer whose time has come; None after the last one."""
         with self._changed:
             while not self._is_closed:
@@ -283,8 +283,8 @@ class _Task:
 
     due: float
     number: int
-    unit: Unit = field(compare=False)
-    answer: Answer | None = field(compare=False)
+    unit: UploadUnit = field(compare=False)
+    answer: UploadAnswer | None = field(compare=False)
     num_bytes: int = field(compare=False)
     num_failures: int = field(default=0, compare=False)
     is_old: bool = field(default=False, compare=False)
@@ -359,7 +359,7 @@ class Uploader:
         for thread in self._threads:
             thread.start()
 
-    def add(self, unit: Unit, answer: Answer | None, *, is_old: bool = False) -> None:
+    def add(self, unit: UploadUnit, answer: UploadAnswer | None, *, is_old: bool = False) -> None:
         """Upload a unit.
 
         Args:
@@ -472,7 +472,7 @@ class Uploader:
                 return None
         return [self._store.url(place) for place in files]
 
-    def _remove(self, unit: Unit) -> None:
+    def _remove(self, unit: UploadUnit) -> None:
         num_bytes, num_files = unit.num_bytes(), len(unit.files()) if unit.path.is_dir() else 1
         unit.remove()
         self._removed(num_bytes, num_files)
@@ -504,7 +504,7 @@ class Uploader:
             logger.warning("%s takes files again", self._store.url(self._store.root))
 
 
-def _size_of(unit: Unit) -> int:
+def _size_of(unit: UploadUnit) -> int:
     """Bytes of a unit; 0 if it is gone, which its upload reports."""
     try:
         return unit.num_bytes()
@@ -512,7 +512,7 @@ def _size_of(unit: Unit) -> int:
         return 0
 
 
-def _keys(root: str, unit: Unit) -> Iterator[str]:
+def _keys(root: str, unit: UploadUnit) -> Iterator[str]:
     """Keys for a unit: its own name's, then those with the numbers that follow."""
     name = unit.names[-1]
     suffix = "" if unit.path.is_dir() else PurePosixPath(name).suffix

@@ -110,7 +110,7 @@ def test_selectors_select_what_they_say(
 
 @given(start=st.integers(-9, 9), length=st.integers(1, 9), num_prompt=st.integers(1, 8), rows=st.integers(0, 12))
 def test_spans_select_as_the_capture_does(start: int, length: int, num_prompt: int, rows: int) -> None:
-    from headgate.consumers.datasets.index.table import COLUMNS, Table
+    from headgate.consumers.datasets.index.table import COLUMNS, EntryTable
     from headgate.consumers.datasets.selection import Selection
 
     stop = start + length if (start < 0) == (start + length < 0) else None
@@ -118,7 +118,7 @@ def test_spans_select_as_the_capture_does(start: int, length: int, num_prompt: i
     columns = {name: np.zeros(1, dtype=kind) for name, kind in COLUMNS.items()}
     for name, value in {"rows": rows, "step": 1, "num_prompt": num_prompt, "prefill": min(rows, num_prompt)}.items():
         columns[name][:] = value
-    table = Table(columns, np.empty(0, dtype=np.uint8), [], [], [])
+    table = EntryTable(columns, np.empty(0, dtype=np.uint8), [], [], [])
 
     _, starts, stops = Selection(positions=selector).row_ranges(table, np.array([0]), lambda entry: np.arange(rows))
 

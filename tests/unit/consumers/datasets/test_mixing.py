@@ -50,8 +50,8 @@ class HeldReads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._began, self._may_go_on = threading.Event(), threading.Event()
         self._busy: set[int] = set()
-        self._read = view.Reader.read
-        monkeypatch.setattr(view.Reader, "read", lambda reader, pieces: self._held(reader, pieces))
+        self._read = view.RangeReader.read
+        monkeypatch.setattr(view.RangeReader, "read", lambda reader, pieces: self._held(reader, pieces))
 
     def wait(self) -> None:
         """Wait until the thread reads."""
@@ -65,7 +65,7 @@ class HeldReads:
         self._busy.clear()
         self.go_on()
 
-    def _held(self, reader: view.Reader, pieces: Sequence[view.Piece]) -> None:
+    def _held(self, reader: view.RangeReader, pieces: Sequence[view.FileRange]) -> None:
         if threading.current_thread().name == "headgate-mixing":
             self._busy.add(id(reader))
             self._began.set()

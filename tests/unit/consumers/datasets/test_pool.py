@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.consumers.datasets.mixing import Numbers, RowPool
+from headgate.consumers.datasets.mixing import MixingPool, Numbers
 
 SITES = ("1.post_mlp", "2.post_mlp")
 
@@ -20,7 +20,7 @@ def bytes_of(numbers: Numbers, site: str) -> npt.NDArray[np.uint8]:
 class _Refill:
     """Rows that are reserved, and arrive later; the last of them are dropped."""
 
-    def __init__(self, pool: RowPool, first: int, count: int, num_dropped: int, spared: int) -> None:
+    def __init__(self, pool: MixingPool, first: int, count: int, num_dropped: int, spared: int) -> None:
         self._numbers = np.arange(first, first + count, dtype=np.int64)
         self._memory = pool.reserve(count, spared=spared)
         self._kept = self._numbers[: max(count - num_dropped, 0)]
@@ -41,7 +41,7 @@ class _Refill:
 def test_each_row_comes_once_with_its_bytes(capacity: int, steps: list[tuple[int, int, int, bool]], seed: int) -> None:
     """Refills overlap with draws: one is reserved behind a draw, and its rows arrive before that draw is copied."""
     random = np.random.default_rng(seed)
-    pool = RowPool(SITES, 8, capacity)
+    pool = MixingPool(SITES, 8, capacity)
     given_rows, found, first = 0, list[int](), 0
     refill: _Refill | None = None
 
@@ -64,7 +64,7 @@ def test_each_row_comes_once_with_its_bytes(capacity: int, steps: list[tuple[int
 
 
 def test_what_is_reserved_is_none_of_what_was_taken_out_last() -> None:
-    pool = RowPool(SITES, 8, 10)
+    pool = MixingPool(SITES, 8, 10)
     pool.add(np.arange(10), {site: bytes_of(np.arange(10), site) for site in SITES})
     numbers, slots = pool.take(np.random.default_rng(0), 10)
 
