@@ -56,7 +56,7 @@ class Feature(Protocol):
     mm_hash: str | None
 
 
-class EngineCoreRequest(Protocol):
+class MadeRequest(Protocol):
     """``vllm.v1.engine.EngineCoreRequest``, as an input processor makes it; not for pooling."""
 
     request_id: str

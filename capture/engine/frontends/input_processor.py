@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
-from headgate.capture.engine.contracts.vllm_frontend import EngineCoreRequest, SamplingParams, StartedEngine
+from headgate.capture.engine.contracts.vllm_frontend import MadeRequest, SamplingParams, StartedEngine
 from headgate.capture.engine.core.core_calls import end_waits_with_core
 from headgate.capture.engine.frontends.prompt_tokens import forget_unsent_features
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, front_end_of
@@ -256,7 +256,7 @@ def process_inputs(original: Function) -> Function:
 
 def _fold(
     reader: RequestReader,
-    request: EngineCoreRequest,
+    request: MadeRequest,
     headgate_request: HeadgateRequest,
     chat: LLMChat | None,
     request_id: str,

@@ -17,7 +17,7 @@ from functools import wraps
 from typing import Any, cast
 
 from headgate.capture.engine.contracts.vllm_engine import Document, Function
-from headgate.capture.engine.contracts.vllm_frontend import EngineCoreRequest
+from headgate.capture.engine.contracts.vllm_frontend import MadeRequest
 from headgate.capture.schema.errors import RequestError
 
 _is_lookup: ContextVar[bool] = ContextVar("headgate_is_lookup", default=False)
@@ -57,7 +57,7 @@ def forget_unsent(input_processor: object, prompt: object) -> None:
             _forget_new(input_processor, zip(prompt["mm_hashes"][modality], items, strict=True))
 
 
-def forget_unsent_features(input_processor: object, request: EngineCoreRequest) -> None:
+def forget_unsent_features(input_processor: object, request: MadeRequest) -> None:
     """Do as `forget_unsent` for a request that vLLM made of a prompt that it rendered itself."""
     _forget_new(input_processor, ((item.mm_hash or item.identifier, item.data) for item in request.mm_features or ()))
 

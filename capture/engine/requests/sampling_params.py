@@ -31,7 +31,7 @@ import msgspec
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.request_part import AnsweringPart, NestingPart, PartRequest
 from headgate.capture.engine.contracts.vllm_engine import CAPTURE, WIRE_KEY, Document, Function
-from headgate.capture.engine.contracts.vllm_frontend import EngineCoreRequest, SamplingParams
+from headgate.capture.engine.contracts.vllm_frontend import MadeRequest, SamplingParams
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.batch import WIRE_VERSION, CaptureWire, RequestWire
 from headgate.capture.schema.errors import RequestError
@@ -248,7 +248,7 @@ def attached(params: SamplingParams) -> HeadgateRequest | None:
     return carried if isinstance(carried, HeadgateRequest) else None
 
 
-def fold(request: EngineCoreRequest, headgate_request: HeadgateRequest, request_id: str) -> None:
+def fold(request: MadeRequest, headgate_request: HeadgateRequest, request_id: str) -> None:
     """Write the `RequestWire` into an `EngineCoreRequest`, whose parameters are the front end's own copy.
 
     Raises:
@@ -281,7 +281,7 @@ def _others(params: SamplingParams) -> dict[str, object]:
     return {key: value for key, value in (params.extra_args or {}).items() if key not in ours}
 
 
-def prompt_tokens(request: EngineCoreRequest, headgate_request: HeadgateRequest) -> Sequence[int]:
+def prompt_tokens(request: MadeRequest, headgate_request: HeadgateRequest) -> Sequence[int]:
     """Return the tokens of a request's prompt; kinds of requests whose rows cannot be distinguished are refused.
 
     Raises:
@@ -309,12 +309,12 @@ def refuse_streamed_input(headgate_request: HeadgateRequest) -> NoReturn:
     )
 
 
-def is_made(prompt: object) -> TypeGuard[EngineCoreRequest]:
+def is_made(prompt: object) -> TypeGuard[MadeRequest]:
     """Whether a prompt is an `EngineCoreRequest`, which vLLM takes as it is."""
     return hasattr(prompt, "sampling_params")
 
 
-def refuse_made(request: EngineCoreRequest, params: SamplingParams) -> None:
+def refuse_made(request: MadeRequest, params: SamplingParams) -> None:
     """Refuse an `EngineCoreRequest` that asks for something which was not folded into it: it would be ignored.
 
     Args:
