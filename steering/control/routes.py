@@ -104,7 +104,7 @@ def short_names(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _unknown(name: object, known: Collection[str]) -> RequestError:
-    return RequestError(shown(name)[1:-1], f"is no field of this route; it has {', '.join(known)}")
+    return RequestError(shown(name)[1:-1], f"is no field of this route; it has {', '.join(known) or 'none'}")
 
 
 def name_in(document: Mapping[str, Any]) -> Any:
@@ -302,7 +302,11 @@ class SteeringRoutes:
         }
 
     async def clear(self, request: Request) -> dict[str, Any]:
-        """Remove all global vectors; named modules stay."""
+        """Remove all global vectors; named modules stay. A body, if there is one, is an empty object."""
+        services = self._services
+        with services.client_errors():
+            if await request.body():
+                await read_steering(services, request, ())
         await self._handle().clear(by=self._actor(request))
         return {"status": "ok"}
 

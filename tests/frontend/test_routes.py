@@ -82,8 +82,14 @@ def test_replace_takes_everything_else_away_and_clear_all(server: Server) -> Non
     server.post("/v1/steering/set", vectors={"post_block": {"5": VECTOR}}, replace=True)
     assert get(server, "/v1/steering").json()["global"]["tiers"] == {"base": ["5.post_mlp"]}
 
-    cleared = post(server, "/v1/steering/clear", b"", None)
-    assert cleared.json() == {"status": "ok"}
+    refused = server.post("/v1/steering/clear", name="strong")
+    assert refused.status_code == 400
+    assert "name: is no field of this route; it has none" in refused.json()["error"]["message"]
+    assert post(server, "/v1/steering/clear", b"5", "application/json").status_code == 400
+    assert get(server, "/v1/steering").json()["global"]["tiers"] == {"base": ["5.post_mlp"]}
+
+    for body, kind in ((b"", None), (b"{}", "application/json")):
+        assert post(server, "/v1/steering/clear", body, kind).json() == {"status": "ok"}
     assert get(server, "/v1/steering").json()["global"]["tiers"] == {}
 
 

@@ -14,7 +14,8 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -231,30 +232,44 @@ class Source(Protocol):
         ...
 
 
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Whatever a file system or the client of a store raises becomes a `CaptureFileError` with the path."""
+    try:
+        yield
+    except CaptureFileError:
+        raise
+    except FileNotFoundError as error:
+        raise CaptureFileError(f"{path}: missing") from error
+    except Exception as error:  # each store's client has errors of its own
+        raise CaptureFileError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+
+
 class LocalSource:
     """Files of this machine. None is mapped: of one that is cut off meanwhile, a page would kill the process."""
 
     def names(self, path: str) -> Sequence[tuple[str, bool]]:
         try:
-            with os.scandir(path) as entries:
-                return sorted((entry.name, entry.is_dir()) for entry in entries)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+            with _reading(path), os.scandir(path) as entries:
+                # A link that leads back to itself is no folder; `DirEntry.is_dir` raises then.
+                return sorted((entry.name, os.path.isdir(entry.path)) for entry in entries)
+        except CaptureFileError as error:
+            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+                return []
+            raise
 
     def is_folder(self, path: str) -> bool:
         return os.path.isdir(path)
 
     def size(self, path: str) -> int:
-        try:
+        with _reading(path):
             status = Path(path).stat()
-        except FileNotFoundError as error:
-            raise CaptureFileError(f"{path}: missing") from error
         if not stat.S_ISREG(status.st_mode):
             raise CaptureFileError(f"{path}: not a file")
         return status.st_size
 
     def read(self, path: str, offset: int, size: int) -> bytes:
-        with open(path, "rb") as file:
+        with _reading(path), open(path, "rb") as file:
             file.seek(offset)
             return file.read(size)
 
@@ -263,7 +278,8 @@ class LocalSource:
             return np.empty(0, dtype=np.uint8)
         if offset + size > self.size(path):
             raise CaptureFileError(f"{path}: partial: {offset + size} bytes expected, {self.size(path)} found")
-        found = np.fromfile(path, np.uint8, size, offset=offset)
+        with _reading(path):
+            found = np.fromfile(path, np.uint8, size, offset=offset)
         if len(found) < size:
             raise CaptureFileError(f"{path}: partial: it was cut off while it was read")
         return found
@@ -276,29 +292,29 @@ class RemoteSource:
         self._files = files
 
     def names(self, path: str) -> Sequence[tuple[str, bool]]:
-        self._files.invalidate_cache(path)
         try:
-            entries = self._files.ls(path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+            with _reading(path):
+                self._files.invalidate_cache(path)
+                entries = self._files.ls(path, detail=True)
+        except CaptureFileError as error:
+            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+                return []
+            raise
         found = ((entry["name"].rstrip("/").rpartition("/")[2], entry["type"] == "directory") for entry in entries)
         return sorted(found)
 
     def is_folder(self, path: str) -> bool:
-        return bool(self._files.isdir(path))
+        with _reading(path):
+            return bool(self._files.isdir(path))
 
     def size(self, path: str) -> int:
-        try:
+        with _reading(path):
             return int(self._files.size(path))
-        except FileNotFoundError as error:
-            raise CaptureFileError(f"{path}: missing") from error
 
     def read(self, path: str, offset: int, size: int) -> bytes:
-        try:
+        with _reading(path):
             # By name: s3fs has another argument in the second place.
             return bytes(self._files.cat_file(path, start=offset, end=offset + size)) if size else b""
-        except FileNotFoundError as error:
-            raise CaptureFileError(f"{path}: missing") from error
 
     def array(self, path: str, offset: int, size: int) -> npt.NDArray[np.uint8]:
         fetched = self.read(path, offset, size)
@@ -341,6 +357,7 @@ def open_source(root: str) -> tuple[Source, str]:
         CaptureFileError: If a URL cannot be opened: see `open_files`.
     """
     if "://" not in root or root.startswith("file://"):
-        return LocalSource(), str(Path(root.removeprefix("file://")).expanduser().resolve())
+        with _reading(root):
+            return LocalSource(), str(Path(root.removeprefix("file://")).expanduser().resolve())
     files, path = open_files(root, CaptureFileError)
     return RemoteSource(files), path

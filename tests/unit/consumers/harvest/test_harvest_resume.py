@@ -300,7 +300,7 @@ def test_a_second_harvest_in_a_root_is_refused_until_the_first_is_gone(tmp_path:
         ({"sites": ()}, "sites"),
         ({"tokens": "answers"}, "tokens: expected one of prompt, generated, all"),
         ({"tokens": "all"}, "give at least 2"),
-        ({"max_tokens": 5}, "nobody wants"),
+        ({"max_tokens": 5}, "rows are not wanted"),
         ({"drop_first": -1}, "drop_first"),
         ({"temperature": float("nan")}, "temperature"),
     ],
