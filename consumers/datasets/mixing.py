@@ -42,7 +42,7 @@ class MixingPool:
         self._row_bytes = row_bytes
         self._numbers = np.empty(capacity, dtype=np.int64)  # by slot
         self._rows = {site: self._empty_rows(capacity) for site in sites}  # by slot
-        # Of rows, in the order that draws refer to; then free ones; then reserved ones.
+        # Slots of rows, in the order that draws refer to; then free ones; then reserved ones.
         self._slots = np.arange(capacity)
         self._num_reserved = 0
         self.count = 0

@@ -228,7 +228,7 @@ def _locked(folder: Path, lock: Path, mode: int) -> int:
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written to: {error}") from error
     try:
-        # Of the process, not of the open file: an engine core that outlives a killed harvest does not hold it.
+        # A lock of the process, not of the open file: an engine core that outlives a killed harvest does not hold it.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(file)

@@ -31,8 +31,8 @@ def spread(values: Float32Rows, told: Int64Array | None, num_columns: int) -> Fl
     """Return the signals of rows, float32 ``[rows, num_columns]``, from those of some columns; the others are 0.
 
     Args:
-        values: float32 ``[rows, len(told)]``.
-        told: int64, ascending: the columns that are known; None for all.
+        values: float32 ``[rows, K]``.
+        told: int64 ``[K]``, ascending: the columns that are known; None for all.
         num_columns: Number of columns of the signals.
     """
     if told is None:

@@ -65,7 +65,7 @@ the KV cache, where attention may multiply it by 0 for requests that have these 
 """
 
 MAX_CHANGE_FLOAT16 = 32752.0
-"""The same in models of float16, half of what that holds."""
+"""`MAX_CHANGE` in models of float16: half of the largest float16."""
 
 NO_ROW = 0
 """Slot of an entry that reads or writes no row: the zero vector's."""

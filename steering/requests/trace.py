@@ -1,6 +1,6 @@
 """``return_steering_trace``: what was read and written at a request's rows, from the records of its steps.
 
-The engine core makes a record of the rows of each step, and leaves out those that were computed again after their
+The engine core makes a record of the rows of each step, and leaves out rows that were computed again after their
 tokens were sampled; here the records are unpacked, all at once.
 """
 

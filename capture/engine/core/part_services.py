@@ -338,7 +338,7 @@ def _find(req_id: str, *held: Mapping[str, Request]) -> Request | None:
 
 def _first_new(request: Request) -> int:
     """Return the first position of a request whose row is computed under what acts now, and counts."""
-    # Of a preempted one, the row of the last token at the earliest: tokens were sampled after the rows before it.
+    # A preempted request: the row of its last token at the earliest: tokens were sampled after the rows before it.
     known = request.num_tokens - 1 if request.num_tokens > request.num_prompt_tokens else 0
     return max(request.num_computed_tokens, known)
 

@@ -161,3 +161,19 @@ def test_sites_are_said_briefly(names: list[str], text: str) -> None:
 )
 def test_bytes_are_said_briefly(num_bytes: int, text: str) -> None:
     assert describe_bytes(num_bytes) == text
+
+
+def test_links_that_lead_back_to_themselves_are_no_folders(tmp_path: Path, runner: CliRunner) -> None:
+    with capturing(tmp_path / "root") as files:
+        request = files.request()
+        files.feed.whole(request)
+    for loop in (tmp_path / "loop", tmp_path / "root" / "loop"):
+        loop.symlink_to(loop)
+
+    for arguments in (["ls", str(tmp_path / "loop")], ["show", str(tmp_path / "loop"), "x"]):
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == 1
+        assert isinstance(result.exception, SystemExit), result.exception
+    listed = runner.invoke(app, ["ls", str(tmp_path / "root")])
+    assert listed.exit_code == 0
+    assert "client-1" in listed.stdout
