@@ -9,7 +9,7 @@ MOST_FILES = {
     "steering vectors": 24,
     "chat with capture": 40,
     "gate": 40,
-    "controller": 60,
+    "controller": 62,
 }
 """Of each walk; two more than were counted, since what runs now and then may fall into one, and for controllers ten.
 
