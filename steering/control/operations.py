@@ -373,6 +373,38 @@ def _content(described: Mapping[str, Any], phase: str) -> PhaseContent:
     return PhaseContent(hash=described["hash"][phase], sites=tuple(described["sites"][phase]), op_sites=tuple(op_sites))
 
 
+def _register_named(kind: str, name: str, content: object, num_engines: int, by: Actor) -> Operation[Mapping[str, Any]]:
+    """Register a ``probe`` or a ``rule`` by its wire form; return its description by the first engine core."""
+
+    def attempt() -> Operation[Mapping[str, Any]]:
+        undo: tuple[str, Mapping[str, Any]] = (f"unregister_{kind}", with_actor(by.undo(None), name=name))
+        if num_engines > 1 and (again := (yield from _restoring_named(kind, name, by))) is not None:
+            undo = again
+        args = with_actor(by, name=name, **{kind: content})
+        answers: Sequence[Mapping[str, Any]] = yield CoreCall(method=f"register_{kind}", args=args, undo=undo)
+        return answers[0]
+
+    return (yield from agreed(attempt, num_engines))
+
+
+def _unregister_named(kind: str, name: str, num_engines: int, by: Actor) -> Operation[Mapping[str, Any]]:
+    """Forget a ``probe`` or a ``rule``; return its description by the first engine core."""
+    undo = (yield from _restoring_named(kind, name, by)) if num_engines > 1 else None
+    answers: Sequence[Mapping[str, Any]] = yield CoreCall(
+        method=f"unregister_{kind}", args=with_actor(by, name=name), undo=undo
+    )
+    return answers[0]
+
+
+def _restoring_named(kind: str, name: str, by: Actor) -> Operation[tuple[str, Mapping[str, Any]] | None]:
+    """Make the call that registers a probe or rule again as it is now, for its client; None if there is none."""
+    (earlier, *_) = yield CoreCall(method=f"export_{kind}", args={"name": name})
+    if earlier is None:
+        return None
+    (owner, *_) = yield CoreCall(method="owner", args={"name": name, "of": kind})
+    return f"register_{kind}", with_actor(by.undo(owner), name=name, **{kind: earlier})
+
+
 ProbeSource = Probe | str | os.PathLike[str] | Mapping[str, Any]
 """A probe, a file of one, or a document of its fields."""
 
@@ -418,38 +450,19 @@ def register_probe(
     """Register a probe; an earlier one of the name is replaced."""
     check_name(name, "name", "a probe")
     wire = probe_to_wire(_read_probe(source, steerable))
-
-    def attempt() -> Operation[ProbeStatus]:
-        undo: tuple[str, Mapping[str, Any]] = ("unregister_probe", with_actor(by.undo(None), name=name))
-        if num_engines > 1 and (again := (yield from _restoring_probe(name, by))) is not None:
-            undo = again
-        answers = yield CoreCall(method="register_probe", args=with_actor(by, name=name, probe=wire), undo=undo)
-        return ProbeStatus.from_plain(answers[0])
-
-    return (yield from agreed(attempt, num_engines))
+    return ProbeStatus.from_plain((yield from _register_named("probe", name, wire, num_engines, by)))
 
 
 def unregister_probe(name: str, num_engines: int, by: Actor = OPERATOR) -> Operation[ProbeStatus]:
     """Forget a probe."""
     check_name(name, "name", "a probe")
-    undo = (yield from _restoring_probe(name, by)) if num_engines > 1 else None
-    answers = yield CoreCall(method="unregister_probe", args=with_actor(by, name=name), undo=undo)
-    return ProbeStatus.from_plain(answers[0])
+    return ProbeStatus.from_plain((yield from _unregister_named("probe", name, num_engines, by)))
 
 
 def probes() -> Operation[dict[str, ProbeStatus]]:
     """Ask for the registered probes, by name."""
     answers: Sequence[Sequence[Mapping[str, Any]]] = yield CoreCall(method="probes", args={})
     return {found["name"]: ProbeStatus.from_plain(found) for found in answers[0]}
-
-
-def _restoring_probe(name: str, by: Actor) -> Operation[tuple[str, Mapping[str, Any]] | None]:
-    """Make the call that registers a probe again as it is now, for its client; None if there is none."""
-    (earlier, *_) = yield CoreCall(method="export_probe", args={"name": name})
-    if earlier is None:
-        return None
-    (owner, *_) = yield CoreCall(method="owner", args={"name": name, "of": "probe"})
-    return "register_probe", with_actor(by.undo(owner), name=name, probe=earlier)
 
 
 def _read_probe(source: ProbeSource, steerable: Steerable) -> Probe:
@@ -619,35 +632,16 @@ def register_rule(
 ) -> Operation[RuleStatus]:
     """Register a rule; an earlier one of the name is replaced."""
     wire = read_rule(name, document, steerable).to_wire()
-
-    def attempt() -> Operation[RuleStatus]:
-        undo: tuple[str, Mapping[str, Any]] = ("unregister_rule", with_actor(by.undo(None), name=name))
-        if num_engines > 1 and (again := (yield from _restoring_rule(name, by))) is not None:
-            undo = again
-        answers = yield CoreCall(method="register_rule", args=with_actor(by, name=name, rule=wire), undo=undo)
-        return RuleStatus.from_plain(answers[0])
-
-    return (yield from agreed(attempt, num_engines))
+    return RuleStatus.from_plain((yield from _register_named("rule", name, wire, num_engines, by)))
 
 
 def unregister_rule(name: str, num_engines: int, by: Actor = OPERATOR) -> Operation[RuleStatus]:
     """Forget a rule."""
     check_name(name, "name", "a rule")
-    undo = (yield from _restoring_rule(name, by)) if num_engines > 1 else None
-    answers = yield CoreCall(method="unregister_rule", args=with_actor(by, name=name), undo=undo)
-    return RuleStatus.from_plain(answers[0])
+    return RuleStatus.from_plain((yield from _unregister_named("rule", name, num_engines, by)))
 
 
 def rules() -> Operation[dict[str, RuleStatus]]:
     """Ask for the registered rules, by name."""
     answers: Sequence[Sequence[Mapping[str, Any]]] = yield CoreCall(method="rules", args={})
     return {found["name"]: RuleStatus.from_plain(found) for found in answers[0]}
-
-
-def _restoring_rule(name: str, by: Actor) -> Operation[tuple[str, Mapping[str, Any]] | None]:
-    """Make the call that registers a rule again as it is now, for its client; None if there is none."""
-    (earlier, *_) = yield CoreCall(method="export_rule", args={"name": name})
-    if earlier is None:
-        return None
-    (owner, *_) = yield CoreCall(method="owner", args={"name": name, "of": "rule"})
-    return "register_rule", with_actor(by.undo(owner), name=name, rule=earlier)

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -118,10 +118,46 @@ def name_in(document: Mapping[str, Any]) -> Any:
     return document["name"]
 
 
-def actor_of(services: RouteServices, request: Request) -> Actor:
-    """Return the client that sent a request."""
-    client = services.client(request)
-    return Actor(key=client.key, address=client.address, forwarded=client.forwarded, is_bound=client.is_bound)
+class _Routes:
+    """Base of all routes: reads bodies, finds clients and names. Errors are HTTP errors, or `RequestError`s.
+
+    Args:
+        services: Services of the server.
+    """
+
+    def __init__(self, services: RouteServices) -> None:
+        self._services = services
+
+    def _handle(self) -> AsyncSteering:
+        return cast("AsyncSteering", self._services.handle())
+
+    def _actor(self, request: Request) -> Actor:
+        """Return the client that sent a request."""
+        client = self._services.client(request)
+        return Actor(key=client.key, address=client.address, forwarded=client.forwarded, is_bound=client.is_bound)
+
+    async def _read(self, request: Request, known: Collection[str]) -> dict[str, Any]:
+        return await read_fields(self._services, request, known)
+
+    async def _read_registered(
+        self, request: Request, registered: Callable[[], Awaitable[Collection[str]]], kind: str, of: str
+    ) -> str:
+        """Return the ``name`` of a body that has nothing else.
+
+        Args:
+            request: The request.
+            registered: Asks for the registered names.
+            kind: What the name is of, as `check_name` says it.
+            of: The same without an article.
+
+        Raises:
+            RequestError: If it is no name.
+            HTTPException: With status 404, if nothing is registered under it.
+        """
+        name = check_name(name_in(await self._read(request, ("name",))), "name", kind)
+        if name not in (known := await registered()):
+            raise HTTPException(404, f"name: unknown {of} {name!r}; registered: {', '.join(known) or 'none'}")
+        return name
 
 
 def open_probe_routes(services: RouteServices) -> APIRouter:
@@ -138,11 +174,8 @@ def open_probe_routes(services: RouteServices) -> APIRouter:
     return router
 
 
-class ProbeRoutes:
-    """The routes, one method each. Errors are HTTP errors, or `RequestError`s that become one."""
-
-    def __init__(self, services: RouteServices) -> None:
-        self._services = services
+class ProbeRoutes(_Routes):
+    """Routes about probes, one method each."""
 
     async def register(self, request: Request) -> dict[str, Any]:
         """Name a probe, for gates; an earlier one of the name is replaced.
@@ -151,29 +184,24 @@ class ProbeRoutes:
         """
         handle = self._handle()
         with self._services.client_errors():
-            document = await read_fields(self._services, request, ("name", *PROBE_FIELDS))
+            document = await self._read(request, ("name", *PROBE_FIELDS))
             name = name_in(document)
             fields = {key: value for key, value in document.items() if key != "name"}
-            probe = await handle.register_probe(name, fields, by=actor_of(self._services, request))
+            probe = await handle.register_probe(name, fields, by=self._actor(request))
         return {"status": "ok", **dataclasses.asdict(probe)}
 
     async def unregister(self, request: Request) -> dict[str, Any]:
         """Forget a probe; requests that run already keep it."""
         handle = self._handle()
         with self._services.client_errors():
-            name = check_name(name_in(await read_fields(self._services, request, ("name",))), "name", "a probe")
-            if name not in (known := await handle.probes()):
-                raise HTTPException(404, f"name: unknown probe {name!r}; registered: {', '.join(known) or 'none'}")
-            probe = await handle.unregister_probe(name, by=actor_of(self._services, request))
+            name = await self._read_registered(request, handle.probes, "a probe", "probe")
+            probe = await handle.unregister_probe(name, by=self._actor(request))
         return {"status": "ok", "name": probe.name}
 
     async def probes(self) -> dict[str, Any]:
         """Return the probes that gates can name."""
         found = await self._handle().probes()
         return {"probes": [dataclasses.asdict(probe) for probe in found.values()], "count": len(found)}
-
-    def _handle(self) -> AsyncSteering:
-        return cast("AsyncSteering", self._services.handle())
 
 
 def open_rule_routes(services: RouteServices) -> APIRouter:
@@ -191,11 +219,8 @@ def open_rule_routes(services: RouteServices) -> APIRouter:
     return router
 
 
-class RuleRoutes:
-    """The routes, one method each. Errors are HTTP errors, or `RequestError`s that become one."""
-
-    def __init__(self, services: RouteServices) -> None:
-        self._services = services
+class RuleRoutes(_Routes):
+    """Routes about rules, one method each."""
 
     async def register(self, request: Request) -> dict[str, Any]:
         """Register a rule: a gate that acts on requests which did not ask; an earlier one of the name is replaced.
@@ -204,20 +229,18 @@ class RuleRoutes:
         """
         handle = self._handle()
         with self._services.client_errors():
-            document = await read_fields(self._services, request, ("name", *RULE_FIELDS))
+            document = await self._read(request, ("name", *RULE_FIELDS))
             name = name_in(document)
             fields = {key: document.get(key) for key in RULE_FIELDS}
-            rule = await handle.register_rule(name, **fields, by=actor_of(self._services, request))
+            rule = await handle.register_rule(name, **fields, by=self._actor(request))
         return {"status": "ok", **dataclasses.asdict(rule)}
 
     async def unregister(self, request: Request) -> dict[str, Any]:
         """Forget a rule; it acts on nothing from the next step on."""
         handle = self._handle()
         with self._services.client_errors():
-            name = check_name(name_in(await read_fields(self._services, request, ("name",))), "name", "a rule")
-            if name not in (known := await handle.rules()):
-                raise HTTPException(404, f"name: unknown rule {name!r}; registered: {', '.join(known) or 'none'}")
-            rule = await handle.unregister_rule(name, by=actor_of(self._services, request))
+            name = await self._read_registered(request, handle.rules, "a rule", "rule")
+            rule = await handle.unregister_rule(name, by=self._actor(request))
         return {"status": "ok", "name": rule.name}
 
     async def rules(self) -> dict[str, Any]:
@@ -228,9 +251,6 @@ class RuleRoutes:
     async def dynamic(self) -> dict[str, Any]:
         """Return probes, rules and gates, with the rows that they wrote so far."""
         return dataclasses.asdict(await self._handle().dynamic())
-
-    def _handle(self) -> AsyncSteering:
-        return cast("AsyncSteering", self._services.handle())
 
 
 Tiers = dict[str, PhaseVectors | None]
@@ -270,11 +290,8 @@ def open_routes(services: RouteServices) -> APIRouter:
     return router
 
 
-class SteeringRoutes:
-    """The routes, one method each. Errors are HTTP errors, or `RequestError`s that become one."""
-
-    def __init__(self, services: RouteServices) -> None:
-        self._services = services
+class SteeringRoutes(_Routes):
+    """Routes about global vectors, named modules and SAEs, one method each."""
 
     async def set(self, request: Request) -> dict[str, Any]:
         """Set global vectors, operations and features; requests that run are steered by them from the next step on.
@@ -333,10 +350,7 @@ class SteeringRoutes:
         """Forget a named module; requests that run already keep it."""
         handle = self._handle()
         with self._services.client_errors():
-            name = check_name(name_in(await self._read(request, ("name",))), "name")
-            if name not in (known := await handle.modules()):
-                registered = ", ".join(known) or "none"
-                raise HTTPException(404, f"name: unknown steering module {name!r}; registered: {registered}")
+            name = await self._read_registered(request, handle.modules, "a module", "steering module")
             module = await handle.unregister(name, by=self._actor(request))
         return {"status": "ok", "name": module.name}
 
@@ -394,15 +408,6 @@ class SteeringRoutes:
         names = {edit.sae for each in features for edit in (*each.prefill, *each.decode)}
         saes = await self._handle().saes() if names else {}
         return [Site.parse(site) for name, sae in saes.items() if name in names for site in sae.write_sites]
-
-    def _actor(self, request: Request) -> Actor:
-        return actor_of(self._services, request)
-
-    def _handle(self) -> AsyncSteering:
-        return cast("AsyncSteering", self._services.handle())
-
-    async def _read(self, request: Request, known: Collection[str]) -> dict[str, Any]:
-        return await read_fields(self._services, request, known)
 
 
 def within_root(path: object, root: str | None) -> str:
