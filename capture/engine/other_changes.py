@@ -85,7 +85,7 @@ CHANGES = (
         "{EngineCore}.step_fn",
         *(
             "instance",
-            f"{_CORE}.core_startup",
+            f"{_CORE}.engine_core",
             "reports who waited too long, and what came ahead of time; ends an engine whose workers no longer agree",
         ),
     ),
@@ -116,13 +116,11 @@ CHANGES = (
     Change("torch.ops.headgate", "registration", "headgate.capture.engine.compiler", "headgate's custom operators"),
     Change("{Worker}.headgate_worker", "attribute", _INSTALL, "the parts at work in a worker"),
     Change("{layer or norm}._headgate_{tensor}", "attribute", _FORWARD, "static tensors of the actions of a site"),
-    Change("EngineCore._headgate_core", "attribute", f"{_CORE}.core_startup", "the part in an engine core"),
-    Change("{Scheduler}._headgate_core", "attribute", f"{_CORE}.core_startup", "the same, for calls of the scheduler"),
+    Change("EngineCore._headgate_core", "attribute", f"{_CORE}.engine_core", "the part in an engine core"),
+    Change("{Scheduler}._headgate_core", "attribute", f"{_CORE}.engine_core", "the same, for calls of the scheduler"),
     Change("{Scheduler}._headgate_steps", "attribute", f"{_CORE}.steps_in_flight", "steps that were launched"),
-    Change(
-        "{Scheduler}._headgate_ends", "attribute", f"{_CORE}.request_endings", "requests whose end the worker awaits"
-    ),
-    Change("SchedulerOutput.headgate_final", "attribute", f"{_CORE}.request_endings", "how requests ended"),
+    Change("{Scheduler}._headgate_ends", "attribute", f"{_CORE}.engine_core", "requests whose end the worker awaits"),
+    Change("SchedulerOutput.headgate_final", "attribute", f"{_CORE}.engine_core", "how requests ended"),
     Change("ModelRunnerOutput.headgate_readings", "attribute", _READINGS, "what the parts read in a step"),
     Change("{Async}._headgate_step", "attribute", _READINGS, "the same, for an output that is not on the host yet"),
     Change("{Async}.__class__", "instance", _READINGS, "a subclass whose get_output completes what it returns"),

@@ -5,6 +5,7 @@ Code is told by the file that it comes from, so a replacement is found whatever 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -260,3 +261,4 @@ def test_every_change_says_where_and_why() -> None:
 
     assert len(set(names)) == len(names)
     assert all(change.where.startswith("headgate.") and change.why for change in CHANGES)
+    assert [change.where for change in CHANGES if importlib.util.find_spec(change.where) is None] == []
