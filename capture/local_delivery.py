@@ -1,9 +1,7 @@
 """Delivery on threads of this process: the dispatch thread, a thread for each consumer, and the sender of results.
 
-The dispatch thread: takes rows, begins and ends of requests out of a `Handoff`, in order.
-
-It waits for the device copies, copies rows out of the staging memory, splits them by consumer and puts them into the
-consumers' queues.
+The dispatch thread takes rows, begins and ends of requests out of a `Handoff`, in order. It waits for the device
+copies, copies rows out of the staging memory, splits them by consumer and puts them into the consumers' queues.
 """
 
 from __future__ import annotations

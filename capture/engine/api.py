@@ -10,7 +10,7 @@ from typing import Any
 
 import vllm
 
-from headgate.capture.engine.contracts.vllm_engine import Document
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.plugin import register
 from headgate.capture.engine.requests.sampling_params import all_fields
 from headgate.capture.engine.setup.cli_flags import Consumer, additional_config

@@ -10,8 +10,8 @@ from headgate.capture.schema.part_hooks import hookimpl
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
+    from headgate.capture.engine.contracts.plain_values import Document
     from headgate.capture.engine.contracts.route_part import RouteServices
-    from headgate.capture.engine.contracts.vllm_engine import Document
     from headgate.capture.engine.worker.capture_part import CapturePart
     from headgate.capture.monitoring.metrics import MetricsPart
     from headgate.capture.monitoring.verify_checks import CheckPart

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from headgate.capture.engine.core import block_keys, core_calls, engine_core, fan_out, part_services, steps_in_flight
-from headgate.capture.engine.frontends import async_llm, input_processor, llm, output_processor, prompt_tokens
+from headgate.capture.engine.frontends import async_llm, input_processor, llm, output_processor, prompt_tokens, startup
 from headgate.capture.engine.requests import sampling_params
 from headgate.capture.engine.server import openai_routes, retry_after
 from headgate.capture.engine.setup import cli_flags, startup_checks
@@ -257,14 +257,14 @@ PATCHES = (
     Patch(
         module="vllm.v1.engine.async_llm",
         target="AsyncLLM.__init__",
-        wrap=input_processor.open_drivers_with_engine,
+        wrap=startup.open_drivers_with_engine,
         why="opens the consumers that live in this process, before there are requests and off the event loop",
         parameters=("self", "vllm_config"),
     ),
     Patch(
         module="vllm.v1.engine.llm_engine",
         target="LLMEngine.__init__",
-        wrap=input_processor.open_drivers_with_engine,
+        wrap=startup.open_drivers_with_engine,
         why="the same",
         parameters=("self", "vllm_config"),
     ),
@@ -358,14 +358,14 @@ PATCHES = (
     Patch(
         module="vllm.v1.engine.utils",
         target="CoreEngineProcManager.__init__",
-        wrap=input_processor.open_manager,
+        wrap=startup.open_manager,
         why="engine cores wait for workers as long as their consumers may take to close",
         parameters=("self", "local_engine_count", "start_index", "local_start_index", "vllm_config"),
     ),
     Patch(
         module="vllm.v1.engine.utils",
         target="shutdown",
-        wrap=input_processor.shutdown,
+        wrap=startup.shutdown,
         why="engine cores are killed no earlier than that",
         parameters=("procs", "timeout"),
     ),

@@ -1,12 +1,10 @@
 """The plan of each step: which batch rows are wanted, at which sites, by which consumers. Numpy only.
 
-Letters in shape comments: B requests of the step, N rows of a group, K wanted rows of the step, S sites, T terms
-(distinct selectors) of a request.
+A request's plan has the positions and sites that it wants, as the planner computes with them. A term is a distinct
+selector of a request; consumers with equal selectors share it.
 
-The plan of each request: the positions and sites that it wants, as the planner computes with them. Numpy only.
-
-Letters in shape comments: N rows, S sites, C covers, T terms. A term is a distinct selector of a request; consumers
-with equal selectors share it.
+Letters in shape comments: B requests of the step, N rows of a group, K wanted rows of the step, S sites, C covers, T
+terms of a request.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `Probe.scores` is the definition that kernels are compared with.
 
-Probes on disk: a safetensors file with weights, and a document in JSON as its metadata; nothing is executed.
+On disk a probe is a safetensors file with its weights, and a document in JSON as metadata; nothing is executed.
 
 Tensors, float32: ``weight`` ``[classes, hidden]`` and ``bias`` ``[classes]``; of an MLP ``weight``
 ``[classes, units]``, ``hidden.weight`` ``[units, hidden]`` and ``hidden.bias`` ``[units]`` beside. The metadata

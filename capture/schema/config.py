@@ -5,11 +5,10 @@ The operator's document is ``additional_config={"headgate": {"capture": {...}, "
 The section ``server`` concerns the API servers alone: an engine without capture and steering stays stock with it. So
 does ``network``, which concerns engines on several hosts.
 
-Bounds of the stages at which rows of several steps are put together before they go on.
-
-Every stage saves Python calls in the process that also runs the engine's steps. The window of the first stage,
-``linger_s``, decides how long a row waits: it belongs to the consumers (`CaptureConsumer.linger_s`) or the operator
-(``capture.linger_s``). The bounds here only end a wait early, except `END_LINGER_S`, which adds to it.
+Constants bound the stages at which rows of several steps are put together before they go on. Every stage saves Python
+calls in the process that also runs the engine's steps. The window of the first stage, ``linger_s``, decides how long a
+row waits: it belongs to the consumers (`CaptureConsumer.linger_s`) or the operator (``capture.linger_s``). The
+constants only end a wait early, except `END_LINGER_S`, which adds to it.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 Shapes: F rows of the flat ring (all sites' slots), D hidden size.
 
-Copies of many runs of rows by one call of the CUDA driver, where the runs are as long and as far apart.
-
-The rows of a step lie at the same slots of every site's ring. PyTorch copies what is not contiguous by a kernel, or a
-run at a time: 34 sites take the step thread 34 calls.
+On CUDA, many runs of rows that are as long and as far apart are copied by one call of the driver. The rows of a step
+lie at the same slots of every site's ring. PyTorch copies what is not contiguous by a kernel, or a run at a time: 34
+sites take the step thread 34 calls.
 """
 
 from __future__ import annotations

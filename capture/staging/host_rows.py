@@ -3,10 +3,6 @@
 The memory is one ring, the arena: rows are leased in order and become free in order. `StagedRows` says what lies where.
 
 Shapes: S sites, N rows of a group, D hidden size, P outputs of a readout, A rows of the arena.
-
-Host memory that device copies go to, as the staging ring needs it.
-
-Shapes: A rows of the arena, D hidden size.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Consumers that run in the front end, next to live Python objects: rows come to them from the workers.
 
-The receiving end of one driver-located consumer: messages of all workers become requests and rows in its queue.
-
-Under pipeline parallelism each stage sends the rows of its own layers. The stages compute the same positions, but not
-at the same time, and each may lose some to overload. A consumer is promised that all sites of a request have the same
-positions, so `StageJoin` passes a position on when every stage has sent it, and leaves it out if one never will.
+Each driver-located consumer has a receiving end, which makes requests and rows in its queue of the messages of all
+workers. Under pipeline parallelism each stage sends the rows of its own layers. The stages compute the same positions,
+but not at the same time, and each may lose some to overload. A consumer is promised that all sites of a request have
+the same positions, so `StageJoin` passes a position on when every stage has sent it, and leaves it out if one never
+will.
 """
 
 from __future__ import annotations

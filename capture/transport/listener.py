@@ -1,9 +1,8 @@
 """The place where a front end listens: a socket in a private folder, and everything that opens and closes with it.
 
-The receiving end of one-way connections over ZMQ: a bound address and the thread that reads it.
-
-See `headgate.capture.transport.channel` for the other end. What a sender has numbered is handled once and in order,
-also when its connection broke and what was not acknowledged came again.
+An `Inbox` is the receiving end of one-way connections over ZMQ: a bound address and the thread that reads it.
+`headgate.capture.transport.channel` is the other end. What a sender has numbered is handled once and in order, also
+when its connection broke and what was not acknowledged came again.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ Connections between hosts are encrypted and authenticated by CURVE, ZMQ's own me
 without the workers' key, and a worker no peer without the front ends' key. One file, or environment variable, holds
 both key pairs; every host of an engine has the same.
 
-Addresses that requests carry, so that workers know where their front end takes results and rows.
-
-A front end that only workers of its host reach has the address of a Unix socket, ``ipc://PATH``. One that others reach,
-too, has a JSON object: each worker then takes the way that leads there from its own host.
+Requests carry the address where their front end takes results and rows. One that only workers of the same host reach is
+a Unix socket, ``ipc://PATH``. One that others reach, too, is a JSON object: each worker then takes the way that leads
+there from its own host.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from headgate.consumers.datasets.index.table import EntryTable, StoredUnit
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, POSITIONS, TOKEN_IDS
 from headgate.consumers.filesystem.formats.raw_layout import DATA_SUFFIX, SIDECAR_SUFFIX
 from headgate.consumers.filesystem.formats.shard_layout import COLUMN_SUFFIX
-from headgate.consumers.filesystem.storage.source import open_files
+from headgate.consumers.filesystem.storage.object_store import open_files
 from headgate.consumers.filesystem.storage.store import site_file
 
 MAX_OPEN = 128

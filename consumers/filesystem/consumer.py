@@ -49,8 +49,8 @@ from headgate.consumers.filesystem.request_writer import (
     WriterThread,
 )
 from headgate.consumers.filesystem.storage.local_store import LocalStore
+from headgate.consumers.filesystem.storage.object_store import check_writable
 from headgate.consumers.filesystem.storage.quota import FILE_BYTES, DiskQuota
-from headgate.consumers.filesystem.storage.source import check_writable
 from headgate.consumers.filesystem.storage.store import FILE_SUFFIX, TAKEN, check_name, slug, stem_of
 from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
 from headgate.consumers.filesystem.uploading.uploader import default_spool

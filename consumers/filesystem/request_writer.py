@@ -3,8 +3,6 @@
 On each `WriterThread` a `RequestWriter` copies the rows of its requests out of their blocks, collects them until a
 request ends, and writes its files.
 
-Rows of many requests, gathered by request.
-
 A decode step brings one row each of many requests. Cutting each out at once would cost a dozen Python calls per token.
 So the consumer's thread keeps the blocks of a few steps in a `RowGatherer`, and each request's rows are copied out of
 all of them together, by the thread that writes the request's files.

@@ -25,7 +25,8 @@ from headgate.consumers.filesystem.consumer import CUT_OFF
 from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, Sidecar
 from headgate.consumers.filesystem.formats.shard_layout import forget_requests, read_shard
 from headgate.consumers.filesystem.storage.local_store import open_lock, sync_folder, write_file
-from headgate.consumers.filesystem.storage.source import LocalSource, ObjectStore, RemoteSource, open_files
+from headgate.consumers.filesystem.storage.object_store import ObjectStore, open_files
+from headgate.consumers.filesystem.storage.source import LocalSource, RemoteSource
 from headgate.consumers.filesystem.storage.store import slug
 from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
 from headgate.consumers.filesystem.uploading.uploader import default_spool, is_waiting

@@ -1,7 +1,6 @@
 """The state of one site, phase and tag, and how two of them become one.
 
-Mean, variance and covariance of rows that come in pieces, in float64, merged without losing digits.
-
+Mean, variance and covariance of rows that come in pieces are computed in float64 and merged without losing digits.
 Covariance is kept whole, or as its largest directions with a bound of what they lack.
 
 Pieces are merged as Chan, Golub and LeVeque do: each is centred by its own mean first, and the difference of the two

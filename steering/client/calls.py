@@ -2,9 +2,8 @@
 
 The synchronous and the asynchronous client send the same calls.
 
-Vectors of every form that a field accepts, packed for a request body. Knows no server and no model.
-
-Checks that need the model (the width, the layers, the sites that can be steered) are left to the server.
+Vectors of every form that a field accepts are packed for a request body. Checks that need the model (the width, the
+layers, the sites that can be steered) are left to the server.
 """
 
 from __future__ import annotations

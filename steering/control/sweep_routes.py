@@ -2,11 +2,10 @@
 
 Servers alone load this module, which uses their FastAPI.
 
-A sweep of activation patching: rows of a kept clean run, one at a time, in a corrupted prompt. No transport.
-
-Each cell of the grid is one generation of one token, with the row of one site and position replaced. Its value says
-how far the answer moved. The prompts are compared first: rows of the same distance from the start, or from the end
-where the prompts differ in length, belong together.
+A sweep patches rows of a kept clean run, one at a time, into a corrupted prompt. Each cell of the grid is one
+generation of one token, with the row of one site and position replaced. Its value says how far the answer moved. The
+prompts are compared first: rows of the same distance from the start, or from the end where the prompts differ in
+length, belong together.
 """
 
 from __future__ import annotations

@@ -9,10 +9,8 @@ With ``p = norm(x) . E``::
 The norm's gain is 1, the standard deviation (`Norm.LAYER_NORM`) or ``|x| / sqrt(D)`` (`Norm.CONSTANT_NORM_RESCALE`).
 Kinds differ by these numbers alone; top-k and groupmax select among the activations of a row in addition.
 
-The weights of a `SourceCoder` as encoding uses them: whatever can be folded into rows and biases is folded.
-
-Shapes: n features of F, D width of what is read, O width of what is written. Folded are the factor on rows, the lengths
-of decoder rows and the decoder's bias that is taken off the row; all in float64. Only the rows asked for are read.
+Whatever can be folded into rows and biases is folded (`FoldedWeights`): the factor on rows, the lengths of decoder rows
+and the decoder's bias that is taken off the row; all in float64. Only the rows asked for are read.
 """
 
 from __future__ import annotations

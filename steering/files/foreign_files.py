@@ -3,9 +3,9 @@
 Every reader takes a `VectorSource` and returns `ForeignVectors`. None of them runs code of a file: PyTorch's files are
 loaded with ``weights_only=True``, and may hold tensors, numbers and texts alone.
 
-Programs that turn pickles into files that can be read safely, to be run where the pickle was made.
-
-Unpickling runs code that the file names, so headgate does not do it. The file's author can, and has its classes.
+Unpickling runs code that the file names, so headgate does not do it. The file's author can, and has its classes: for
+pickles, the error has a program that turns the file into one that can be read safely, to be run where the pickle was
+made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How well a probe does on labelled rows: figures, and a picture of them.
 
-How well scores separate one class from the rest: ROC curve, its area, and thresholds. numpy only.
-
-A row is said to be of the class if its score is above the threshold, not if it is equal.
+Figures come from scores alone: ROC curve, its area, and thresholds. A row is said to be of the class if its score is
+above the threshold, not if it is equal.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 Nothing here knows the server's probes, modules and SAEs: what depends on their sites is left to the engine core. None
 is the same as an absent key. Names, scopes and strengths of all gates are read before the first vector is converted.
 
-Conditions of gates, read from the client's document into `headgate.steering.gates.gate.Condition`.
-
-None is the same as an absent key. Depth and number of conditions are compared with their limits before what is inside
-of them is read, and the numbers of a comparison before its vector is converted.
+Depth and number of conditions are compared with their limits before what is inside of them is read, and the numbers of
+a comparison before its vector is converted.
 """
 
 from __future__ import annotations

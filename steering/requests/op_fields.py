@@ -4,15 +4,12 @@ Both come as a base field and one for each phase; a phase has the base's operati
 after its operations. Numbers of operations, sites, keys and listed positions are compared with their limits before a
 vector is converted.
 
-Rows that an operation takes from an earlier request of this server: its key ``source``.
+An operation's key ``source`` names a row of an earlier request of this server. It becomes the operation's vector before
+anything is computed from it, so an operation with a source is the same as one with the row itself, down to the keys of
+the prefix cache.
 
-Such a row becomes the operation's vector before anything is computed from it, so an operation with a source is the
-same as one with the row itself, down to the keys of the prefix cache.
-
-One operation of a request, read from the client's document into `Operation`.
-
-A document's keys are ``at``, ``method``, ``positions``, ``preserve_norm`` and those of its method (`_KEYS`). Anything
-else is refused, so that no misspelt key is dropped. None is the same as an absent key.
+The keys of an operation are ``at``, ``method``, ``positions``, ``preserve_norm`` and those of its method (`_KEYS`).
+Anything else is refused, so that no misspelt key is dropped. None is the same as an absent key.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from headgate.capture.engine.contracts.core_part import CoreFacts
-from headgate.capture.engine.contracts.vllm_engine import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, WIRE_KEY
+from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, WIRE_KEY
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, direct_calls, make_hooks
 from headgate.capture.engine.core.part_services import CorePartServices
 from headgate.capture.engine.core.step_notes import StepNotes, attach_orders

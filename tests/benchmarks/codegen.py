@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headgate.capture.engine.compiler.inductor_heuristics import REWRITES, excluded, register_exclusion
+from headgate.capture.engine.compiler.inductor_heuristics import excluded, register_exclusion
+from headgate.capture.engine.compiler.rewrites import REWRITES
 from headgate.steering.worker.gates.step_gates import no_gates
 from headgate.steering.worker.program_action import (
     add_selected,

@@ -17,7 +17,7 @@ from typing import Any
 
 import s3fs
 
-from headgate.consumers.filesystem.storage import source
+from headgate.consumers.filesystem.storage import object_store
 from headgate.consumers.filesystem.storage.local_store import LocalStore
 from headgate.consumers.filesystem.storage.store import Target
 from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
@@ -73,7 +73,7 @@ def forked(work: Callable[[], None]) -> int:
 
 def main(url: str, spool: Path, stride: int) -> int:
     """Let children die until one survives; return its point."""
-    source.PART_BYTES = PART_BYTES
+    object_store.PART_BYTES = PART_BYTES
     for point in count(0, stride):
         place = f"{url}/{point}"
         died = forked(lambda: upload(place, spool, point))  # noqa: B023

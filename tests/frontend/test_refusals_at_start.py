@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from headgate.capture import LLM
 from headgate.capture.engine.commands.verify_engine import fit_cpu_cache
 from headgate.capture.engine.contracts.vllm_engine import VllmConfig
-from headgate.capture.engine.frontends import input_processor
+from headgate.capture.engine.frontends import startup
 from headgate.capture.engine.plugin import register
 from headgate.capture.engine.setup import patch_set, startup_checks, versions
 from headgate.capture.engine.setup.patch_set import PatchSet
@@ -51,7 +51,7 @@ def test_a_vllm_that_differs_is_refused_with_the_versions_that_work() -> None:
 def test_without_a_configuration_a_vllm_that_differs_is_served(additional: Any) -> None:
     startup_checks.check_servable(config(additional))
 
-    assert input_processor.open_front_end(config(additional)) is None
+    assert startup.open_front_end(config(additional)) is None
 
 
 def test_a_vllm_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

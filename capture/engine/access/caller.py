@@ -5,9 +5,8 @@ handling of a request, before its body is received. Whatever belongs to a client
 modules, the audit) asks that one, on the event loop. Threads that read bodies have no client, and read nothing that
 belongs to one.
 
-How much each key has captured today, and what it captures now, over all API servers of one machine.
-
-Counted in SQLite: in a file that the operator names, which outlives restarts and is shared by processes, or in memory.
+What each key has captured today, and captures now, is counted for all API servers of one machine in SQLite (`Usage`):
+in a file that the operator names, which outlives restarts and is shared by processes, or in memory.
 """
 
 from __future__ import annotations

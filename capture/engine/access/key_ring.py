@@ -1,8 +1,6 @@
 """The keys that a server knows: those of its environment, and those of the operator's file, as the file is now.
 
-The operator's file of keys: read and checked when the server starts, and again whenever it changes.
-
-::
+The operator's file is read and checked when the server starts, and again whenever it changes::
 
     {"keys": [{"name": "alice", "sha256": "9f86d081...", "roles": ["capture"], "tags": ["alice-*"],
                "default_tag": "alice-runs", "limits": {"max_bytes_per_day": 10737418240}}]}

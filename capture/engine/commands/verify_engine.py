@@ -25,7 +25,7 @@ import torch
 
 from headgate.capture.engine.commands.verify_stock import MIN_MODEL_LENGTH, plain_requests
 from headgate.capture.engine.contracts.parts import check_parts
-from headgate.capture.engine.contracts.vllm_engine import Document
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.setup.settings import OUR_KEY, model_info
 from headgate.capture.engine.setup.startup_checks import bound_cpu_cache, is_left_to_vllm
 from headgate.capture.engine.setup.versions import versions

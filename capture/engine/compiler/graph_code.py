@@ -19,6 +19,7 @@ ALWAYS = (
     "headgate.capture.engine.compiler.graph_code",
     "headgate.capture.engine.compiler.inductor",
     "headgate.capture.engine.compiler.inductor_heuristics",
+    "headgate.capture.engine.compiler.rewrites",
     "headgate.capture.engine.compiler.unfused_copy",
 )
 """Modules that make or rewrite graphs without being called in them."""

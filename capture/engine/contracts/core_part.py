@@ -4,11 +4,10 @@ The hook ``headgate_core`` of a part returns its `CorePart`. Everything here is 
 vLLM. An engine core has two threads that a part meets: the input thread takes requests in and hashes their prompts,
 and the engine thread does everything else, between two steps unless it is said otherwise.
 
-How a request ended, as front end, engine core and worker report it to each other.
-
-The front end's count travels in its list of requests to abort, which keeps the order with everything else it sends and
-takes no round trip. Final states travel from the engine core to the workers as the attribute `FINAL_ATTRIBUTE` of a
-`SchedulerOutput`, by request id; None means that the request ended and its final state follows later.
+Front end, engine core and worker report to each other how a request ended (`KeptTokens`, `Final`). The front end's
+count travels in its list of requests to abort, which keeps the order with everything else it sends and takes no round
+trip. Final states travel from the engine core to the workers as the attribute `FINAL_ATTRIBUTE` of a `SchedulerOutput`,
+by request id; None means that the request ended and its final state follows later.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
-from headgate.capture.engine.contracts.vllm_engine import Document
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.action_sink import Submitted
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo

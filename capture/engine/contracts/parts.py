@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.engine.contracts.vllm_engine import Document
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.part_hooks import checked_hooks, hookspec
 from headgate.capture.schema.sites import Site

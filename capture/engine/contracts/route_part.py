@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from headgate.capture.engine.contracts.vllm_engine import Document
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.results import KeptRequest
 
 if TYPE_CHECKING:

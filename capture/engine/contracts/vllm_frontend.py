@@ -1,10 +1,6 @@
 """vLLM's objects in front ends and HTTP servers, as far as headgate touches them.
 
 Protocols and not vLLM's own classes, for the reasons that `vllm_engine` gives.
-
-vLLM's HTTP server, as far as headgate touches it: its handlers and the bodies that they are given.
-
-Protocols and not vLLM's own classes, for the reasons that `vllm_engine` gives.
 """
 
 from __future__ import annotations
@@ -12,13 +8,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, Self
 
-from headgate.capture.engine.contracts.vllm_engine import (
-    AsyncEngineClient,
-    Document,
-    EngineClient,
-    SendingClient,
-    VllmConfig,
-)
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient, SendingClient, VllmConfig
 
 Scope = MutableMapping[str, Any]
 """The scope of an ASGI call."""

@@ -17,7 +17,7 @@ import pluggy
 import torch
 from torch import Tensor, nn
 
-from headgate.capture.engine.contracts.vllm_engine import Document
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.consumer import ModelInfo

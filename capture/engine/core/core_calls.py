@@ -26,10 +26,10 @@ import msgspec
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreAnswer
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
 from headgate.capture.engine.contracts.vllm_engine import (
     AsyncEngineClient,
-    Document,
     EngineClient,
     Function,
     OpenCall,

@@ -33,11 +33,9 @@ from headgate.capture.engine.contracts.core_part import (
     split_marks,
 )
 from headgate.capture.engine.contracts.parts import Part, core_part_names, load_part
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
-    CAPTURE,
-    WIRE_KEY,
     AsyncEngineClient,
-    Document,
     EngineCore,
     EngineCoreProc,
     EngineCoreRequest,
@@ -48,9 +46,8 @@ from headgate.capture.engine.contracts.vllm_engine import (
     Scheduler,
     SchedulerOutput,
     VllmConfig,
-    is_captured,
-    wire_of,
 )
+from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY, is_captured, wire_of
 from headgate.capture.engine.core import block_keys, part_services, step_notes, steps_in_flight
 from headgate.capture.engine.core.fan_out import SharedWires
 from headgate.capture.engine.core.part_services import SERVICES, CorePartServices, SentAway, after_step, send_away

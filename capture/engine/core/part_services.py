@@ -1,14 +1,11 @@
 """The services of an engine core to its part: calls to the workers, and block keys of requests that run.
 
-Requests that an engine core sends away unserved, since too many wait or since they have waited too long.
-
-Each ends with the finish reason "error" and, as its stop reason, the cause, which its front end recognises
+A request that is sent away unserved, since too many wait or since it has waited too long, ends with the finish reason
+"error" and, as its stop reason, the cause, which its front end recognises
 (`headgate.capture.engine.requests.request_reader.overload_of`).
 
-Restarting the requests of a scheduler, as stock ``reset_prefix_cache(reset_running_requests=True)`` does.
-
-Unlike there, the cache is not emptied: the keys of blocks say what their KV depends on, so blocks that
-still hold are used again.
+Running requests are restarted as stock ``reset_prefix_cache(reset_running_requests=True)`` does, but the cache is not
+emptied: the keys of blocks say what their KV depends on, so blocks that still hold are used again.
 """
 
 from __future__ import annotations
@@ -24,14 +21,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import OVERLOADED, Actions, BlockKeys, CorePart, RequestProgress
-from headgate.capture.engine.contracts.vllm_engine import (
-    Document,
-    EngineCore,
-    EngineCoreProc,
-    Function,
-    Request,
-    Scheduler,
-)
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import EngineCore, EngineCoreProc, Function, Request, Scheduler
 from headgate.capture.engine.core import block_keys
 from headgate.capture.engine.core.block_keys import SaltedKeys
 from headgate.capture.engine.core.steps_in_flight import StepsInFlight, end_engine, steps_of

@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from headgate.capture.engine.contracts.core_part import CorePart, DecidingCore, DescribingCore, ReadingCore
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
-    NOTES_KEY,
-    ORDERS_ATTRIBUTE,
-    READINGS_ATTRIBUTE,
     CoreOutputs,
-    Document,
     Function,
     RunnerOutput,
     Scheduler,
     SchedulerOutput,
-    wants_notes,
 )
+from headgate.capture.engine.contracts.wire_format import NOTES_KEY, ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, wants_notes
 from headgate.capture.engine.core import part_services
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.errors import UnsupportedError

@@ -9,8 +9,9 @@ from functools import wraps
 from msgspec.structs import replace
 
 from headgate.capture.engine.access.caller import current_client
-from headgate.capture.engine.contracts.vllm_engine import CAPTURE, Function
+from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.core.core_calls import worker_setups
 from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter

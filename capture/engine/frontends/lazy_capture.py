@@ -15,9 +15,10 @@ from typing import Any, cast
 import msgspec
 
 from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import RequestPart
-from headgate.capture.engine.contracts.vllm_engine import CAPTURE, Document
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, Engine, OfflineLLM, RequestOutput
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.engine.frontends.prompt_tokens import chat_params_of, looking_up
 from headgate.capture.engine.requests.call_context import HttpCall, enter

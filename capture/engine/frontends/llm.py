@@ -1,9 +1,8 @@
 """`LLM` and `LLMEngine`: finished requests wait for their results before they are handed to the user.
 
-A script's own error is the last thing that its user sees.
-
-Python prints an uncaught error first and ends vLLM's processes afterwards, which log what they do, and that they were
-ended. So engines with requests of headgate's are shut down before the error is printed, and deliver what they captured.
+A script's own error is the last thing that its user sees. Python prints an uncaught error first and ends vLLM's
+processes afterwards, which log what they do, and that they were ended. So engines with requests of headgate's are shut
+down before the error is printed, and deliver what they captured.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from functools import wraps
 from types import TracebackType
 from typing import Protocol, cast
 
-from headgate.capture.engine.contracts.vllm_engine import Document, Function
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import LLMEngine, OfflineLLM, RequestOutput, SamplingParams
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 
 from headgate.capture.engine.access.caller import Charge, current_caller
-from headgate.capture.engine.contracts.vllm_engine import CAPTURE
 from headgate.capture.engine.contracts.vllm_frontend import RequestOutput, SamplingParams
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.capture_request import capturing_key
 from headgate.capture.engine.requests.sampling_params import CaptureRequest

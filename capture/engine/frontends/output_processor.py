@@ -1,4 +1,4 @@
-"""Sends the engine core how many tokens the front end kept of requests that it ended itself; see `scheduler`.
+"""Reports to the engine core how many tokens the front end kept of requests that it ended itself, and passes on notes.
 
 Notes of steps come with the engine core's outputs, and become values that a user finds on vLLM's outputs. An `AsyncLLM`
 makes outputs faster than they are read, at times, and merges them. So an output carries notes until it is handed out,
@@ -14,13 +14,7 @@ from types import ModuleType
 from typing import TypeVar, cast
 
 from headgate.capture.engine.contracts.core_part import KeptTokens, mark_kept
-from headgate.capture.engine.contracts.vllm_engine import (
-    NOTES_KEY,
-    EngineCoreRequest,
-    Function,
-    is_captured,
-    wants_notes,
-)
+from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest, Function
 from headgate.capture.engine.contracts.vllm_frontend import (
     CompletionOutput,
     EngineCoreOutput,
@@ -30,6 +24,7 @@ from headgate.capture.engine.contracts.vllm_frontend import (
     RequestOutput,
     RequestState,
 )
+from headgate.capture.engine.contracts.wire_format import NOTES_KEY, is_captured, wants_notes
 from headgate.capture.engine.requests.call_context import Notes, Slot, UntoldNotes
 from headgate.capture.engine.requests.request_reader import RequestReader, read_notes
 from headgate.capture.engine.requests.sampling_params import HeadgateRequest, answer_fields

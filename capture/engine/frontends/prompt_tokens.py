@@ -1,10 +1,9 @@
 """Tokens of prompts as vLLM makes them: the one way in which chats become tokens here, too.
 
-Renderings that are never sent: those of chats that are looked at, and of requests that are refused.
-
 vLLM renders a prompt to send it. It remembers which images, sounds and videos it has rendered, and sends the hash alone
-of one that comes again, since the engine core has the rest. A rendering that stays here must not be remembered so: the
-next request with its image would be sent without it, and fail.
+of one that comes again, since the engine core has the rest. A rendering that is never sent (of a chat that is looked
+at, or of a request that is refused) must not be remembered: the next request with its image would be sent without it,
+and fail.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, cast
 
-from headgate.capture.engine.contracts.vllm_engine import Document, Function
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import MadeRequest
 from headgate.capture.schema.errors import RequestError
 

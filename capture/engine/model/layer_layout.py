@@ -4,10 +4,9 @@ A layer's ``forward`` is walked with symbols (`symbolic_forward`). Its result mu
 branch that was computed from the input stream alone is attention's; one that was computed from the stream with that
 branch added is the MLP's; that sum is the *mid stream*. What follows from it is a `LayerLayout`.
 
-Attention within a decoder layer: the argument through which it reads the stream, and its output projection.
-
-The projection is the linear layer whose result is what attention returns. It is read from the source of the attention
-module's ``forward``, as decoder layers are; its sizes are those of the module.
+Within attention, the argument through which it reads the stream and its output projection are found. The projection is
+the linear layer whose result is what attention returns. It is read from the source of the attention module's
+``forward``, as decoder layers are; its sizes are those of the module.
 """
 
 from __future__ import annotations

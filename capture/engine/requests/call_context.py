@@ -2,11 +2,10 @@
 
 It is held in context variables: the engine is called from inside the handler, which is where they are read.
 
-``return_hidden_states``: the last row of the final norm, with each choice of the answer.
-
-It is the state from which the last token was sampled, ``[hidden]`` in the model's dtype: HF's ``hidden_states[-1]`` at
-the last token but one, since the last sampled token is never forwarded. A consumer keeps it (the entry point
-`HIDDEN_STATES`); the field stands for a spec that clients could not write themselves.
+``return_hidden_states`` answers each choice with the last row of the final norm: the state from which the last token
+was sampled, ``[hidden]`` in the model's dtype. It is HF's ``hidden_states[-1]`` at the last token but one, since the
+last sampled token is never forwarded. A consumer keeps it (the entry point `HIDDEN_STATES`); the field stands for a
+spec that clients could not write themselves.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
-from headgate.capture.engine.contracts.vllm_engine import Document
 from headgate.capture.engine.requests.chat_messages import ChatMessages, KnownChat, Tokens
 from headgate.capture.engine.requests.sampling_params import RETURN_HIDDEN_STATES
 from headgate.capture.schema.config import HIDDEN_STATES

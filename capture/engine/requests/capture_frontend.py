@@ -14,8 +14,8 @@ from types import MappingProxyType, ModuleType
 from msgspec.structs import replace
 
 from headgate.capture.engine.access.caller import current_client, owner_of_request
-from headgate.capture.engine.contracts.vllm_engine import CAPTURE
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import call_context
 from headgate.capture.engine.requests.call_context import HttpCall, current_call
 from headgate.capture.engine.requests.capture_request import (

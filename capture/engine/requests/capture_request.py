@@ -10,8 +10,8 @@ import msgspec
 
 from headgate.capture.engine.access.access_key import AccessKey
 from headgate.capture.engine.access.caller import current_caller, owner_of_request
-from headgate.capture.engine.contracts.vllm_engine import CAPTURE
 from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import call_context
 from headgate.capture.engine.requests.call_context import current_call
 from headgate.capture.engine.requests.chat_messages import ChatMessages

@@ -10,6 +10,7 @@ from typing import cast
 from headgate.capture.engine.access.caller import owner_of_request
 from headgate.capture.engine.contracts.core_part import OVERLOADED
 from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import (
     Known,
     NotesReader,
@@ -18,7 +19,7 @@ from headgate.capture.engine.contracts.request_part import (
     RequestPart,
     SourceReader,
 )
-from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Document, EngineClient
+from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient, lift
 from headgate.capture.engine.requests.call_context import Notes, taken

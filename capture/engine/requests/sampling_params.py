@@ -11,10 +11,9 @@ vLLM keeps only declared fields of a `SamplingParams` when it copies, pickles or
 
 A request that arrives with either of those keys is refused, so clients set fields alone.
 
-Fields that are headgate's by their names and would act on nothing: each is refused, whatever wrote it.
-
-A name is headgate's if it begins like its fields do, or is a field of an installed part. Values that say nothing
-(null, and the default of a field) are as good as absent: some clients send every field that they know.
+A field that is headgate's by its name and would act on nothing is refused, whatever wrote it. A name is headgate's if
+it begins like its fields do, or is a field of an installed part. Values that say nothing (null, and the default of a
+field) are as good as absent: some clients send every field that they know.
 """
 
 from __future__ import annotations
@@ -29,9 +28,11 @@ from typing import NoReturn, TypeGuard
 import msgspec
 
 from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import AnsweringPart, NestingPart, PartRequest
-from headgate.capture.engine.contracts.vllm_engine import CAPTURE, WIRE_KEY, Document, Function
+from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import MadeRequest, SamplingParams
+from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.batch import WIRE_VERSION, CaptureWire, RequestWire
 from headgate.capture.schema.errors import RequestError

@@ -1,12 +1,9 @@
-"""Our fields in the bodies of OpenAI-compatible requests; `answers` writes what comes of them.
+"""Our fields in the bodies of OpenAI-compatible requests, and what comes of them in the answers.
 
-vLLM's request models keep unknown fields of a body.
-
-``capture_results``, ``hidden_states`` and values of parts in the answers of OpenAI-compatible requests.
-
-A response gets ``capture_results``, and each of its choices ``hidden_states`` and the values. A stream of chunks gets
-one more chunk, before ``[DONE]``; values come with the chunks of their choice, as they are made. A stream of events
-gets them in the response of its last event. vLLM's response models write fields that they do not know.
+vLLM's request models keep unknown fields of a body, and its response models write fields that they do not know. A
+response gets ``capture_results``, and each of its choices ``hidden_states`` and values of parts. A stream of chunks
+gets one more chunk, before ``[DONE]``; values come with the chunks of their choice, as they are made. A stream of
+events gets them in the response of its last event.
 """
 
 from __future__ import annotations
@@ -18,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from headgate.capture.engine.contracts.vllm_engine import CAPTURE, Document, Function
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import (
     AsyncLLM,
     Body,
@@ -31,6 +29,7 @@ from headgate.capture.engine.contracts.vllm_frontend import (
     SamplingParams,
     TokensBody,
 )
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.frontends.metering import check_quota
 from headgate.capture.engine.frontends.prompt_tokens import forget_unsent, looking_up
 from headgate.capture.engine.requests.call_context import (

@@ -21,8 +21,8 @@ from starlette.datastructures import State
 from headgate.capture.engine.access.access_key import ADMIN, role_of
 from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.parts import Part, collect
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.route_part import RouteClient
-from headgate.capture.engine.contracts.vllm_engine import Document
 from headgate.capture.engine.frontends.lazy_capture import NotConfiguredError
 from headgate.capture.engine.requests.request_reader import reader_of
 from headgate.capture.engine.server.access_keys import (

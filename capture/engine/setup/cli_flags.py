@@ -3,10 +3,8 @@
 vLLM hands its parsed arguments on to other processes and parses configurations anew in them, so the flags are turned
 into ``additional_config`` in the arguments themselves, once: every reader of those sees the result.
 
-vLLM's parsed command line: what headgate reads of it, and takes out of it.
-
-Servers parse different command lines (with an engine or without, one or several), and programs make such arguments
-themselves: whatever is not there was not given.
+`ServerArgs` reads vLLM's parsed command line. Servers parse different ones (with an engine or without, one or several),
+and programs make such arguments themselves: whatever is not there was not given.
 """
 
 from __future__ import annotations
@@ -23,8 +21,9 @@ from typing import Any, cast
 import msgspec
 
 from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import FlagGroup
-from headgate.capture.engine.contracts.vllm_engine import Document, Function
+from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.setup.settings import NETWORK, OUR_KEY, SERVER
 from headgate.capture.schema.config import (
     HIDDEN_STATES,

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from typing import cast
 
 from headgate.capture.engine.contracts.parts import core_part_names, load_part
-from headgate.capture.engine.contracts.vllm_engine import Document, VllmConfig
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.engine.setup.settings import (
     capture_config,
     compiler_config,

@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headgate.capture.engine.contracts.vllm_engine import Document, VllmConfig
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.schema.config import (
     CaptureConsumersConfig,
     CompilerConfig,

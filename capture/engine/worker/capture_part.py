@@ -1,13 +1,11 @@
 """Capture as a part of one worker: its sites in the graph, its session after the step.
 
-The actions that capture: each scatters the value at a site into the staging ring.
+Each action scatters the value at a site into the staging ring. Unwanted rows go to the ring's trash rows, so the traced
+code is the same for every batch.
 
-Unwanted rows go to the ring's trash rows, so the traced code is the same for every batch.
-
-Start-up proof that every site responds: dummy steps through the very graphs that will serve.
-
-Catches a stale graph from a compile cache, a module whose forward is bypassed, and a hook at the wrong place: where
-the sites allow it, the identities of the residual stream are checked on the captured rows.
+At start-up, dummy steps through the very graphs that will serve prove that every site responds. That finds a stale
+graph from a compile cache, a module whose forward is bypassed, and a hook at the wrong place: where the sites allow it,
+the identities of the residual stream are checked on the captured rows.
 """
 
 from __future__ import annotations
@@ -22,7 +20,8 @@ from torch import Tensor, nn
 
 from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
 from headgate.capture.engine.compiler.unfused_copy import register_unfused_copy, unfused_copy
-from headgate.capture.engine.contracts.vllm_engine import CAPTURE, Document
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, SiteValue, WorkerFacts
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.capture.engine.setup.versions import versions

@@ -14,16 +14,10 @@ import torch
 from torch import nn
 
 from headgate.capture.engine.compiler.graph_code import digest_of, traced_modules
-from headgate.capture.engine.compiler.inductor_heuristics import REWRITES
+from headgate.capture.engine.compiler.rewrites import REWRITES
 from headgate.capture.engine.contracts.parts import worker_part
-from headgate.capture.engine.contracts.vllm_engine import (
-    Document,
-    Function,
-    ModelRunner,
-    VllmConfig,
-    Worker,
-    WorkerWrapper,
-)
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import Function, ModelRunner, VllmConfig, Worker, WorkerWrapper
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, make_hooks
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm

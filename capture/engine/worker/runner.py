@@ -19,9 +19,6 @@ from torch import Tensor
 
 from headgate.capture.engine.contracts.core_part import FINAL_ATTRIBUTE, Final
 from headgate.capture.engine.contracts.vllm_engine import (
-    ORDERS_ATTRIBUTE,
-    READINGS_ATTRIBUTE,
-    WIRE_KEY,
     AsyncRunnerOutput,
     Function,
     ModelRunner,
@@ -31,8 +28,8 @@ from headgate.capture.engine.contracts.vllm_engine import (
     RunnerOutput,
     SchedulerOutput,
     StepBatch,
-    wire_of,
 )
+from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, WIRE_KEY, wire_of
 from headgate.capture.engine.contracts.worker_hooks import StepReadings, direct_calls, direct_questions
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.errors import UnsupportedError

@@ -1,9 +1,8 @@
 """Opening a root: its index if there is a valid one, and a look into the files that it does not know.
 
-The index of a root as one file.
-
-``magic, length of the header, CRC-32 of header and of the columns, header (JSON), columns``. It lies beside the root,
-appears whole, and is valid for the files whose names, sizes and times it lists; the others are looked into anew.
+A root's index is one file: ``magic, length of the header, CRC-32 of header and of the columns, header (JSON),
+columns``. It lies beside the root, appears whole, and is valid for the files whose names, sizes and times it lists; the
+others are looked into anew.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, StoredPar
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
 from headgate.consumers.filesystem.formats.request_layout import read_request_file
 from headgate.consumers.filesystem.formats.shard_layout import SHARD, read_shard
-from headgate.consumers.filesystem.storage.source import HeadSource, LocalSource, Source, open_files, open_source
+from headgate.consumers.filesystem.storage.object_store import open_files
+from headgate.consumers.filesystem.storage.source import HeadSource, LocalSource, Source, open_source
 from headgate.consumers.filesystem.storage.store import FILE_SUFFIX
 
 _REMOTE_THREADS = 16

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headgate.capture.monitoring.stats import Figure
-from headgate.consumers.filesystem.storage.source import ObjectStore
+from headgate.consumers.filesystem.storage.object_store import ObjectStore
 from headgate.consumers.filesystem.uploading.uploader import (
     Outcome,
     Patience,

@@ -1,7 +1,6 @@
 """Threads that bring files from the spool to an object store, and try again for as long as it takes.
 
-Files that wait on this machine for an object store, so that nothing is lost while it is down or when a process dies.
-
+Files wait in the spool on this machine, so that nothing is lost while the store is down or when a process dies.
 ``{spool}/{root's name}/{host}.{pid}.{token}`` is a process's own folder, in the form of a root, and locked as long as
 the process lives. A process that starts takes over the folders of processes that are gone.
 """
@@ -31,7 +30,7 @@ from typing import Any, Literal
 from headgate.capture.monitoring.stats import Figure
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.consumers.filesystem.storage.local_store import Lock, exclusively, open_lock, try_lock
-from headgate.consumers.filesystem.storage.source import ObjectStore
+from headgate.consumers.filesystem.storage.object_store import ObjectStore
 from headgate.consumers.filesystem.storage.store import TAKEN, numbered, slug
 
 logger = logging.getLogger(__name__)

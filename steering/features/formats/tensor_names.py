@@ -1,8 +1,7 @@
 """The tensors that most formats have, by the names that each gives them.
 
-Coders that read the output of the MLP's norm before its gain: a value that the model never has by itself.
-
-TransformerLens calls it ``ln2.hook_normalized``. The MLP's input is this value times the gain, so with the gain of the
+Some coders read the output of the MLP's norm before its gain, a value that the model never has by itself and
+TransformerLens calls ``ln2.hook_normalized``. The MLP's input is this value times the gain, so with the gain of the
 model the coder reads the MLP's input instead.
 """
 

@@ -1,10 +1,10 @@
 """Refuses headgate's fields on routes that would ignore them.
 
 ASGI middleware within vLLM's own, on every server with headgate in it, whatever it is configured for. Bodies of routes
-that read our fields pass as they are; `ROUTES` lists
-every POST route and websocket of vLLM 0.26 to 0.33, by what it does with headgate's fields. A test compares it with
-the routes of the vLLM that is installed, and with the source of its routers. Routes that are not in it, of a later
-vLLM or of another plugin, refuse our fields like routes that are known to ignore them.
+that read our fields pass as they are; `ROUTES` lists every POST route and websocket of vLLM 0.26 to 0.33, by what it
+does with headgate's fields. A test compares it with the routes of the vLLM that is installed, and with the source of
+its routers. Routes that are not in it, of a later vLLM or of another plugin, refuse our fields like routes that are
+known to ignore them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headgate.capture.engine.contracts.vllm_engine import Document
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
 from headgate.capture.engine.requests.sampling_params import find_ignored, is_of_interest, is_ours
 from headgate.capture.schema.errors import RequestError

@@ -4,12 +4,11 @@ ASGI middleware. It is installed while routes are attached and so lies within al
 server's own checks (``--api-key``) have passed. From long JSON bodies of the routes that take our fields, and from
 msgpack bodies of any length, the fields of parts are taken out and read here; the server sees the rest, as JSON.
 
-A budget of bytes for bodies that are on their way, over all connections of a server.
-
-A body that does not fit is refused at once, with an error 503 that says when to try again. Waiting for room would not
-do: bodies that hold a part of the budget each could wait for one another for ever, and a client that waits holds a
-connection. Two kinds of bodies make way for others instead: slow ones, and those of a client that holds more than its
-share. And each has so much time: one that comes more slowly than `LEAST_RATE` is given up, whether others wait or not.
+Bodies that are on their way share a budget of bytes, over all connections of a server. One that does not fit is refused
+at once, with an error 503 that says when to try again. Waiting for room would not do: bodies that hold a part of the
+budget each could wait for one another for ever, and a client that waits holds a connection. Two kinds of bodies make
+way for others instead: slow ones, and those of a client that holds more than its share. And each has so much time: one
+that comes more slowly than `LEAST_RATE` is given up, whether others wait or not.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Runs on threads beside the event loop, and pauses between lists: a thread that h
 just the same. So the work is bounded whatever a body holds: one with more in it than vectors need is left to the
 server, which reads it as it reads any other.
 
-Bodies of type msgpack: the fields of parts, whose vectors may be raw bytes, and the rest as JSON.
-
-A few bytes of msgpack can stand for a hundred times as much memory. So the values are counted before any is made.
+Bodies of type msgpack may hold vectors as raw bytes; they are split into the fields of parts, and the rest as JSON. A
+few bytes of msgpack can stand for a hundred times as much memory, so the values are counted before any is made.
 """
 
 from __future__ import annotations

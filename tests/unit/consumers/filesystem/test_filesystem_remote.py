@@ -16,7 +16,7 @@ from headgate.capture.monitoring.stats import figures_of
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.filesystem.consumer import parse_params
-from headgate.consumers.filesystem.storage.source import ObjectStore
+from headgate.consumers.filesystem.storage.object_store import ObjectStore
 from headgate.consumers.filesystem.uploading import uploader
 from headgate.consumers.filesystem.uploading.uploader import SpoolFolder, units_of
 from headgate.consumers.reader import open_captures

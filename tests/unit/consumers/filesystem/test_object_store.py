@@ -18,7 +18,7 @@ from headgate.capture.schema.sites import Site
 from headgate.consumers.dump import app
 from headgate.consumers.feed import TIMEOUT_S
 from headgate.consumers.filesystem import FilesystemConsumer, consumer
-from headgate.consumers.filesystem.storage import source
+from headgate.consumers.filesystem.storage import object_store
 from headgate.consumers.reader import open_capture
 from tests.fakes.capturing import Capturing, capturing
 from tests.fakes.dying_uploads import WHOLE
@@ -73,7 +73,7 @@ def test_rows_are_fetched_by_their_results_from_the_store_alone(store: S3Server,
 
 
 def test_large_files_go_up_in_parts(store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "PART_BYTES", 300)
+    monkeypatch.setattr(object_store, "PART_BYTES", 300)
     with capturing(root_of(store), spool=str(tmp_path)) as files:
         requests = write(files, ["a", "b", "c"], layout="request")
 
@@ -195,7 +195,7 @@ def test_a_key_that_exists_is_never_overwritten(store: S3Server, tmp_path: Path,
 def test_a_key_that_appears_during_the_upload_is_not_overwritten(
     store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
-    monkeypatch.setattr(source, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(object_store, "PART_BYTES", part_bytes)
 
     def appear(method: str, path: str) -> None:
         if method == "PUT" or (method == "POST" and "uploadId=" in path):
@@ -230,7 +230,7 @@ def test_a_key_that_appears_after_the_result_costs_no_rows(
 def test_uploads_that_were_cut_off_are_aborted(
     store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "PART_BYTES", 300)
+    monkeypatch.setattr(object_store, "PART_BYTES", 300)
     cut_off = ["500 Internal Server Error"]  # neither the part nor the abort gets through, as if the process died
 
     def fail(method: str, path: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headgate.capture.engine.compiler.inductor_heuristics import hoist_loads, prefetch_weights
+from headgate.capture.engine.compiler.rewrites import hoist_loads, prefetch_weights
 
 KERNEL = """\
 @triton.jit

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from headgate.capture.engine.compiler.inductor_heuristics import Rewrites
+from headgate.capture.engine.compiler.rewrites import Rewrites
 from headgate.capture.schema.config import parse_compiler
 from headgate.capture.schema.errors import ConfigError
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.contracts import parts
-from headgate.capture.engine.contracts.vllm_engine import WIRE_KEY
+from headgate.capture.engine.contracts.wire_format import WIRE_KEY
 from headgate.capture.engine.core import engine_core
 from headgate.capture.schema.errors import RequestError
 

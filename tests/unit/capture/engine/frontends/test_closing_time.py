@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.frontends import input_processor
-from headgate.capture.engine.frontends.input_processor import GRACE, let_consumers_close, shutdown
+from headgate.capture.engine.frontends import startup
+from headgate.capture.engine.frontends.startup import GRACE, let_consumers_close, shutdown
 
 CAPTURE = {"consumers": [{"name": "memory"}], "close_timeout_s": 7.5}
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_processor, "_grace", input_processor._Grace())
+    monkeypatch.setattr(startup, "_grace", startup._Grace())
     monkeypatch.setenv(GRACE, "")  # so that it is taken back
     monkeypatch.delenv(GRACE)
 
@@ -68,7 +68,7 @@ def test_a_process_without_a_front_end_tells_the_engine_cores_that_it_starts(
 ) -> None:
     known: list[str | None] = []
     config: Any = Namespace(additional_config={"headgate": sections} if sections else {})
-    start = input_processor.open_manager(lambda manager, *, vllm_config: known.append(os.environ.get(GRACE)))
+    start = startup.open_manager(lambda manager, *, vllm_config: known.append(os.environ.get(GRACE)))
 
     start(object(), vllm_config=config)
 

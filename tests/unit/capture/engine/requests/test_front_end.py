@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.frontends.async_llm import check_health
-from headgate.capture.engine.frontends.input_processor import open_drivers_with_engine
+from headgate.capture.engine.frontends.startup import open_drivers_with_engine
 from headgate.capture.engine.requests.call_context import HttpCall, enter
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, add_results, attach_results
 from headgate.capture.engine.requests.sampling_params import CaptureRequest

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from headgate.capture.engine.contracts.request_part import PartRequest
-from headgate.capture.engine.contracts.vllm_engine import WIRE_KEY
+from headgate.capture.engine.contracts.wire_format import WIRE_KEY
 from headgate.capture.engine.requests.capture_request import (
     CaptureRequestReader,
     messages_of,
