@@ -25,6 +25,7 @@ class Answer(NamedTuple):
         tokens: How many were generated.
         error: What went wrong; empty if nothing did.
         dropped_rows: Captured rows that the answer says are lost.
+        gaps: Seconds between chunks of tokens that follow each other.
     """
 
     sent: float
@@ -34,6 +35,7 @@ class Answer(NamedTuple):
     tokens: int
     error: str = ""
     dropped_rows: int = 0
+    gaps: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ def summarize(answers: Sequence[Answer]) -> dict[str, float]:
     Columns: ``tok_s`` (generated tokens per second, from the first request sent to the last stream closed),
     ``stream_tok_s`` (tokens per second of a stream that is open, on average: times the number in flight, this is the
     throughput without the round's tail, when ever fewer are), ``prompts_s`` (requests per second),
-    ``{ttft,tpot,e2e}_{p50,p99}``; TPOT is left out where one token is generated.
+    ``{ttft,tpot,itl,e2e}_{p50,p99}``; TPOT is left out where one token is generated. ``itl`` is over the times
+    between chunks of all requests, ``tpot`` over the means of requests.
     """
     good = [answer for answer in answers if not answer.error]
     found: dict[str, float] = {"requests": len(answers), "errors": len(answers) - len(good)}
@@ -87,6 +90,7 @@ def summarize(answers: Sequence[Answer]) -> dict[str, float]:
     series = {
         "ttft": [answer.first - answer.sent for answer in good],
         "tpot": [(answer.last - answer.first) / (answer.tokens - 1) for answer in good if answer.tokens > 1],
+        "itl": [gap for answer in good for gap in answer.gaps],
         "e2e": [answer.end - answer.sent for answer in good],
     }
     for name, values in series.items():
@@ -139,6 +143,8 @@ COMPARED = (
     *("bs1", "bs16", "bs64", "prefill", "load"),
 )
 """Columns that are shown with their ratio to the base, those that a table has: over HTTP, and of an engine, in ms."""
+COSTS = ("itl_p50", "itl_p99", "api_ms", "engine_ms", "capture_ms", "controllers_ms")
+"""The same in a table of their own: times between tokens, and CPU milliseconds of each process for a request."""
 PLAIN = (
     "server_ttft",
     "queued",
@@ -156,21 +162,30 @@ PLAIN = (
 
 
 def tables(rounds: Sequence[Round], base: str) -> list[str]:
-    """A table for each workload: a line for each mode, with medians and ratios to the mode `base`."""
+    """Tables for each workload: a line for each mode, with medians and ratios to the mode `base`."""
     lines: list[str] = []
     for shape in unique(one.shape for one in rounds):
         modes = unique(one.mode for one in rounds if one.shape == shape)
         seen = {column for mode in modes for column in medians(rounds, shape, mode)}
-        compared, plain = [c for c in COMPARED if c in seen], [c for c in PLAIN if c in seen]
-        head = " ".join([*(f"{column:>25}" for column in compared), *(f"{column:>12}" for column in plain)])
-        lines += ["", f"{shape:24} rounds {head}"]
-        for mode in modes:
-            found = medians(rounds, shape, mode)
-            cells = [_compared_cell(rounds, shape, mode, column, base, found) for column in compared]
-            cells += [f"{found[column]:12.4g}" if column in found else f"{'':12}" for column in plain]
-            count = sum((one.shape, one.mode) == (shape, mode) for one in rounds)
-            lines.append(f"  {mode:22} {count:6} {' '.join(cells)}".rstrip())
+        for compared_all, plain_all in ((COMPARED, PLAIN), (COSTS, ())):
+            compared, plain = [c for c in compared_all if c in seen], [c for c in plain_all if c in seen]
+            if compared or plain:
+                lines += ["", *_table(rounds, base, shape, modes, compared, plain)]
     return lines[1:]
+
+
+def _table(
+    rounds: Sequence[Round], base: str, shape: str, modes: Sequence[str], compared: Sequence[str], plain: Sequence[str]
+) -> list[str]:
+    head = " ".join([*(f"{column:>25}" for column in compared), *(f"{column:>12}" for column in plain)])
+    lines = [f"{shape:24} rounds {head}"]
+    for mode in modes:
+        found = medians(rounds, shape, mode)
+        cells = [_compared_cell(rounds, shape, mode, column, base, found) for column in compared]
+        cells += [f"{found[column]:12.4g}" if column in found else f"{'':12}" for column in plain]
+        count = sum((one.shape, one.mode) == (shape, mode) for one in rounds)
+        lines.append(f"  {mode:22} {count:6} {' '.join(cells)}".rstrip())
+    return lines
 
 
 def _compared_cell(
@@ -192,7 +207,9 @@ def summary(rounds: Sequence[Round], base: str) -> dict[str, Any]:
         found[shape] = {}
         for mode in unique(one.mode for one in rounds if one.shape == shape):
             middle = medians(rounds, shape, mode)
-            each = {column: ratios(rounds, shape, mode, column, base) for column in COMPARED if column in middle}
+            each = {
+                column: ratios(rounds, shape, mode, column, base) for column in (*COMPARED, *COSTS) if column in middle
+            }
             found[shape][mode] = {
                 "median": middle,
                 "to_base": {column: list(spread(values)) for column, values in each.items() if values},

@@ -77,6 +77,14 @@ CROWD_SERVERS = ("stock", "both", "wide")
 CROWD_MODES = ("stock", "both idle", "last_prompt", "1 layer", "4 layers", "all layers", "all layers, wide")
 CROWD_SETTING = ("--kv-gib", "16", "--capture-params", "memory_bytes=25769803776")
 """Among others, memory for the rows of running requests; see docs/performance.md."""
+DEFAULTS_MODES = (
+    *("stock", "defaults idle", "vector shared", "1 gate", "ablation shared", "64 configs, 34 sites"),
+    *("last_prompt", "1 layer", "all layers"),
+)
+DEFAULTS = ("--servers", "stock", "defaults", "--kv-gib", "16")
+"""Servers as users have them: sizes by headgate, and nothing has processors of its own."""
+OPEN_SHAPES = ("open-50", "open-70", "open-90")
+OPEN_MODES = ("stock", "defaults idle", "vector shared", "1 gate", "1 layer", "all layers")
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 
@@ -92,10 +100,10 @@ def sanitized(tool: str, limit_s: int) -> Step:
     return Step(tool, (*checker, sys.executable, *tests), limit_s, needs="compute-sanitizer", lines=6)
 
 
-def http(name: str, shapes: Sequence[str], limit_s: int, *more: str) -> Step:
-    """The suite over HTTP."""
+def http(name: str, shapes: Sequence[str], limit_s: int, *more: str, can_pin: bool = True) -> Step:
+    """The suite over HTTP; with `can_pin`, on eight processors or more, what runs at once has processors of its own."""
     command = (sys.executable, "-m", "tests.benchmarks.suite_http", "{model}", "{work}", "--name", name)
-    pin = ("--pin",) if (os.cpu_count() or 1) >= 8 else ()
+    pin = ("--pin",) if can_pin and (os.cpu_count() or 1) >= 8 else ()
     options = (*pin, "--seconds", "{left}", "--files", "{files}", "--shapes", *shapes, *more)
     return Step(name, (*command, *options), limit_s, lines=60)
 
@@ -168,6 +176,8 @@ ANY_MODEL = {
         DISK,
         http("http-crowd", ["crowd"], LIMIT_S, *CROWD_SETTING, "--servers", *CROWD_SERVERS, "--modes", *CROWD_MODES),
     ],
+    "crowd": [http("crowd", ["crowd"], LIMIT_S, *DEFAULTS, "--modes", *DEFAULTS_MODES, can_pin=False)],
+    "crowd-open": [http("crowd-open", OPEN_SHAPES, LIMIT_S, *DEFAULTS, "--modes", *OPEN_MODES, can_pin=False)],
     "crowd-steps": [steps("crowd-steps", "crowd", LIMIT_S, *CROWD_SETTING, "--modes", *CROWD_MODES, server="wide")],
     "gates": [http("gates", ["decode"], LIMIT_S, "--servers", *GATE_SERVERS, "--modes", *GATE_MODES)],
     "controllers": [
@@ -323,6 +333,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "call",
         help="check, race, idle, soak, changes, lora-fp8, verify, memory, kernels, http, http-main, http-crowd, "
+        "crowd, crowd-open, "
         "http-parts, http-inline, ops, gates, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
     )
     parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")

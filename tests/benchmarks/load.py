@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -24,13 +25,14 @@ TIMEOUT_S = 300
 
 
 class Share(NamedTuple):
-    """What one process has to do: requests ``first, first + step, ...``, so many at once."""
+    """What one process has to do: requests ``first, first + step, ...``, so many at once, or each at its time."""
 
     url: str
     asked: Asked
     first: int
     step: int
     in_flight: int
+    arrivals: Sequence[float] = ()
 
 
 class Done(NamedTuple):
@@ -101,7 +103,8 @@ class Load:
         used = self._connections[:num]
         for index, connection in enumerate(used):
             in_flight = asked.shape.in_flight // num + (index < asked.shape.in_flight % num)
-            connection.send(Share(url, asked, index, num, in_flight))
+            arrivals = asked.shape.arrivals(asked.seed // 1000)[index::num]  # the same for all modes of a round
+            connection.send(Share(url, asked, index, num, in_flight, arrivals))
         for connection in used:
             receive(connection)
         for connection in used:
@@ -140,31 +143,43 @@ def work(connection: Connection) -> None:
 
 
 async def send_all(share: Share, bodies: Sequence[tuple[int, str, bytes]]) -> list[tuple[int, Raw]]:
-    """Send `bodies`, as many at once as the share says; each goes with the number of tokens to expect."""
+    """Send `bodies` as the share says; each goes with the number of tokens to expect."""
     import aiohttp
 
-    left = iter(bodies)
+    left, began = iter(bodies), time.monotonic()
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=TIMEOUT_S - 20)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        if share.arrivals:
+            due = [began + seconds for seconds in share.arrivals]
+            sending = [send_at(session, share.url, *one) for one in zip(due, left, strict=True)]
+            return [*await asyncio.gather(*sending)]
         each = await asyncio.gather(*(send_some(session, share.url, left) for _ in range(share.in_flight)))
     return [one for some in each for one in some]
 
 
 async def send_some(session: Any, url: str, left: Iterator[tuple[int, str, bytes]]) -> list[tuple[int, Raw]]:
     """Send one after the other of what is left."""
-    found = []
-    for tokens, media_type, body in left:
-        sent, status, chunks = time.monotonic(), 0, []
-        try:
-            async with session.post(url, data=body, headers={"Content-Type": media_type}) as response:
-                status = response.status
-                async for data in response.content.iter_any():
-                    chunks.append((time.monotonic(), data))
-        except Exception as error:  # noqa: BLE001  whatever it is, it is shown as the request's error
-            chunks.append((time.monotonic(), f"\n\ndata: {{}}\n\n{error!r}".encode()))
-            status = status if status >= 400 else 0
-        found.append((tokens, Raw(sent, status, chunks, time.monotonic())))
-    return found
+    return [await send_one(session, url, time.monotonic(), *request) for request in left]
+
+
+async def send_at(session: Any, url: str, due: float, request: tuple[int, str, bytes]) -> tuple[int, Raw]:
+    """Send a request at `due`; its times count from then, so that a late client does not look like a fast server."""
+    await asyncio.sleep(max(due - time.monotonic(), 0))
+    return await send_one(session, url, due, *request)
+
+
+async def send_one(session: Any, url: str, sent: float, tokens: int, media_type: str, body: bytes) -> tuple[int, Raw]:
+    """Send a request, and receive its answer."""
+    status, chunks = 0, []
+    try:
+        async with session.post(url, data=body, headers={"Content-Type": media_type}) as response:
+            status = response.status
+            async for data in response.content.iter_any():
+                chunks.append((time.monotonic(), data))
+    except Exception as error:  # noqa: BLE001  whatever it is, it is shown as the request's error
+        chunks.append((time.monotonic(), f"\n\ndata: {{}}\n\n{error!r}".encode()))
+        status = status if status >= 400 else 0
+    return tokens, Raw(sent, status, chunks, time.monotonic())
 
 
 def events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]:
@@ -198,4 +213,5 @@ def read(raw: Raw, tokens: int) -> Answer:
     if wrong or num != tokens or not times:
         return failed._replace(error="; ".join(wrong) or f"{num} tokens in {len(times)} chunks, expected {tokens}")
     dropped = sum(found.get("dropped_rows") or 0 for found in results.values())
-    return Answer(raw.sent, times[0], times[-1], raw.end, num, dropped_rows=dropped)
+    gaps = [after - before for before, after in pairwise(times)]
+    return Answer(raw.sent, times[0], times[-1], raw.end, num, dropped_rows=dropped, gaps=gaps)

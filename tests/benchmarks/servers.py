@@ -37,12 +37,13 @@ FEATURES: Mapping[str, frozenset[str]] = {
     "ops": frozenset({"steering", "ops", "gates"}),
     "no gates": frozenset({"steering", "ops", "no gates"}),
     "controllers": frozenset({"steering", "ops", "gates", "controllers"}),
+    "defaults": frozenset({"steering", "ops", "gates", "capture", "defaults"}),
     "features": frozenset({"steering", "features"}),
     **{f"encode {name}": frozenset({"steering", f"encode {name}"}) for name in SIZES},
 }
 """What each server is configured for. ``stock`` loads no plugin at all, ``installed`` loads headgate unconfigured,
 ``ops``, ``no gates`` and ``controllers`` have `operations.op_sites`, ``wide`` has room for bursts of prompts
-(`wide_section`), and the others an SAE of `saes`."""
+(`wide_section`), ``defaults`` has every size as headgate chooses it, and the others have an SAE of `saes`."""
 
 SINKS = {"forget": "tests.benchmarks.sinks:ForgettingConsumer", "cut": "tests.benchmarks.sinks:CuttingConsumer"}
 """Consumers that do a part of what ``filesystem`` does."""
@@ -52,11 +53,24 @@ OTHERS = {name: f"{name}:" for name in SINKS} | {"far": "filesystem:instance_nam
 _INIT = re.compile(r"init engine \(.*?\) took ([\d.]+) s(?:econds)?(?: \(compilation: ([\d.]+) s)?")
 
 
-class Cpu(NamedTuple):
-    """CPU seconds so far: of the API server, and of the engine core with its workers."""
+class Usage(NamedTuple):
+    """What processes of one role have used so far, and hold now.
 
-    api: float
-    engine: float
+    Attributes:
+        cpu_s: CPU seconds.
+        rss: Bytes of resident memory; pages that processes share count in each.
+        files: Open file descriptors.
+        threads: Threads.
+    """
+
+    cpu_s: float = 0.0
+    rss: int = 0
+    files: int = 0
+    threads: int = 0
+
+
+ROLES = {"headgate.capture.process": "capture", "headgate.steering.controllers": "controllers"}
+"""Parts of the command lines of headgate's own processes; the others beside the API server are the engine's."""
 
 
 @dataclass
@@ -79,17 +93,17 @@ class Server:
     files: Path
     facts: dict[str, float] = field(default_factory=dict)
 
-    def cpu(self) -> Cpu:
-        """CPU time so far."""
+    def usage(self) -> dict[str, Usage]:
+        """What its processes use: ``api`` (the API server), ``engine`` (core and workers), and those of `ROLES`."""
         root = psutil.Process(self.process.pid)
-        own, engine = root.cpu_times(), 0.0
+        found = {"api": _usage(root)}
         for child in root.children(recursive=True):
-            try:
-                times = child.cpu_times()
-            except psutil.NoSuchProcess:
-                continue
-            engine += times.user + times.system
-        return Cpu(own.user + own.system, engine)
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                command = " ".join(child.cmdline())
+                role = next((role for part, role in ROLES.items() if part in command), "engine")
+                before, more = found.get(role, Usage()), _usage(child)
+                found[role] = Usage(*(a + b for a, b in zip(before, more, strict=True)))
+        return found
 
     def keep_on(self, cpus: Cpus) -> None:
         """Run the API server and the engine core, with its workers, on processors of their own."""
@@ -164,6 +178,12 @@ class Server:
         """Throw away what was captured; the next captures must go under another tag, since shards are still open."""
         for path in [*self.files.glob("run*"), *self.files.glob("far/run*")]:  # the tags of `workload`
             shutil.rmtree(path)
+
+
+def _usage(process: psutil.Process) -> Usage:
+    with process.oneshot():
+        times = process.cpu_times()
+        return Usage(times.user + times.system, process.memory_info().rss, process.num_fds(), process.num_threads())
 
 
 WIDE_STAGING_BYTES = 8 << 30
@@ -308,7 +328,8 @@ def steering_flags(name: str, folder: Path, size: ModelSize, most: int) -> list[
     """Flags of a server that say how it steers; for the arguments see `start`."""
     has, flags = FEATURES[name], list[str]()
     if "steering" in has:
-        flags += ["--enable-steering", "--max-steering-slots", str(slots_for(size, most))]
+        flags += ["--enable-steering"]
+        flags += [] if "defaults" in has else ["--max-steering-slots", str(slots_for(size, most))]
     if "ops" in has:
         flags += ["--steering-op-sites", json.dumps(op_sites(size))]
     if "no gates" in has:

@@ -31,7 +31,7 @@ from tests.benchmarks.figures import Answer, Round, summarize, summary, tables
 from tests.benchmarks.load import Load
 from tests.benchmarks.machine import hardware, parted_cpus, stolen_s, versions
 from tests.benchmarks.models import ModelSize, size_of
-from tests.benchmarks.servers import CLOCKED, FEATURES, OTHERS, Cpu, Server, await_ready, gpu_mib_of, start, stop
+from tests.benchmarks.servers import CLOCKED, FEATURES, OTHERS, Server, Usage, await_ready, gpu_mib_of, start, stop
 from tests.benchmarks.workload import (
     BASE,
     MODES,
@@ -64,6 +64,7 @@ class Run:
         rounds: What was measured so far.
         facts: Of each server's start.
         notes: What went wrong or is worth knowing.
+        capacity: Requests per second that stock serves in a closed loop; 0 as long as no open loop needs it.
     """
 
     options: argparse.Namespace
@@ -73,6 +74,7 @@ class Run:
     rounds: list[Round] = field(default_factory=list)
     facts: dict[str, dict[str, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    capacity: float = 0.0
 
     def note(self, text: str) -> None:
         """Print it at once, and keep it for the document."""
@@ -92,10 +94,10 @@ class Run:
         extra = {"capture_wait": True} if mode.is_capturing and self.options.capture_wait else {}
         asked = Asked(mode, shape, self.size, SERVED_NAME, number * 1000 + list(MODES).index(name), extra)
         before, delays = server.metrics() if mode.is_capturing else {}, server.delays()
-        cpu, stolen = server.cpu(), stolen_s()
+        usage, stolen = server.usage(), stolen_s()
         answers, client_cpu = self.load.run(f"{server.url}/v1/completions", asked)
         figures = summarize(answers)
-        figures |= cpu_figures(cpu, server.cpu(), figures.get("wall_s")) | {"client_cpu": client_cpu}
+        figures |= cpu_figures(usage, server.usage(), figures.get("wall_s")) | {"client_cpu": client_cpu}
         if "wall_s" in figures:
             figures["stolen_cpu"] = (stolen_s() - stolen) / figures["wall_s"]
         figures |= delay_figures(delays, server.delays())
@@ -103,12 +105,14 @@ class Run:
             self.note(f"{name}: {len(errors)} of {len(answers)} requests failed, the first with {errors[0]}")
         if mode.is_capturing:
             figures |= self._captured(server, mode, before, answers, figures)
-        return figures
+        return figures | cost_figures(usage, server.usage(), figures["requests"] - figures["errors"])
 
-    def attempt(self, number: int, name: str, shape: str, **changes: int) -> dict[str, float] | None:
+    def attempt(self, number: int, name: str, shape: str, **changes: float) -> dict[str, float] | None:
         """`measure`, with `changes` to the shape; None if the server or the load failed, which is noted."""
         try:
-            return self.measure(number, name, SHAPES[shape]._replace(**changes))
+            asked = SHAPES[shape]._replace(**changes)  # type: ignore[arg-type]
+            asked = asked.at_capacity(self.capacity, self.options.open_seconds) if asked.share else asked
+            return self.measure(number, name, asked)
         except (OSError, EOFError) as error:
             self.note(f"{name} FAILED in round {number} of {shape}: {error!r}; it runs no more")
             return None
@@ -169,11 +173,28 @@ class Run:
         unfinished.rename(target)
 
 
-def cpu_figures(before: Cpu, after: Cpu, wall_s: float | None) -> dict[str, float]:
-    """CPU seconds per second: of the API server, and of the engine core with its workers."""
+def cpu_s(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> dict[str, float]:
+    """CPU seconds of each role between two moments."""
+    return {role: usage.cpu_s - before.get(role, Usage()).cpu_s for role, usage in after.items()}
+
+
+def cpu_figures(before: Mapping[str, Usage], after: Mapping[str, Usage], wall_s: float | None) -> dict[str, float]:
+    """CPU seconds per second: of the API server, and of the engine core with all processes that it has started."""
     if not wall_s:
         return {}
-    return {"api_cpu": (after.api - before.api) / wall_s, "engine_cpu": (after.engine - before.engine) / wall_s}
+    used = cpu_s(before, after)
+    api = used.pop("api")
+    return {"api_cpu": api / wall_s, "engine_cpu": sum(used.values()) / wall_s}
+
+
+def cost_figures(before: Mapping[str, Usage], after: Mapping[str, Usage], requests: float) -> dict[str, float]:
+    """CPU milliseconds of each role for a request, and what the roles hold afterwards."""
+    if not requests:
+        return {}
+    found = {f"{role}_ms": 1e3 * used / requests for role, used in cpu_s(before, after).items()}
+    for role, usage in after.items():
+        found |= {f"{role}_rss_mib": usage.rss / 2**20, f"{role}_files": usage.files, f"{role}_threads": usage.threads}
+    return found
 
 
 def delay_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
@@ -212,8 +233,20 @@ def warm_up(run: Run) -> None:
     for shape in run.options.shapes:
         count = min(SHAPES[shape].in_flight, 16)
         for name in list(run.options.modes):
-            if run.attempt(0, name, shape, in_flight=count, requests=count, tokens=4) is None:
+            if run.attempt(0, name, shape, in_flight=count, requests=count, tokens=4, share=0.0) is None:
                 run.options.modes.remove(name)
+
+
+def find_capacity(run: Run) -> None:
+    """Measure what stock serves, twice, if a shape's arrivals are a share of that."""
+    shares = [name for name in run.options.shapes if SHAPES[name].share]
+    if not shares:
+        return
+    served = [run.attempt(-number, BASE, shares[0], share=0.0) or {} for number in (1, 2)]
+    run.capacity = max(one.get("prompts_s", 0.0) for one in served)
+    run.note(f"stock's capacity: {run.capacity:.1f} requests per second")
+    if not run.capacity:
+        run.options.shapes = [name for name in run.options.shapes if name not in shares]
 
 
 def shared_flags(options: argparse.Namespace) -> list[str]:
@@ -254,6 +287,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=4, help="processes that send requests")
     parser.add_argument("--kv-gib", type=float, default=10, help="KV cache of each server; 0: as vLLM has it")
     parser.add_argument("--batched-tokens", type=int, default=8192)
+    parser.add_argument("--open-seconds", type=float, default=8, help="of arrivals in an open loop")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--pin", action="store_true", help="engine cores, API servers and clients on processors apart")
@@ -326,6 +360,7 @@ def serve(options: argparse.Namespace, load: Load) -> int:
             pin(ready, load)
         open_modules(run)
         warm_up(run)
+        find_capacity(run)
         turns(run, began + options.seconds)
     finally:
         stop(ready or started)

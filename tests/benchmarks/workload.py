@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -36,17 +37,35 @@ class Shape(NamedTuple):
         prompt: Tokens of each prompt, all random: no prefix is shared.
         tokens: Tokens that each generates; on average, if more requests are sent than run at once: they come and go
             one by one then. With equal lengths all of them would end, and the next ones begin, in the same step.
+        share: If above 0, the loop is open: requests arrive by a Poisson process at this share of stock's capacity,
+            however many run.
+        rate: Requests per second that arrive in an open loop.
     """
 
     in_flight: int
     requests: int
     prompt: int
     tokens: int
+    share: float = 0.0
+    rate: float = 0.0
 
     @property
     def most_tokens(self) -> int:
         """What the longest request generates."""
-        return self.tokens if self.requests <= self.in_flight else self.tokens + self.tokens // 2
+        is_one_batch = self.requests <= self.in_flight and not self.share
+        return self.tokens if is_one_batch else self.tokens + self.tokens // 2
+
+    def at_capacity(self, requests_per_s: float, seconds: float) -> Shape:
+        """An open loop for a server whose stock can serve `requests_per_s`, with arrivals for `seconds`."""
+        rate = self.share * requests_per_s
+        return self._replace(rate=rate, requests=max(1, round(rate * seconds)))
+
+    def arrivals(self, seed: int) -> list[float]:
+        """Seconds from the begin of an open loop to the arrival of each request; empty for a closed loop."""
+        if not self.rate:
+            return []
+        rng = random.Random(f"arrivals {seed}")
+        return list(accumulate(rng.expovariate(self.rate) for _ in range(self.requests)))
 
     def tokens_of(self, index: int) -> int:
         """What request number `index` generates: the same in every mode and round."""
@@ -59,6 +78,7 @@ SHAPES = {
     "decode": Shape(in_flight=64, requests=64, prompt=128, tokens=1024),
     "decode-512": Shape(in_flight=64, requests=64, prompt=128, tokens=512),
     "crowd": Shape(in_flight=256, requests=512, prompt=256, tokens=128),
+    **{f"open-{part}": Shape(256, 512, prompt=256, tokens=128, share=part / 100) for part in (50, 70, 90)},
     "short": Shape(in_flight=16, requests=48, prompt=256, tokens=128),
     "tiny": Shape(in_flight=2, requests=4, prompt=24, tokens=4),
 }
@@ -74,6 +94,7 @@ class Mode:
         needs: What the server must be configured for, of `servers.FEATURES`; nothing for any server.
         on: Name of the server, if it has to be a certain one.
         configs: Distinct sets of vectors, or of operations, that requests bring, in turns; 0: none.
+        hooks: Hook points of vectors, at every layer.
         ops: Operations of each set, at every op site; 0: sets are of vectors.
         is_at_one_site: Whether vectors are those of one op site.
         is_gated: Whether a gate of each request turns them on.
@@ -92,6 +113,7 @@ class Mode:
     needs: frozenset[str] = frozenset()
     on: str = ""
     configs: int = 0
+    hooks: tuple[str, ...] = HOOKS
     ops: int = 0
     is_at_one_site: bool = False
     is_gated: bool = False
@@ -146,6 +168,7 @@ def chosen(layers: Layers, num_layers: int) -> Any:
 _STEERING, _CAPTURE, _OPS = frozenset({"steering"}), frozenset({"capture"}), frozenset({"steering", "ops", "gates"})
 _FEATURES, _NO_GATES = frozenset({"steering", "features"}), frozenset({"steering", "ops", "no gates"})
 _CONTROLLERS = frozenset({"steering", "ops", "controllers"})
+_DEFAULTS = frozenset({"steering", "ops", "gates", "capture", "defaults"})
 MODES: Mapping[str, Mode] = {
     "stock": Mode(on="stock"),
     "installed": Mode(on="installed"),
@@ -170,6 +193,10 @@ MODES: Mapping[str, Mode] = {
     "controllers hold": Mode(_CONTROLLERS, selects=(HOLD,)),
     "1 gate": Mode(_OPS, configs=256, is_gated=True),
     "1 loop": Mode(_OPS, configs=256, is_gated=True, is_loop=True),
+    "defaults idle": Mode(_DEFAULTS),
+    "vector shared": Mode(_OPS, configs=1, is_at_one_site=True),
+    "ablation shared": Mode(_OPS, configs=1, ops=1),
+    "64 configs, 34 sites": Mode(_DEFAULTS, configs=64, hooks=("post_mlp",)),
     "features idle": Mode(_FEATURES),
     "16 features": Mode(_FEATURES, configs=256, features=16),
     **{f"encode {name} idle": Mode(frozenset({"steering", f"encode {name}"})) for name in SIZES},
@@ -227,12 +254,11 @@ def listed(config: int, size: ModelSize) -> dict[str, dict[str, list[float]]]:
 
 
 @lru_cache(maxsize=300)
-def encoded(config: int, size: ModelSize, form: Form) -> msgspec.Raw:
-    """The vectors as a part of a body."""
-    if form == "msgpack":
-        return msgspec.Raw(msgspec.msgpack.encode(packed(config, size)))
-    given = listed(config, size) if form == "list" else packed(config, size, as_text=True)
-    return msgspec.Raw(msgspec.json.encode(given))
+def encoded(config: int, size: ModelSize, form: Form, hooks: tuple[str, ...] = HOOKS) -> msgspec.Raw:
+    """The vectors at `hooks` as a part of a body."""
+    made = listed(config, size) if form == "list" else packed(config, size, as_text=form == "packed")
+    given = {hook: made[hook] for hook in hooks}
+    return msgspec.Raw((msgspec.msgpack if form == "msgpack" else msgspec.json).encode(given))
 
 
 @dataclass(frozen=True)
@@ -280,7 +306,7 @@ class Asked:
             elif self.mode.features:
                 made["steering_features"] = encoded_features(config, self.mode.features)
             else:
-                made["steering_vectors"] = encoded(config, self.size, self.mode.form)
+                made["steering_vectors"] = encoded(config, self.size, self.mode.form, self.mode.hooks)
         if self.mode.configs and self.mode.form == "msgpack":
             return MSGPACK, msgspec.msgpack.encode(made)
         return JSON, msgspec.json.encode(made)

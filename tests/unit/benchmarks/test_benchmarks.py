@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
@@ -27,12 +28,12 @@ from headgate.steering.requests.op_fields import read_ops
 from tests.benchmarks import bench_kernels, gpu_call, suite
 from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, summarize, summary, tables
 from tests.benchmarks.gpu_call import SIDE_BY_SIDE
-from tests.benchmarks.load import Raw, events, read
+from tests.benchmarks.load import Raw, Share, events, read, send_all
 from tests.benchmarks.models import MODELS, ModelSize
 from tests.benchmarks.operations import NUM_SITES, op_sites, operations
-from tests.benchmarks.servers import FEATURES, SINKS, counters, delays, publish_plugins, start_facts
+from tests.benchmarks.servers import FEATURES, SINKS, Usage, counters, delays, publish_plugins, start_facts
 from tests.benchmarks.suite import jobs_of, rounds_of
-from tests.benchmarks.suite_http import delay_figures, read_options, runnable
+from tests.benchmarks.suite_http import cost_figures, cpu_figures, delay_figures, read_options, runnable
 from tests.benchmarks.turns import LONG, Engine
 from tests.benchmarks.workload import HOOKS, MODES, SHAPES, Asked, chosen, listed, packed, server_of
 
@@ -61,6 +62,48 @@ def test_latencies_count_from_sending_and_tokens_from_the_first_sent_to_the_last
     assert found["tpot_p50"] == pytest.approx(100)
     assert found["e2e_p99"] == pytest.approx(2487, abs=1)
     assert not any(name.startswith("tpot") for name in summarize([Answer(0, 1, 1, 1, 1)]))
+
+
+def test_times_between_tokens_are_those_of_all_requests() -> None:
+    answers = [Answer(0, 1, 3, 3, 3, gaps=(0.5, 1.5)), Answer(0, 1, 2, 2, 2, gaps=(1.0,))]
+
+    assert summarize(answers)["itl_p50"] == pytest.approx(1000)
+    assert "itl_p50" not in summarize([Answer(0, 1, 1, 1, 1)])
+
+
+def test_requests_of_an_open_loop_arrive_by_chance_at_their_share_of_the_capacity() -> None:
+    shape = SHAPES["open-50"].at_capacity(80.0, seconds=50)
+
+    times = shape.arrivals(seed=1)
+
+    assert (shape.rate, shape.requests) == (40.0, 2000)
+    assert times == sorted(times) == shape.arrivals(seed=1) != shape.arrivals(seed=2)
+    assert times[-1] == pytest.approx(50, rel=0.1)
+    gaps = np.diff(times)
+    assert np.std(gaps) == pytest.approx(np.mean(gaps), rel=0.1)  # as those of a Poisson process
+    assert SHAPES["crowd"].arrivals(seed=1) == []
+
+
+def test_requests_of_an_open_loop_count_from_their_arrival() -> None:
+    asked = Asked(MODES["stock"], SHAPES["tiny"], SIZE, "m", seed=1)
+    share = Share("http://127.0.0.1:1/none", asked, first=0, step=1, in_flight=1, arrivals=(0.0, 0.1))
+
+    (_, raw), (_, late) = asyncio.run(send_all(share, [(1, "application/json", b"{}")] * 2))
+
+    assert late.sent == pytest.approx(raw.sent + 0.1)
+    assert raw.status == late.status == 0
+    assert "ClientConnectorError" in read(late, tokens=1).error
+
+
+def test_costs_are_cpu_milliseconds_of_each_process_for_a_request() -> None:
+    before = {"api": Usage(1.0, 5, 5, 5), "engine": Usage(2.0)}
+    after = {"api": Usage(1.5, 2**20, 7, 3), "engine": Usage(3.0), "capture": Usage(0.25)}
+
+    found = cost_figures(before, after, requests=100)
+
+    assert (found["api_ms"], found["engine_ms"], found["capture_ms"]) == (5.0, 10.0, 2.5)
+    assert (found["api_rss_mib"], found["api_files"], found["api_threads"]) == (1, 7, 3)
+    assert cpu_figures(before, after, 0.5) == {"api_cpu": 1.0, "engine_cpu": 2.5}
 
 
 def rounds() -> list[Round]:
@@ -310,6 +353,7 @@ CALLS = [
     for call in (
         *("check", "race", "idle", "soak", "verify", "dynamic", "memory", "kernels", "parallel", "parallel-cost"),
         *("http", "http-main", "http-inline", "http-decode", "ops", "gates", "controllers", "saes", "suite"),
+        *("http-crowd", "crowd", "crowd-open"),
     )
 ]
 
