@@ -29,7 +29,7 @@ UNITS = (
     *("capture/schema/test_config.py", "capture/schema/test_registry.py", "capture/planning/test_plan.py"),
     *("capture/delivery/test_request_assembler.py", "capture/test_cli.py", "capture/engine/contracts"),
     *("capture/engine/server", "capture/engine/setup", "capture/transport"),
-    *("consumers", "steering/client", "steering/core", "steering/features", "steering/files", "steering/requests"),
+    *("consumers", "steering/client", "steering/core", "steering/features", "steering/files", "steering/documents"),
 )
 """Modules that use a dependency, under tests/unit."""
 

@@ -17,7 +17,7 @@ The folders, in the order in which they import each other:
   between groups of captured rows (`between`).
 * ``gates/``: conditions on rows that turn steering on, lowered to entries of programs; traces.
 * ``controllers/``: Python plug-ins that read scores of running requests and change their steering.
-* ``requests/``: a request's fields in every form, read into a spec and its wire form.
+* ``documents/``: what clients send, in every form, read into a spec and its wire form.
 * ``files/``: vectors on disk: safetensors, JSON, GGUF, and the files of other tools; the command ``headgate vectors``.
 * ``core/``: in the engine core: global vectors, named modules, slots for requests, keys of KV blocks.
 * ``worker/``: in each worker: the pool of vectors, a table row for each token, the addition in the forward pass, which
@@ -25,7 +25,7 @@ The folders, in the order in which they import each other:
 * ``control/``: ``llm.steering``, the routes ``/v1/steering`` and the metrics.
 * ``client/``: a client of servers for programs without vLLM.
 
-A vector's way from a request to the stream: ``requests/reader``, ``request_fields``, ``vector_forms``, ``wire``;
+A vector's way from a request to the stream: ``documents/request``, ``vectors``, ``spec``;
 ``core/steering_core``, ``state``, ``admission``; ``worker/steering_part``, ``row_table``, ``vector_pool``,
 ``device_tables``, ``site_action``. `headgate.steering.config` has every knob, and `headgate.steering.part` joins
 steering to headgate.

@@ -24,7 +24,7 @@ from headgate.steering.controllers.loading import ControllerSpec, check_specs
 from headgate.steering.features.importing import open_coder
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
-from headgate.steering.gates.layout import COLUMNS_PER_GATE
+from headgate.steering.gates.gate import COLUMNS_PER_GATE
 from headgate.steering.sae_sources import SaeSource, sae_site, sites_of, why_not_encoded
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 

@@ -14,8 +14,7 @@ from functools import lru_cache
 from typing import Any, TypedDict
 
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
-from headgate.steering.gates.gate import Gate
-from headgate.steering.gates.wire import GatesWire, gates_from_wire, gates_to_wire
+from headgate.steering.gates.gate import Gate, GatesWire, gates_from_wire, gates_to_wire
 from headgate.steering.programs.feature_edits import FeatureEdit, FeatureEditsWire, edits_from_wire, edits_to_wire
 from headgate.steering.programs.operations import (
     Operation,

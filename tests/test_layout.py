@@ -60,7 +60,7 @@ LAYERS = {
             ["kernels"],
             ["controllers", "sae_sources"],
             ["config"],
-            ["flags", "requests"],
+            ["flags", "documents"],
             ["files"],
             ["core", "worker"],
             ["control"],

@@ -13,7 +13,7 @@ from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.results import CaptureResult
 from headgate.steering.control.operations import SteeringStatus
 from headgate.steering.files.tensor_bytes import FORMAT_NAMES, Tensor, decode
-from headgate.steering.requests.trace import SteeringTrace
+from headgate.steering.gates.trace import SteeringTrace
 from headgate.steering.vectors.dtypes import STORAGE, StoredType, widen
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -38,21 +38,20 @@ from headgate.steering.control.operations import (
     SaeStatus,
     SteeringStatus,
 )
-from headgate.steering.files.vector_files import load
-from headgate.steering.requests.op_fields import REQUEST_FIELDS, has_sources
-from headgate.steering.requests.probe_fields import probe_document
-from headgate.steering.requests.request_fields import (
+from headgate.steering.documents.gates import GATES, PREDECESSOR
+from headgate.steering.documents.operations import REQUEST_FIELDS, has_sources
+from headgate.steering.documents.probes import probe_document
+from headgate.steering.documents.request import (
     BASE,
     DECODE,
     DOCUMENT_FIELDS,
-    GATES,
     MODULE_FIELDS,
-    PREDECESSOR,
     PREFILL,
     SteeringDocument,
     document_of,
 )
-from headgate.steering.requests.vector_forms import read_vector, split_scale
+from headgate.steering.documents.vectors import read_vector, split_scale
+from headgate.steering.files.vector_files import load
 from headgate.steering.vectors.dtypes import Rows, StoredType, widen
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 

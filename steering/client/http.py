@@ -28,7 +28,7 @@ from headgate.steering.control.operations import (
     SaeStatus,
     SteeringStatus,
 )
-from headgate.steering.requests.request_fields import SteeringDocument
+from headgate.steering.documents.request import SteeringDocument
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on

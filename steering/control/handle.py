@@ -22,9 +22,16 @@ from headgate.steering.control.operations import (
     SteeringStatus,
 )
 from headgate.steering.core.audit import OPERATOR, Actor, AuditEntry
+from headgate.steering.documents.request import (
+    ANSWER_FIELDS,
+    FIELD_DOCS,
+    NESTED_NAMES,
+    SteeringDocument,
+    SteeringReader,
+    document_of,
+    open_reader,
+)
 from headgate.steering.flags import add_flags, read_flags
-from headgate.steering.requests.reader import ANSWER_FIELDS, FIELD_DOCS, NESTED_NAMES, SteeringReader, open_reader
-from headgate.steering.requests.request_fields import SteeringDocument, document_of
 from headgate.steering.vectors.phase_vectors import Steerable
 
 if TYPE_CHECKING:
@@ -264,7 +271,7 @@ class Steering(_Described[EngineCores], Rules):
 
         Args:
             name: 1 to 256 printable characters.
-            probe: A `Probe`, a file of one, or its fields: `headgate.steering.requests.probe_fields.PROBE_FIELDS`.
+            probe: A `Probe`, a file of one, or its fields: `headgate.steering.documents.probes.PROBE_FIELDS`.
                 Operations must be declared at its site.
 
         Raises:

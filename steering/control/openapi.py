@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from headgate.capture.probes.probe import POOLINGS
+from headgate.steering.documents.features import EDIT_KEYS
+from headgate.steering.documents.operations import METHOD_ALIASES
 from headgate.steering.gates.gate import PID_KEYS
 from headgate.steering.programs.operations import Method
-from headgate.steering.requests.feature_fields import EDIT_KEYS
-from headgate.steering.requests.op_fields import METHOD_ALIASES
 
 Schema = dict[str, Any]
 

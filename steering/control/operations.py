@@ -21,20 +21,15 @@ from headgate.capture.schema.errors import EngineStateError, RequestError, shown
 from headgate.steering.core.audit import BY, OPERATOR, Actor, AuditEntry
 from headgate.steering.core.probes import check_fits, open_probe
 from headgate.steering.core.saes.registry import NO_SAES, open_sae
+from headgate.steering.documents.features import read_global_features
+from headgate.steering.documents.gates import read_rule
+from headgate.steering.documents.operations import read_site
+from headgate.steering.documents.probes import read_probe
+from headgate.steering.documents.request import MODULE_FIELDS, read_global_ops, read_module, sum_tiers
+from headgate.steering.documents.vectors import read_update
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import load
 from headgate.steering.probes.wire import to_wire as probe_to_wire
-from headgate.steering.requests.feature_fields import read_global_features
-from headgate.steering.requests.op_fields import read_site
-from headgate.steering.requests.probe_fields import read_probe
-from headgate.steering.requests.request_fields import (
-    MODULE_FIELDS,
-    read_global_ops,
-    read_module,
-    read_update,
-    sum_tiers,
-)
-from headgate.steering.requests.rule_fields import read_rule
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name
 

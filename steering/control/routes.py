@@ -23,28 +23,26 @@ from headgate.steering.control import openapi
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.control.operations import SteeringStatus
 from headgate.steering.core.audit import SIZE, Actor
-from headgate.steering.requests.feature_fields import (
+from headgate.steering.documents.features import (
     MODULE_FEATURES,
     REQUEST_FEATURES,
     PhaseFeatures,
     read_global_features,
 )
-from headgate.steering.requests.op_fields import MODULE_FIELDS as MODULE_OPS
-from headgate.steering.requests.op_fields import REQUEST_FIELDS as REQUEST_OPS
-from headgate.steering.requests.probe_fields import PROBE_FIELDS
-from headgate.steering.requests.request_fields import (
+from headgate.steering.documents.gates import RULE_FIELDS
+from headgate.steering.documents.operations import MODULE_FIELDS as MODULE_OPS
+from headgate.steering.documents.operations import REQUEST_FIELDS as REQUEST_OPS
+from headgate.steering.documents.probes import PROBE_FIELDS
+from headgate.steering.documents.request import (
     BASE,
     DECODE,
     DOCUMENT_FIELDS,
     MODULE_FIELDS,
     PREFILL,
     SteeringDocument,
-    TierUpdate,
     read_global_ops,
-    read_tier,
-    read_update,
 )
-from headgate.steering.requests.rule_fields import RULE_FIELDS
+from headgate.steering.documents.vectors import TierUpdate, read_tier, read_update
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, check_name
 
 _SHORT = {

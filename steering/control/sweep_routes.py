@@ -28,9 +28,9 @@ from headgate.capture.schema.results import FindKept, KeptRequest
 from headgate.capture.schema.sites import Site
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.control.openapi import PATCH_SWEEP
+from headgate.steering.documents.operations import REQUEST_FIELDS, RowSource, float32_row, read_at, read_source
+from headgate.steering.documents.vectors import check_scale
 from headgate.steering.programs.operations import Float32Row, Method
-from headgate.steering.requests.op_fields import REQUEST_FIELDS, RowSource, float32_row, read_at, read_source
-from headgate.steering.requests.vector_forms import check_scale
 from headgate.steering.vectors.phase_vectors import Steerable
 
 MAX_CELLS = 4096

@@ -12,7 +12,7 @@ from headgate.capture.probes.probe import Probe, ProbeError
 from headgate.capture.schema.config import parse_pairs
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.controllers.controller import Controller
-from headgate.steering.gates.rule import AppliesTo
+from headgate.steering.gates.gate import AppliesTo
 from headgate.steering.vectors.phase_vectors import check_name
 
 GROUP = "headgate.controllers"

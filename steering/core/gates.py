@@ -18,10 +18,8 @@ from headgate.steering.core.rules.registry import KeptRule, kept_rule
 from headgate.steering.core.saes.registry import KeptPrograms, SaeRegistry, bytes_of
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.gates.conversations import Conversation, ConversationLatches, LatchKey
-from headgate.steering.gates.gate import FeatureReading, Gate, ModuleThen, NamedProbe
+from headgate.steering.gates.gate import FeatureReading, Gate, GatesWire, ModuleThen, NamedProbe, Rule, gates_to_wire
 from headgate.steering.gates.lowering import GatedPrograms, Own, lower_gates
-from headgate.steering.gates.rule import Rule
-from headgate.steering.gates.wire import GatesWire, gates_to_wire
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
@@ -65,7 +63,7 @@ class LoweredGates:
 
 
 class GateContent:
-    """Implements `headgate.steering.gates.readings.Content` for one request.
+    """Implements `headgate.steering.gates.lowering.Content` for one request.
 
     Args:
         steerable: The model; None if there can be no gates.

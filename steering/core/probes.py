@@ -9,7 +9,7 @@ from typing import Any
 
 from headgate.capture.probes.probe import Probe, ProbeError, load
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.gates.names import probe_key
+from headgate.steering.gates.gate import probe_key
 from headgate.steering.probes.wire import ProbeWire, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 

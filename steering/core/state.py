@@ -34,13 +34,12 @@ from headgate.steering.core.resolved import (
 )
 from headgate.steering.core.rules.registry import RuleRegistry
 from headgate.steering.core.saes.registry import SaeRegistry
+from headgate.steering.documents.features import MODULE_FEATURES
 from headgate.steering.gates.conversations import ConversationLatches
-from headgate.steering.gates.layout import COLUMNS_PER_GATE
-from headgate.steering.gates.wire import GatesWire
+from headgate.steering.gates.gate import COLUMNS_PER_GATE, GatesWire
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
-from headgate.steering.requests.feature_fields import MODULE_FEATURES
 from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import TIERS, PhaseVectors, Steerable, weighted_sum

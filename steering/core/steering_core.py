@@ -33,14 +33,13 @@ from headgate.steering.core.resolved import Resolved, SteeredBlocks
 from headgate.steering.core.rules.step_readings import RequestReadings
 from headgate.steering.core.saes.registry import open_sae, warn_of_other_model
 from headgate.steering.core.state import SteeringState
+from headgate.steering.documents.gates import load_rules
 from headgate.steering.features.sparse_coder import gathered
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.step_table import StepTable
-from headgate.steering.gates.trace import Note
-from headgate.steering.requests.rule_fields import load_rules
-from headgate.steering.requests.trace import Trace, join_notes
+from headgate.steering.gates.trace import Note, Trace, join_notes
 from headgate.steering.sae_sources import SaeSource
 from headgate.steering.spec import PROGRAM_KEYS, from_wire, programs_to_wire
 from headgate.steering.vectors.dtypes import StoredType

@@ -28,6 +28,8 @@ from headgate.capture.files.reading import read_json, refusing
 from headgate.capture.files.tensors import open_safetensors
 from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HOOK_NAMES, HookPoint, Site, sort_sites
+from headgate.steering.documents.request import MODULE_FIELDS, sum_tiers
+from headgate.steering.documents.vectors import read_tier
 from headgate.steering.files import gguf_files, tensor_bytes
 from headgate.steering.files.foreign_files import (
     ARRAY_SUFFIXES,
@@ -41,7 +43,6 @@ from headgate.steering.files.foreign_files import (
     row_of,
     unnamed_tensors,
 )
-from headgate.steering.requests.request_fields import MODULE_FIELDS, read_tier, sum_tiers
 from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, vectors_html

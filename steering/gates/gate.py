@@ -1,20 +1,45 @@
-"""Gates in canonical form: conditions on rows of the stream, and what they turn on. Parsed, checked, not lowered yet.
+"""Gates and rules in canonical form: conditions on rows of the stream, and what they turn on. Parsed, not lowered yet.
 
 A condition is a tree of `Leaf`, `ConditionGroup`, `Negation` and `Always`. The leaves compare scores with thresholds; a
 `Reading` reads a score off each row. Names of probes, modules and SAEs stand as they are: the engine core, which has
 them, looks them up when it lowers (`headgate.steering.gates.lowering`). Numpy only.
+
+The columns of a row's numbers (`layout_of`) follow from the gates alone, before any name in them is looked up, so the
+front end that reads a trace and the engine core that lowers the gates need not tell each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from enum import Enum
+from itertools import product
+from typing import Any, NamedTuple
 
-from headgate.capture.schema.sites import Site
-from headgate.steering.programs.feature_edits import FeatureEdit
-from headgate.steering.programs.gate_codes import Combine, GateScope, Mode, Pool
-from headgate.steering.programs.operations import Float32Row, ModuleVector, Operation
+import numpy as np
+
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import HookPoint, Site, sort_sites
+from headgate.steering.programs.feature_edits import FeatureEdit, edits_from_wire, edits_to_wire, sae_key
+from headgate.steering.programs.gate_codes import (
+    GATE_COLUMNS,
+    LEAF_COLUMNS,
+    NODE_COLUMNS,
+    SCORE_COLUMNS,
+    Combine,
+    GateScope,
+    Mode,
+    Pool,
+)
+from headgate.steering.programs.operations import (
+    Float32Row,
+    ModuleVector,
+    Operation,
+    named_modules,
+    operations_from_wire,
+    operations_to_wire,
+)
 
 
 class NamedProbe(NamedTuple):
@@ -207,3 +232,400 @@ def leaves_of(condition: Condition) -> Iterator[Leaf]:
             yield from leaves_of(each)
     elif isinstance(condition, Negation):
         yield from leaves_of(condition.condition)
+
+
+def probe_key(name: str) -> str:
+    """Return the key of a probe among the registered names of an engine core, which no module and no SAE can have."""
+    return f"probe\n{name}"
+
+
+def names_of(gates: Iterable[Gate]) -> dict[str, str]:
+    """Return the modules, and the keys of SAEs and probes, that gates name, each with the path that names it first."""
+    found: dict[str, str] = {}
+    for gate in gates:
+        for key, where in _names(gate):
+            found.setdefault(key, where)
+    return found
+
+
+def _names(gate: Gate) -> Iterator[tuple[str, str]]:
+    for leaf in gate.leaves:
+        yield from _read(leaf.reading)
+    yield from named_modules(gate.then.operations).items()
+    for edit in gate.then.features:
+        yield sae_key(edit.sae), edit.sae_at
+    if gate.then.module is not None:
+        yield gate.then.module.name, gate.then.module.where
+
+
+def _read(reading: Reading) -> Iterator[tuple[str, str]]:
+    if isinstance(reading, NamedProbe):
+        yield probe_key(reading.name), reading.where
+    elif isinstance(reading, FeatureReading):
+        yield sae_key(reading.sae), f"{reading.where}.sae"
+    elif isinstance(reading.weight, ModuleVector):
+        yield reading.weight.module, f"{reading.where}.{'cosine' if reading.is_cosine else 'weight'}"
+
+
+_ATTENTION = (HookPoint.ATTN_IN, HookPoint.HOOK_Z, HookPoint.ATTN_OUT)
+_MLP = (HookPoint.MLP_IN, HookPoint.MLP_OUT)
+"""Branches that some models compute side by side, in an order of their own."""
+
+
+def is_reached(write: Site, read: Site) -> bool:
+    """Whether a number that is read at a site can act at another one in the same forward, or at the same.
+
+    It cannot where the forward has been before, nor from a layer's attention in the MLP beside it.
+    """
+    is_beside = read.layer == write.layer and read.hook in _ATTENTION and write.hook in _MLP
+    return not is_beside and sort_sites((write, read))[0] == read
+
+
+def check_this_token(gate: Gate, reads: Collection[Site], writes: Collection[Site]) -> None:
+    """Check that a gate of the scope `GateScope.THIS` can act on the row that it reads; others may write anywhere.
+
+    Args:
+        gate: The gate.
+        reads: Sites that its condition reads, as far as they are known.
+        writes: Sites that it writes, likewise.
+
+    Raises:
+        RequestError: Naming its scope, and one that works.
+    """
+    if gate.scope is not GateScope.THIS:
+        return
+    if all(is_reached(write, read) for read in reads for write in writes):
+        return
+    for read, write in product(sort_sites(reads), sort_sites(writes)):
+        if not is_reached(write, read):
+            raise RequestError(
+                f"{gate.where}.scope",
+                f"this_token cannot act: the gate reads at {read.name} and writes at {write.name}, which must not come "
+                "before, nor be in the MLP beside a layer's attention; next_token works, or write at later sites",
+            )
+
+
+def check_reads(gate: Gate, reads: Collection[Site]) -> None:
+    """Check that the scores of a gate come in one order in every model, whatever its scope.
+
+    Args:
+        gate: The gate.
+        reads: Sites that its condition reads, as far as they are known.
+
+    Raises:
+        RequestError: Naming its condition, if it reads both in the attention and in the MLP of a layer.
+    """
+    if len(reads) < 2:
+        return
+    for one, other in product(sort_sites(reads), repeat=2):
+        if one.layer == other.layer and one.hook in _ATTENTION and other.hook in _MLP:
+            raise RequestError(
+                f"{gate.where}.when",
+                f"reads at {one.name} and at {other.name}, which some models compute side by side; read the stream "
+                "between them, or use a gate for each",
+            )
+
+
+COLUMNS_PER_GATE = 8
+"""Columns that the engine has for each gate of a request, on the average: a gate of one leaf takes 7."""
+
+
+FOLLOWING = 2
+"""Offset of the strength that acts on the next row at earlier sites, among a gate's columns."""
+
+
+COUNT = 2
+"""Offset of the number of rows that it wrote, among a gate's columns in the states."""
+
+
+class ScoreColumn(NamedTuple):
+    """A score's column.
+
+    Attributes:
+        name: In traces.
+        reading: Gives the score.
+        column: Column of the score.
+    """
+
+    name: str
+    reading: Reading
+    column: int
+
+
+class GateColumn(NamedTuple):
+    """A gate's columns.
+
+    Attributes:
+        gate: The gate.
+        column: Column of the strength that acts; the one that is shown follows, then the one that acts on the next row
+            at earlier sites.
+        first: First column of its leaves and nodes, which follow one another as `num_columns` counts them.
+    """
+
+    gate: Gate
+    column: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class GateLayout:
+    """The columns of some gates.
+
+    Attributes:
+        scores: Each score once: leaves that name one probe share it.
+        gates: In their order.
+        num_columns: Number of all columns.
+    """
+
+    scores: tuple[ScoreColumn, ...]
+    gates: tuple[GateColumn, ...]
+    num_columns: int
+
+    def score_column(self, reading: Reading) -> int:
+        """Return the column of a reading's score.
+
+        Raises:
+            AssertionError: If it is none of these gates'.
+        """
+        for score in self.scores:
+            if score.reading is reading or _is_same_probe(score.reading, reading):
+                return score.column
+        raise AssertionError(f"no column for {reading}")
+
+
+def layout_of(gates: Sequence[Gate], first: int = 0) -> GateLayout:
+    """Lay out the columns of gates, from `first` on: all scores, then each gate's leaves, nodes and itself."""
+    scores: list[ScoreColumn] = []
+    at = first
+    for gate in gates:
+        for name, reading in _named_readings(gate):
+            if not any(_is_same_probe(score.reading, reading) for score in scores):
+                scores.append(ScoreColumn(name, reading, at))
+                at += SCORE_COLUMNS
+    columns: list[GateColumn] = []
+    for gate in gates:
+        begins = at
+        at += num_columns(gate.when)
+        columns.append(GateColumn(gate, at, begins))
+        at += GATE_COLUMNS
+    return GateLayout(tuple(scores), tuple(columns), at - first)
+
+
+def num_columns(condition: Condition) -> int:
+    """Return the columns of a condition: of its leaves, and of the nodes that combine them two by two."""
+    if isinstance(condition, Leaf):
+        return LEAF_COLUMNS
+    if isinstance(condition, ConditionGroup):
+        return sum(map(num_columns, condition.conditions)) + NODE_COLUMNS * (len(condition.conditions) - 1)
+    if isinstance(condition, Negation):
+        return num_columns(condition.condition) + NODE_COLUMNS
+    return NODE_COLUMNS
+
+
+def _named_readings(gate: Gate) -> list[tuple[str, Reading]]:
+    """Return the readings of a gate, named: a probe by its name, others by the gate's, counted from the second on."""
+    found: list[tuple[str, Reading]] = []
+    num_inline = 0
+    for leaf in gate.leaves:
+        if isinstance(leaf.reading, NamedProbe):
+            found.append((leaf.reading.name, leaf.reading))
+            continue
+        found.append((f"{gate.name}.{num_inline}" if num_inline else gate.name, leaf.reading))
+        num_inline += 1
+    return found
+
+
+def _is_same_probe(one: Reading, other: Reading) -> bool:
+    return isinstance(one, NamedProbe) and isinstance(other, NamedProbe) and one.name == other.name
+
+
+Selection = Collection[str] | None
+"""The rules that a request names in ``steering_rules``; None if it has no such field."""
+
+_PLACE = "rule[0]."
+"""Begins the path of each field of a rule's gate as the parser of gates writes it."""
+
+
+WHO_KNOWS_RULES = "whoever has the role 'steer' finds those that are registered at GET /v1/steering/rules"
+"""Stands for rules in errors about requests, whose clients do not learn the names of rules."""
+
+
+class AppliesTo(str, Enum):
+    """The requests that a rule acts on."""
+
+    ALL = "all"
+    OPT_IN = "opt_in"
+    OPT_OUT = "opt_out"
+
+    def acts(self, name: str, selection: Selection) -> bool:
+        """Whether a rule of that name acts on a request with a selection."""
+        if self is AppliesTo.ALL:
+            return True
+        return self is AppliesTo.OPT_OUT if selection is None else name in selection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rule:
+    """A rule: a gate with its name, and whom it acts on."""
+
+    gate: Gate
+    applies_to: AppliesTo
+
+    @property
+    def name(self) -> str:
+        """The name of the rule, and of its gate."""
+        return self.gate.name
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return plain values that `from_wire` reads back."""
+        return {"gate": gates_to_wire((self.gate,)), "applies_to": self.applies_to.value}
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> Rule:
+        """Return the rule that `to_wire` wrote."""
+        (gate,) = gates_from_wire(wire["gate"])
+        return cls(gate=gate, applies_to=AppliesTo(wire["applies_to"]))
+
+
+def rule_key(name: str) -> str:
+    """Return the key of a rule among the registered names of an engine core, which nothing else there can have."""
+    return f"rule\n{name}"
+
+
+@contextmanager
+def fields_of_rule() -> Iterator[None]:
+    """Let errors about a rule's gate name the fields of the rule's own document: ``when`` for ``rule[0].when``."""
+    try:
+        yield
+    except RequestError as error:
+        message = str(error).removeprefix(f"{error.field}: ").replace(_PLACE, "")
+        raise RequestError(error.field.removeprefix(_PLACE), message) from error
+
+
+FIELD = "rule"
+"""Name of the list of one gate that a rule's document is read as."""
+
+
+GatesWire = list[dict[str, Any]]
+
+
+def gates_to_wire(gates: Sequence[Gate]) -> GatesWire:
+    """Return plain values that `gates_from_wire` reads back."""
+    return [
+        {
+            "name": gate.name,
+            "when": _condition(gate.when),
+            "then": _then(gate.then),
+            "mode": int(gate.mode),
+            "amount": gate.amount,
+            "pid": None if gate.pid is None else list(gate.pid),
+            "scope": int(gate.scope),
+            "conversation": gate.conversation,
+            "where": gate.where,
+        }
+        for gate in gates
+    ]
+
+
+def gates_from_wire(wire: Iterable[dict[str, Any]]) -> tuple[Gate, ...]:
+    """Return the gates that `gates_to_wire` wrote; arrays are views of the received bytes."""
+    return tuple(
+        Gate(
+            name=given["name"],
+            when=_read_condition(given["when"]),
+            then=_read_then(given["then"]),
+            mode=Mode(given["mode"]),
+            amount=given["amount"],
+            pid=None if given["pid"] is None else Pid(*given["pid"]),
+            scope=GateScope(given["scope"]),
+            conversation=given["conversation"],
+            where=given["where"],
+        )
+        for given in wire
+    )
+
+
+def _condition(condition: Condition) -> list[Any]:
+    if isinstance(condition, Leaf):
+        numbers = [condition.is_below, condition.threshold, condition.hysteresis, int(condition.pool), condition.alpha]
+        return ["leaf", _reading(condition.reading), *numbers, condition.where]
+    if isinstance(condition, ConditionGroup):
+        return ["group", int(condition.combine), [_condition(each) for each in condition.conditions]]
+    if isinstance(condition, Negation):
+        return ["not", _condition(condition.condition)]
+    return ["always"]
+
+
+def _read_condition(wire: Sequence[Any]) -> Condition:
+    kind, *given = wire
+    if kind == "leaf":
+        reading, is_below, threshold, hysteresis, pool, alpha, where = given
+        return Leaf(
+            reading=_read_reading(reading),
+            is_below=is_below,
+            threshold=threshold,
+            hysteresis=hysteresis,
+            pool=Pool(pool),
+            alpha=alpha,
+            where=where,
+        )
+    if kind == "group":
+        return ConditionGroup(Combine(given[0]), tuple(_read_condition(each) for each in given[1]))
+    return Negation(_read_condition(given[0])) if kind == "not" else Always()
+
+
+def _reading(reading: Reading) -> list[Any]:
+    if isinstance(reading, NamedProbe):
+        return ["probe", *reading]
+    if isinstance(reading, FeatureReading):
+        return ["feature", *reading]
+    weight = reading.weight
+    plain: Any = _module(weight) if isinstance(weight, ModuleVector) else weight.tobytes()
+    return ["inline", _site(reading.site), plain, reading.bias, reading.is_cosine, reading.where]
+
+
+def _read_reading(wire: Sequence[Any]) -> Reading:
+    kind, *given = wire
+    if kind == "probe":
+        return NamedProbe(*given)
+    if kind == "feature":
+        return FeatureReading(*given)
+    site, weight, bias, is_cosine, where = given
+    read = np.frombuffer(weight, np.float32) if isinstance(weight, bytes | memoryview) else _read_module(weight)
+    return InlineProbe(site=_read_site(site), weight=read, bias=bias, is_cosine=is_cosine, where=where)
+
+
+def _then(then: Then) -> dict[str, Any]:
+    return {
+        "operations": operations_to_wire(then.operations),
+        "features": edits_to_wire(then.features),
+        "module": None if then.module is None else list(then.module),
+        "attenuate": then.attenuate,
+        "observes": then.observes,
+    }
+
+
+def _read_then(wire: dict[str, Any]) -> Then:
+    return Then(
+        operations=operations_from_wire(wire["operations"]),
+        features=edits_from_wire(wire["features"]),
+        module=None if wire["module"] is None else ModuleThen(*wire["module"]),
+        attenuate=wire["attenuate"],
+        observes=wire["observes"],
+    )
+
+
+def _site(site: Site) -> list[Any]:
+    return [site.layer, site.hook.value]
+
+
+def _read_site(wire: Sequence[Any]) -> Site:
+    return Site(wire[0], HookPoint(wire[1]))
+
+
+def _module(vector: ModuleVector) -> list[Any]:
+    return [vector.module, *_site(vector.site)]
+
+
+def _read_module(wire: Sequence[Any]) -> ModuleVector:
+    return ModuleVector(wire[0], _read_site(wire[1:]))

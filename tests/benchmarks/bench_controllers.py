@@ -36,8 +36,7 @@ from headgate.steering import PhaseVectors, probes
 from headgate.steering.config import parse_config
 from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
-from headgate.steering.gates.gate import Gate, InlineProbe, Leaf, ModuleThen, Then
-from headgate.steering.gates.rule import AppliesTo, Rule
+from headgate.steering.gates.gate import AppliesTo, Gate, InlineProbe, Leaf, ModuleThen, Rule, Then
 from headgate.steering.programs.gate_codes import GateScope
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.worker.gates.reference import GateTensors

@@ -47,9 +47,9 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.steering.config import SteeringConfig
 from headgate.steering.core.saes.registry import Sae, open_sae
 from headgate.steering.core.steering_core import GATHERED_BYTES, SteeringCore
+from headgate.steering.documents.request import FIELD_DOCS, SteeringReader
 from headgate.steering.features.sparse_coder import gathered
 from headgate.steering.programs.feature_edits import sae_key
-from headgate.steering.requests.reader import FIELD_DOCS, SteeringReader
 from headgate.steering.vectors.phase_vectors import Steerable
 from headgate.steering.worker.rows.step_rows import RowResolver
 from headgate.steering.worker.worker_steering import EntryLimits, WorkerSteering

@@ -22,7 +22,7 @@ import numpy as np
 
 from headgate.capture.schema.sites import HookPoint
 from headgate.steering.config import SteeringConfig
-from headgate.steering.requests.request_fields import BASE, DECODE, PREFILL, read_steering
+from headgate.steering.documents.request import BASE, DECODE, PREFILL, read_steering
 from headgate.steering.spec import from_wire, to_wire
 
 LAYERS, HIDDEN, RUNS = 34, 2560, 41

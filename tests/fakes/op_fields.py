@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.steering.documents.operations import REQUEST_FIELDS, PhaseOps, read_ops
 from headgate.steering.programs.program import Program
-from headgate.steering.requests.op_fields import REQUEST_FIELDS, PhaseOps, read_ops
 from tests.fakes.vector_forms import HIDDEN, model
 
 SITES = (*(Site(layer, HookPoint.POST_MLP) for layer in range(3)), Site(2, HookPoint.PRE_ATTN), FINAL_NORM_SITE)

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HOOK_NAMES
-from headgate.steering.requests.request_fields import FIELDS
+from headgate.steering.documents.request import FIELDS
 from tests.fakes.steering_forms import ROW, listed, packed
 
 words = st.sampled_from(

@@ -11,7 +11,7 @@ from headgate.steering.core.content import Limits
 from headgate.steering.core.rules.calls import made_rule
 from headgate.steering.core.rules.registry import KeptRule
 from headgate.steering.core.state import SteeringState
-from headgate.steering.requests.rule_fields import read_rule
+from headgate.steering.documents.gates import read_rule
 from headgate.steering.vectors.phase_vectors import Steerable
 
 HIDDEN = 16

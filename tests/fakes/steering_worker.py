@@ -19,7 +19,7 @@ from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.setup.settings import model_info, section
 from headgate.capture.schema.batch import NewRequest
 from headgate.steering.config import parse_config
-from headgate.steering.gates.rule import AppliesTo
+from headgate.steering.gates.gate import AppliesTo
 from headgate.steering.spec import from_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import sum_of

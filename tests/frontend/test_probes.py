@@ -19,8 +19,8 @@ from headgate.steering.client import calls
 from headgate.steering.client.calls import ServerAccess
 from headgate.steering.core import probes as core_probes
 from headgate.steering.core.probes import ProbeRegistry
+from headgate.steering.documents.probes import probe_document
 from headgate.steering.probes import HiddenLayer, Probe, save
-from headgate.steering.requests.probe_fields import probe_document
 from tests.frontend.test_app import VECTOR, Server, conforms, starter
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.steering.requests.rule_fields import read_rule
+from headgate.steering.documents.gates import read_rule
 from headgate.steering.spec import SteeringSpec
 from tests.fakes.steered_core import BLOCK, Core
 

@@ -155,7 +155,7 @@ def test_every_engine_core_has_what_was_set_and_registered(engine: Engine) -> No
 
 def full(engine: Engine, which: int) -> Any:
     """Take 15 of the 19 slots of one engine core."""
-    from headgate.steering.requests.request_fields import read_module
+    from headgate.steering.documents.request import read_module
     from headgate.steering.spec import to_wire
 
     spec = read_module({"vectors": {"post_mlp": {i: ROW + i for i in range(15)}}}, engine.steering.steerable)

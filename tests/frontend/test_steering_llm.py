@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.requests.request_fields import read_steering
+from headgate.steering.documents.request import read_steering
 from headgate.steering.spec import from_wire, to_wire
 from tests.fakes.saes import TinySae
 from tests.fakes.steering_forms import BAD, GOOD, HIDDEN, LAYERS, ROW, listed
@@ -146,10 +146,10 @@ def test_the_fields_survive(llm: Any, pass_on: Any) -> None:
 
 def test_one_params_for_many_prompts_is_read_once_and_stays_as_it_was(llm: Any, monkeypatch: Any) -> None:
     from headgate.steering import SamplingParams
-    from headgate.steering.requests import reader
+    from headgate.steering.documents import request
 
     reads: list[Any] = []
-    monkeypatch.setattr(reader, "read_steering", lambda *args: (reads.append(args), read_steering(*args))[1])
+    monkeypatch.setattr(request, "read_steering", lambda *args: (reads.append(args), read_steering(*args))[1])
     vectors = {"post_mlp": {3: ROW.copy()}}
     params = SamplingParams(steering_vectors=vectors, max_tokens=2)
     before = dict(params.extra_args)

@@ -9,11 +9,11 @@ from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.gates import GateContent
 from headgate.steering.core.resolved import Module, Resolved
 from headgate.steering.core.state import SteeringState
+from headgate.steering.documents.gates import read_then
+from headgate.steering.documents.operations import KeptRows, VectorReader
 from headgate.steering.gates.lowering import DECODE, joined_entries, then_programs
 from headgate.steering.programs.gate_codes import gate_field
 from headgate.steering.programs.program import Program, entries_of
-from headgate.steering.requests.gate_fields import read_then
-from headgate.steering.requests.op_fields import KeptRows, VectorReader
 from headgate.steering.vectors.phase_vectors import PhaseVectors, weighted_sum
 
 FIELD = "controller"

@@ -12,7 +12,7 @@ from headgate.steering.core.controllers.contents import Static
 from headgate.steering.core.controllers.decisions import ActionApplier
 from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, SWITCHED_OFF, Outcomes
 from headgate.steering.core.controllers.readers import RunningController
-from headgate.steering.gates.rule import Selection
+from headgate.steering.gates.gate import Selection
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource
 

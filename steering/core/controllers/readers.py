@@ -11,10 +11,8 @@ from headgate.steering.controllers.controller_thread import ControllerFigures
 from headgate.steering.controllers.hosting.host import LoadedController
 from headgate.steering.controllers.loading import ControllerSpec
 from headgate.steering.core.gates import GateContent
-from headgate.steering.gates.gate import InlineProbe
-from headgate.steering.gates.layout import GateLayout, ScoreColumn
-from headgate.steering.gates.readings import Score, check_site, probe_entries
-from headgate.steering.gates.rule import AppliesTo, Selection
+from headgate.steering.gates.gate import AppliesTo, GateLayout, InlineProbe, ScoreColumn, Selection
+from headgate.steering.gates.lowering import Score, check_site, probe_entries
 from headgate.steering.gates.trace import GateSource, Writes
 from headgate.steering.programs.program import Entry, Program
 

@@ -15,7 +15,7 @@ from headgate.steering.core.resolved import Module
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.core.rules.step_readings import RequestReadings
 from headgate.steering.core.saes.registry import SaeRegistry
-from headgate.steering.gates.rule import Rule, fields_of_rule, rule_key
+from headgate.steering.gates.gate import Rule, fields_of_rule, rule_key
 from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 

@@ -11,8 +11,7 @@ import numpy as np
 from headgate.capture.schema.batch import Int64Array
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
-from headgate.steering.gates.gate import Gate
-from headgate.steering.gates.layout import COUNT, FOLLOWING, layout_of
+from headgate.steering.gates.gate import COUNT, FOLLOWING, Gate, layout_of
 from headgate.steering.gates.step_table import RequestSignals, StepTable, ToldCounts
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.vectors.dtypes import Float32Rows

@@ -11,8 +11,7 @@ from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import RuleRegistry
 from headgate.steering.core.rules.step_counts import CountedRequest, RowCounts, StepCounts
 from headgate.steering.gates.conversations import ConversationLatches
-from headgate.steering.gates.gate import Gate
-from headgate.steering.gates.layout import FOLLOWING
+from headgate.steering.gates.gate import FOLLOWING, Gate
 from headgate.steering.gates.step_table import StepTable, ToldCounts
 from headgate.steering.gates.trace import BEFORE, NEVER, GateSource, Note, TraceLog, TraceWriter
 from headgate.steering.vectors.dtypes import Float32Rows

@@ -20,7 +20,7 @@ from headgate.capture.schema.sites import Site
 from headgate.steering.features.importing import open_coder
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
-from headgate.steering.gates.checks import is_reached
+from headgate.steering.gates.gate import is_reached
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
 from headgate.steering.programs.feature_lowering import feature_entries
 from headgate.steering.programs.program import Entry, Program

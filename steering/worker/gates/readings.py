@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.batch import Int32Array, Int64Array
-from headgate.steering.gates.layout import FOLLOWING
+from headgate.steering.gates.gate import FOLLOWING
 from headgate.steering.gates.step_table import ToldCounts, spread
 from headgate.steering.programs.gate_codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headgate.capture.schema.batch import BatchView, BoolArray, Int32Array, Int64Array
-from headgate.steering.gates.rule import Selection
+from headgate.steering.gates.gate import Selection
 from headgate.steering.programs.codes import CODE_MASK, Code, change_index
 from headgate.steering.programs.gate_codes import EARLY, GATE_COLUMNS, TokenFlag, gate_column
 from headgate.steering.programs.program import Program

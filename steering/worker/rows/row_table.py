@@ -19,7 +19,7 @@ import numpy as np
 from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.sites import Site
-from headgate.steering.gates.rule import Selection
+from headgate.steering.gates.gate import Selection
 from headgate.steering.spec import Steered
 from headgate.steering.vectors.sums import Vectors
 from headgate.steering.worker.placed_programs import ProgramTable, ProgramWrites

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from headgate.capture.schema.batch import Int32Array
 from headgate.capture.schema.sites import Site
-from headgate.steering.gates.rule import AppliesTo, Selection
+from headgate.steering.gates.gate import AppliesTo, Selection
 from headgate.steering.programs.program import Program
 from headgate.steering.vectors.dtypes import Rows
 from headgate.steering.worker.placed_programs import PlacedProgram, place

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from headgate.steering.config import SteeringConfig
+from headgate.steering.documents.features import read_features
 from headgate.steering.features.importing import open_coder
-from headgate.steering.requests.feature_fields import read_features
 from tests.benchmarks.models import ModelSize
 from tests.benchmarks.saes import SIZES, sae_flags
 from tests.benchmarks.workload import MODES, SHAPES, Asked

@@ -23,8 +23,8 @@ from headgate.capture.engine.commands.verify import verify
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from headgate.steering.config import SteeringConfig
+from headgate.steering.documents.operations import read_ops
 from headgate.steering.programs.program import Program
-from headgate.steering.requests.op_fields import read_ops
 from tests.benchmarks import bench_kernels, gpu_call, suite
 from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, summarize, summary, tables
 from tests.benchmarks.gpu_call import SIDE_BY_SIDE

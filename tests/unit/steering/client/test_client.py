@@ -22,7 +22,8 @@ import torch
 from headgate.capture.schema.results import CaptureResult
 from headgate.steering import VectorFile, save
 from headgate.steering.client import Answer, AsyncClient, Choice, Client, GlobalUpdate, ServerError, inline_rows
-from headgate.steering.requests.request_fields import BASE, read_tier
+from headgate.steering.documents.request import BASE
+from headgate.steering.documents.vectors import read_tier
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.vector_forms import HIDDEN, model
 

@@ -16,8 +16,9 @@ from headgate.capture.schema.errors import RequestError
 from headgate.steering import ops
 from headgate.steering.client import extra_body
 from headgate.steering.client.calls import pack, packed_fields
-from headgate.steering.requests.gate_fields import read_gate_fields
-from headgate.steering.requests.request_fields import BASE, read_tier
+from headgate.steering.documents.gates import read_gate_fields
+from headgate.steering.documents.request import BASE
+from headgate.steering.documents.vectors import read_tier
 from tests.fakes.gate_forms import PACKED, gate, gated, old_gate, plain
 from tests.fakes.op_fields import V, W
 from tests.fakes.vector_forms import HIDDEN, Rows, exact_rows, forms, model

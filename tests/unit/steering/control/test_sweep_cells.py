@@ -25,7 +25,7 @@ from headgate.steering.control.sweep_routes import (
     read_sweep,
     run,
 )
-from headgate.steering.requests.op_fields import read_ops
+from headgate.steering.documents.operations import read_ops
 from headgate.steering.vectors.phase_vectors import Steerable
 
 HIDDEN = 4

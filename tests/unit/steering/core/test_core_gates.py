@@ -14,16 +14,25 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import parse_config
 from headgate.steering.core import gates
 from headgate.steering.core.steering_core import SteeringCore
-from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, Leaf, ModuleThen, NamedProbe, Then
-from headgate.steering.gates.layout import FOLLOWING, layout_of
+from headgate.steering.documents.gates import read_rule
+from headgate.steering.gates.gate import (
+    FOLLOWING,
+    FeatureReading,
+    Gate,
+    InlineProbe,
+    Leaf,
+    ModuleThen,
+    NamedProbe,
+    Then,
+    layout_of,
+    probe_key,
+)
 from headgate.steering.gates.lowering import lower_gates
-from headgate.steering.gates.names import probe_key
+from headgate.steering.gates.trace import join_notes
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code
 from headgate.steering.programs.gate_codes import UNIT_MASK, GateScope, Pool, UnitFunction
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.programs.program import Program
-from headgate.steering.requests.rule_fields import read_rule
-from headgate.steering.requests.trace import join_notes
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 

@@ -16,9 +16,9 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import parse_config
 from headgate.steering.control.operations import SaeStatus
 from headgate.steering.core.steering_core import SteeringCore, open_core
+from headgate.steering.documents.request import read_module, read_steering
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code
 from headgate.steering.programs.program import Program
-from headgate.steering.requests.request_fields import read_module, read_steering
 from headgate.steering.spec import from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import Steerable
 from tests.fakes.programs import run

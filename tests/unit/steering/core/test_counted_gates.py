@@ -9,8 +9,7 @@ import pytest
 
 from headgate.steering.core.rules import step_counts
 from headgate.steering.core.steering_core import SteeringCore
-from headgate.steering.gates.gate import Gate, InlineProbe, ModuleThen, Then
-from headgate.steering.gates.layout import COUNT, layout_of
+from headgate.steering.gates.gate import COUNT, Gate, InlineProbe, ModuleThen, Then, layout_of
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code
 from headgate.steering.programs.gate_codes import GateFlag, GateScope

@@ -15,10 +15,10 @@ from headgate.steering.core.rules import step_counts
 from headgate.steering.core.rules.registry import MAX_SELECTIONS
 from headgate.steering.core.rules.step_counts import OTHERS
 from headgate.steering.core.rules.step_readings import RequestReadings
+from headgate.steering.documents.gates import read_gates
 from headgate.steering.gates.gate import Gate
 from headgate.steering.gates.step_table import StepTable
-from headgate.steering.requests.gate_fields import read_gates
-from headgate.steering.requests.trace import join_notes
+from headgate.steering.gates.trace import join_notes
 from headgate.steering.spec import SteeringSpec
 from tests.fakes.ruled import STEERABLE, Rules, document, unit
 

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.documents.request import read_module
 from headgate.steering.files import tensor_bytes
 from headgate.steering.files.vector_files import VectorFile, VectorFileError, load, save
-from headgate.steering.requests.request_fields import read_module
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.vector_forms import HIDDEN, Rows, exact_rows, model, nested
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.gate import (
+    FOLLOWING,
     Always,
     Condition,
     ConditionGroup,
@@ -19,14 +20,14 @@ from headgate.steering.gates.gate import (
     NamedProbe,
     Negation,
     Then,
+    layout_of,
+    num_columns,
 )
-from headgate.steering.gates.layout import FOLLOWING, layout_of, num_columns
 from headgate.steering.gates.step_table import StepTable
-from headgate.steering.gates.trace import GateSource, Note, TraceWriter
+from headgate.steering.gates.trace import GateSource, Note, TraceWriter, join_notes
 from headgate.steering.programs.codes import EVERYWHERE, Code
 from headgate.steering.programs.gate_codes import Combine, gate_field
 from headgate.steering.programs.program import Entry, Program
-from headgate.steering.requests.trace import join_notes
 
 SITE = Site(1, HookPoint.POST_MLP)
 

@@ -13,6 +13,7 @@ import torch
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.core.saes.registry import SaeRegistry, open_sae
+from headgate.steering.documents.features import REQUEST_FEATURES, read_features
 from headgate.steering.features.canonical import write_coder
 from headgate.steering.features.importing import read_source
 from headgate.steering.features.source_coder import Hints
@@ -20,7 +21,6 @@ from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.programs.codes import CODE, READ
 from headgate.steering.programs.feature_edits import edits_from_wire, edits_to_wire
 from headgate.steering.programs.program import Program
-from headgate.steering.requests.feature_fields import REQUEST_FEATURES, read_features
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 from headgate.steering.worker.program_reference import program_deltas_reference

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.documents.operations import read_ops
 from headgate.steering.programs.operations import Method
 from headgate.steering.programs.program import Program
-from headgate.steering.requests.op_fields import read_ops
 from headgate.steering.vectors.dtypes import StoredType, widen
 from headgate.steering.vectors.phase_vectors import Steerable
 from headgate.steering.vectors.sums import round_to

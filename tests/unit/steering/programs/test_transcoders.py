@@ -14,6 +14,7 @@ import torch
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site, sort_sites
 from headgate.steering.core.saes.registry import SaeRegistry, open_sae
+from headgate.steering.documents.features import REQUEST_FEATURES, read_features
 from headgate.steering.features.canonical import write_coder
 from headgate.steering.features.importing import read_source
 from headgate.steering.features.source_coder import CoderKind, Hints
@@ -21,7 +22,6 @@ from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.programs.codes import CODE, CODE_MASK, MAX_CHANGES, Code, change_index, with_change
 from headgate.steering.programs.feature_edits import SaeFacts, check_edits
 from headgate.steering.programs.program import Program, joined
-from headgate.steering.requests.feature_fields import REQUEST_FEATURES, read_features
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 from headgate.steering.worker.program_reference import program_deltas_reference

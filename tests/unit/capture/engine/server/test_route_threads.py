@@ -26,7 +26,7 @@ from headgate.steering.config import SteeringConfig
 from headgate.steering.control import operations, routes
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.core.steering_core import SteeringCore
-from headgate.steering.requests import request_fields
+from headgate.steering.documents import request
 from headgate.steering.vectors import phase_vectors
 from headgate.steering.vectors.phase_vectors import Steerable
 
@@ -98,9 +98,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[threading.Thread]]
     for kind, (short, long) in plugin_routes._DECODERS.items():
         monkeypatch.setitem(plugin_routes._DECODERS, kind, (noting("short", short), noting("decode", long)))
     for module, name in ((routes, "read_tier"), (routes, "read_update"), (operations, "read_update")):
-        monkeypatch.setattr(module, name, noting("read", getattr(request_fields, name)))
-    monkeypatch.setattr(request_fields, "read_tier", noting("read", request_fields.read_tier))
-    for module in (operations, request_fields):
+        monkeypatch.setattr(module, name, noting("read", getattr(request, name)))
+    monkeypatch.setattr(request, "read_tier", noting("read", request.read_tier))
+    for module in (operations, request):
         monkeypatch.setattr(module, "sum_tiers", noting("add up", module.sum_tiers))
     monkeypatch.setattr(phase_vectors, "content_key", noting("hash", phase_vectors.content_key))
     monkeypatch.setattr(operations, "to_wire", noting("pack", operations.to_wire))

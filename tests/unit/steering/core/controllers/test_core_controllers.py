@@ -23,7 +23,7 @@ from headgate.steering.controllers import (
     SetSteeringEach,
     Stop,
 )
-from headgate.steering.requests.rule_fields import read_rule
+from headgate.steering.documents.gates import read_rule
 from headgate.steering.spec import SteeringSpec, to_wire
 from tests.fakes.controller_core import HIDDEN, PROMPT, Core, Listed, vectors
 from tests.fakes.controllers import Scripted

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headgate.steering.controllers import Action, SetGlobal, SetScale, SetSteering, StepReadings
-from headgate.steering.requests.trace import join_notes
+from headgate.steering.gates.trace import join_notes
 from headgate.steering.spec import SteeringSpec, to_wire
 from tests.fakes.controller_core import PROMPT, Core, Listed, vectors
 

@@ -12,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.gates.gate import Always, ConditionGroup, Gate, InlineProbe, Leaf, Negation, Pid, Then
-from headgate.steering.gates.layout import COUNT, layout_of
+from headgate.steering.gates.gate import (
+    COUNT,
+    Always,
+    ConditionGroup,
+    Gate,
+    InlineProbe,
+    Leaf,
+    Negation,
+    Pid,
+    Then,
+    layout_of,
+)
 from headgate.steering.gates.lowering import lower_gates
 from headgate.steering.programs.gate_codes import (
     Combine,

@@ -8,7 +8,7 @@ import torch
 
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.gates.rule import AppliesTo
+from headgate.steering.gates.gate import AppliesTo
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.programs.codes import EVERYWHERE, Code, with_change
 from headgate.steering.programs.gate_codes import GateScope, TokenFlag, gate_field

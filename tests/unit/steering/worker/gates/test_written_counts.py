@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.steering.gates.layout import COUNT
-from headgate.steering.gates.rule import AppliesTo
+from headgate.steering.gates.gate import COUNT, AppliesTo
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import StepGates
 from headgate.steering.worker.rows.rule_programs import ActingRule

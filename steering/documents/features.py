@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import Site, parse_hook
+from headgate.steering.documents.operations import layer_site
+from headgate.steering.documents.vectors import check_scale
 from headgate.steering.programs.codes import Edit
 from headgate.steering.programs.feature_edits import FeatureEdit, reconstruction, sae_key
-from headgate.steering.requests.op_fields import layer_site
-from headgate.steering.requests.vector_forms import check_scale
 from headgate.steering.vectors.phase_vectors import MAX_NAME, Steerable, check_name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.steering.requests.reader import IdentityCache
+from headgate.steering.documents.request import IdentityCache
 
 VALUES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "an array": (lambda: np.ones(4, np.float32), lambda array: array.__imul__(2)),

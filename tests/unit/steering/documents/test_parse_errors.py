@@ -11,7 +11,7 @@ import torch
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.requests.request_fields import BASE, DECODE, NAME, PREFILL, read_module, read_steering
+from headgate.steering.documents.request import BASE, DECODE, NAME, PREFILL, read_module, read_steering
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.vector_forms import HIDDEN, model
 

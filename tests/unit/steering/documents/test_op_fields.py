@@ -11,6 +11,7 @@ import pytest
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Indices, Named
 from headgate.steering import ops
+from headgate.steering.documents.operations import METHOD_ALIASES, MODULE_FIELDS, read_ops
 from headgate.steering.programs.codes import CODE, EVERYWHERE, GROUP
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import (
@@ -21,7 +22,6 @@ from headgate.steering.programs.operations import (
     operations_to_wire,
 )
 from headgate.steering.programs.program import Program
-from headgate.steering.requests.op_fields import METHOD_ALIASES, MODULE_FIELDS, read_ops
 from tests.fakes.op_fields import (
     CLAMPS,
     DECODE,

@@ -12,8 +12,8 @@ from torch import Tensor
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering import ops
+from headgate.steering.documents.operations import MODULE_FIELDS, has_sources, read_ops
 from headgate.steering.programs.program import Program
-from headgate.steering.requests.op_fields import MODULE_FIELDS, has_sources, read_ops
 from tests.fakes.op_fields import OPS, SITES, V, op
 from tests.fakes.vector_forms import HIDDEN, model
 

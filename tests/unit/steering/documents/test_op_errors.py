@@ -9,8 +9,8 @@ import pytest
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import MAX_LISTED
+from headgate.steering.documents.operations import read_ops
 from headgate.steering.programs.codes import MAX_GROUPS
-from headgate.steering.requests.op_fields import read_ops
 from tests.fakes.op_fields import (
     CLAMPS,
     DECODE,

@@ -36,10 +36,10 @@ from headgate.capture.schema.sites import (
     parse_sites,
     sort_sites,
 )
+from headgate.steering.documents.vectors import check_scale, packed_rows, packed_type, read_single
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Float32Row, Method, ModuleVector, Operation, named_modules
 from headgate.steering.programs.program import Program
-from headgate.steering.requests.vector_forms import check_scale, packed_rows, packed_type, read_single
 from headgate.steering.vectors.dtypes import StoredType, widen
 from headgate.steering.vectors.phase_vectors import MAX_NAME, Steerable, check_name
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.gates.trace import TraceLog
-from headgate.steering.requests.reader import open_reader
-from headgate.steering.requests.trace import SteeringTrace, join_notes
+from headgate.steering.documents.request import open_reader
+from headgate.steering.gates.trace import SteeringTrace, TraceLog, join_notes
 
 MODEL = ModelInfo(name="m", num_layers=4, hidden_size=2, dtype="float32", sites=())
 VECTORS = {"post_mlp": {1: [1.0, 2.0]}}

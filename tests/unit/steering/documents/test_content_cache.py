@@ -8,7 +8,7 @@ import pytest
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import SteeringConfig
-from headgate.steering.requests.reader import MAX_ENTRY_BYTES, ContentCache, SteeringReader, content_of
+from headgate.steering.documents.request import MAX_ENTRY_BYTES, ContentCache, SteeringReader, content_of
 
 HIDDEN = 8
 CONFIG = SteeringConfig(op_sites={"post_mlp": "all"})

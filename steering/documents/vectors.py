@@ -11,15 +11,16 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import pybase64
 
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.sites import HookPoint, Site, parse_layers, site_map
+from headgate.capture.schema.sites import HookPoint, Site, parse_hook, parse_layers, site_map
 from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, peaks, widen
-from headgate.steering.vectors.phase_vectors import Steerable
+from headgate.steering.vectors.phase_vectors import MAX_NAME, PhaseVectors, Steerable
 
 
 class FieldVector(NamedTuple):
@@ -380,3 +381,87 @@ def _refuse_infinite(found: list[FieldVector], index: int) -> None:
     if wrong.size:
         raise RequestError(entry.where, f"value {wrong[0]} is not finite in float32: {row[wrong[0]]}")
     raise RequestError(entry.where, f"is not finite in float32 once multiplied by its scale {entry.scale}")
+
+
+def read_tier(value: object, steerable: Steerable, field: str) -> PhaseVectors | None:
+    """Read one tier: ``{hook: ...}`` in any of the accepted forms, or `PhaseVectors`; None if absent or of scale 0.
+
+    Raises:
+        RequestError: Naming what is wrong in `field`, a vector of zeros included.
+    """
+    if value is None:
+        return None
+    rows = read_rows(value, steerable, field)
+    return PhaseVectors.from_bytes(rows.sites, rows.payload, rows.dtype, steerable.hidden_size, rows.peaks)
+
+
+def read_rows(value: object, steerable: Steerable, field: str) -> TierRows:
+    """Read the rows of one tier, in any form but None that `read_tier` takes.
+
+    Raises:
+        RequestError: As `read_tier`.
+    """
+    found = _entries(value, steerable, field)
+    rows = checked_rows(found, steerable)
+    zeros = rows.zeros
+    for index in zeros:
+        entry = found[index]
+        if entry.scale != 0 and not (entry.is_packed and len(zeros) < len(found)):
+            raise RequestError(
+                entry.where, "is zero in float32, so it would add nothing; leave it out, or say so with the scale 0"
+            )
+    return rows
+
+
+class TierUpdate(NamedTuple):
+    """A change of one tier of the global vectors.
+
+    Attributes:
+        vectors: To set; None if there are none.
+        cleared: Sites to take back: zeros were given for them.
+    """
+
+    vectors: PhaseVectors | None
+    cleared: tuple[Site, ...]
+
+    @property
+    def sites(self) -> set[Site]:
+        """The sites that change."""
+        return {*self.cleared, *(self.vectors.sites if self.vectors is not None else ())}
+
+
+def read_update(value: object, steerable: Steerable, field: str) -> TierUpdate | None:
+    """Read one tier of the global vectors, as `read_tier`; None if absent. A `TierUpdate` stays as it is.
+
+    Raises:
+        RequestError: Naming what is wrong in `field`.
+    """
+    if value is None or isinstance(value, TierUpdate):
+        return value
+    rows = checked_rows(_entries(value, steerable, field), steerable)
+    vectors = PhaseVectors.from_bytes(rows.sites, rows.payload, rows.dtype, steerable.hidden_size, rows.peaks)
+    return TierUpdate(vectors, tuple(rows.sites[index] for index in rows.zeros))
+
+
+def _entries(value: object, steerable: Steerable, field: str) -> list[FieldVector]:
+    """Return the vectors of one tier, in the order of the forward pass."""
+    if isinstance(value, PhaseVectors):
+        value = value.packed()
+    if not isinstance(value, Mapping) or not value:
+        raise RequestError(field, f"expected a non-empty object of hook point to vectors, got {shown(value)}")
+    found: list[FieldVector] = []
+    for name, given in value.items():
+        if isinstance(name, str) and len(name) > MAX_NAME:
+            raise RequestError(field, f"unknown hook point {shown(name)}")
+        where = f"{field}.{name}"
+        found.extend(entries(given, parse_hook(name, where), steerable, where))
+    return _by_rank(found, steerable)
+
+
+def _by_rank(found: list[FieldVector], steerable: Steerable) -> list[FieldVector]:
+    found.sort(key=lambda entry: entry.rank)
+    for one, other in pairwise(found):
+        if one.rank == other.rank:
+            name = steerable.sites[one.rank].name
+            raise RequestError(other.where, f"{name} is given twice, also as {one.where}; give their sum instead")
+    return found

@@ -14,13 +14,21 @@ from hypothesis import strategies as st
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
-from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, Leaf, NamedProbe, Pid
-from headgate.steering.gates.layout import layout_of
-from headgate.steering.gates.wire import gates_from_wire, gates_to_wire
+from headgate.steering.documents.gates import read_gates, read_predecessor
+from headgate.steering.gates.gate import (
+    FeatureReading,
+    Gate,
+    InlineProbe,
+    Leaf,
+    NamedProbe,
+    Pid,
+    gates_from_wire,
+    gates_to_wire,
+    layout_of,
+)
 from headgate.steering.programs.codes import Edit
 from headgate.steering.programs.gate_codes import GateScope, Mode, Pool
 from headgate.steering.programs.operations import Method, ModuleVector
-from headgate.steering.requests.gate_fields import read_gates, read_predecessor
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
 from tests.fakes.gate_forms import (
     EARLIER,

@@ -8,10 +8,9 @@ import pytest
 
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.gates.names import probe_key
+from headgate.steering.documents.request import FIELD_DOCS, FIELDS, SteeringReader
+from headgate.steering.gates.gate import probe_key
 from headgate.steering.programs.feature_edits import sae_key
-from headgate.steering.requests.reader import FIELD_DOCS, SteeringReader
-from headgate.steering.requests.request_fields import FIELDS
 from headgate.steering.spec import SteeringSpec, from_wire
 from tests.fakes.gate_forms import INLINE, LATER, gate, gated, old_gate
 from tests.fakes.op_fields import ROW

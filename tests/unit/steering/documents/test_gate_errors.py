@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.requests.gate_fields import read_gate_fields, read_gates
+from headgate.steering.documents.gates import read_gate_fields, read_gates
 from tests.fakes.gate_forms import EARLIER, INLINE, LATER, PACKED, PROBE, gate, gated, old_gate
 from tests.fakes.op_fields import V
 from tests.fakes.random_fields import values

@@ -10,8 +10,8 @@ import numpy as np
 
 from headgate.capture.probes.probe import MAX_CLASSES, MAX_UNITS, FloatArray, HiddenLayer, Probe, ProbeError
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.steering.requests.op_fields import read_site
-from headgate.steering.requests.vector_forms import check_scale, packed_rows, packed_type, read_single
+from headgate.steering.documents.operations import read_site
+from headgate.steering.documents.vectors import check_scale, packed_rows, packed_type, read_single
 from headgate.steering.vectors.dtypes import StoredType, widen
 
 PROBE_FIELDS = ("at", "weight", "bias", "kind", "threshold", "classes", "pooling", "model", "hidden")

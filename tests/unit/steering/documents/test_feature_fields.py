@@ -9,16 +9,16 @@ import pytest
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.programs.codes import Edit
-from headgate.steering.programs.feature_edits import NO_FEATURE, edits_from_wire, edits_to_wire, sae_key
-from headgate.steering.requests.feature_fields import (
+from headgate.steering.documents.features import (
     MODULE_FEATURES,
     REQUEST_FEATURES,
     FeatureFields,
     PhaseFeatures,
     read_features,
 )
-from headgate.steering.requests.reader import SteeringReader
+from headgate.steering.documents.request import SteeringReader
+from headgate.steering.programs.codes import Edit
+from headgate.steering.programs.feature_edits import NO_FEATURE, edits_from_wire, edits_to_wire, sae_key
 from headgate.steering.vectors.phase_vectors import Steerable
 
 SITES = (Site(1, HookPoint.POST_MLP), Site(2, HookPoint.POST_MLP))

@@ -12,16 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
-from headgate.steering.requests.request_fields import (
-    BASE,
-    DECODE,
-    FIELDS,
-    PREFILL,
-    read_modules,
-    read_steering,
-    read_tier,
-    read_update,
-)
+from headgate.steering.documents.request import BASE, DECODE, FIELDS, PREFILL, read_modules, read_steering
+from headgate.steering.documents.vectors import read_tier, read_update
 from headgate.steering.spec import ModuleRef, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.vector_forms import ALL_SITES, HIDDEN, Rows, bits_of, exact_rows, forms, model, nested
@@ -232,7 +224,7 @@ def test_the_caller_may_change_its_array_afterwards() -> None:
 
 
 def test_reading_needs_no_torch() -> None:
-    modules = ("config", "requests.request_fields", "vectors.phase_vectors", "files.vector_files", "vectors.directions")
+    modules = ("config", "documents.request", "vectors.phase_vectors", "files.vector_files", "vectors.directions")
     program = "".join(f"import headgate.steering.{name}\n" for name in modules)
     program += "import sys; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
 
