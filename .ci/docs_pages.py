@@ -15,9 +15,9 @@ from fastapi import FastAPI
 
 from headgate.capture.engine.contracts.parts import Part
 from headgate.capture.engine.server.metrics_page import front_end_families, refused
+from headgate.capture.links.driver import DriverStats
+from headgate.capture.links.hub import HubStats
 from headgate.capture.monitoring.metrics import Family
-from headgate.capture.transport.driver_host import DriverStats
-from headgate.capture.transport.result_hub import HubStats
 
 PARTS = {"capture": "headgate.capture.engine.part", "steering": "headgate.steering.part"}
 ROUTES, METRICS = "<!-- routes -->", "<!-- metrics -->"

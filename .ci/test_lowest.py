@@ -28,7 +28,7 @@ from setup_env import HERE, ROOT, SetupError, say
 UNITS = (
     *("capture/schema/test_config.py", "capture/schema/test_registry.py", "capture/planning/test_plan.py"),
     *("capture/delivery/test_request_assembler.py", "capture/test_cli.py", "capture/engine/contracts"),
-    *("capture/engine/server", "capture/engine/setup", "capture/transport"),
+    *("capture/engine/server", "capture/engine/setup", "capture/links"),
     *("consumers", "steering/client", "steering/core", "steering/features", "steering/files", "steering/documents"),
 )
 """Modules that use a dependency, under tests/unit."""
@@ -37,7 +37,7 @@ WITH_VLLM = ("capture/engine/server/test_scoring.py",)
 """Files among them that import vLLM, which the very lowest versions keep from starting."""
 
 OF_NO_VERSION = (
-    "capture/transport/test_driver_lifetime.py",
+    "capture/links/test_driver_lifetime.py",
     "consumers/datasets/test_dataset_index.py::test_a_hundred_gigabytes_are_gone_through_in_bounded_memory",
     "consumers/filesystem/test_filesystem_faults.py",
     "consumers/filesystem/test_object_store.py",

@@ -27,9 +27,10 @@ from headgate.capture.delivery.delivery import (
 )
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.delivery.row_packets import BlockPart, Packet, RowPool, Splitter, StepCoalescer, join
+from headgate.capture.links.network import NetworkKeys
+from headgate.capture.links.sender import ResultReporter, ResultWatcher
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.planning.step_plan import PackGroup
-from headgate.capture.request_origin import ResultReporter, ResultWatcher
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import Int32Array
 from headgate.capture.schema.config import END_LINGER_S, HELD_SHARE, CaptureConsumersConfig, CaptureConsumerSpec
@@ -37,10 +38,9 @@ from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, M
 from headgate.capture.schema.readout import ReadoutSite
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, open_consumers
 from headgate.capture.staging.host_rows import StagedRows
-from headgate.capture.transport.network import NetworkKeys
 
 if TYPE_CHECKING:
-    from headgate.capture.transport.result_sender import ResultSender
+    from headgate.capture.links.sender import ResultSender
 
 
 class Dispatcher:
@@ -322,8 +322,8 @@ def open_local_delivery(place: WorkerPlace, watcher: ResultWatcher | None = None
     Raises:
         ConfigError: If a consumer cannot be opened; consumers opened before it are closed.
     """
-    from headgate.capture.transport.action_channel import sink_of
-    from headgate.capture.transport.result_sender import ZmqResultSender
+    from headgate.capture.links.actions import sink_of
+    from headgate.capture.links.sender import ZmqResultSender
 
     config, model = place.config, place.model
     rank, size, versions = place.pp_rank, place.pp_size, dict(place.versions)
@@ -352,7 +352,7 @@ def _stand_ins(
     specs: Mapping[int, CaptureConsumerSpec], context: ConsumerContext, sender: ResultSender
 ) -> list[OpenConsumer]:
     """Make the senders of rows to driver-located consumers, whose bits are the keys of `specs`."""
-    from headgate.capture.transport.result_sender import RowSender
+    from headgate.capture.links.sender import RowSender
 
     made = []
     for bit, spec in specs.items():

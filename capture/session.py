@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headgate.capture.delivery.delivery import CloseReport, Delivery, MemoryWanted, RequestBegins, RequestEnds
+from headgate.capture.links.network import NetworkKeys
 from headgate.capture.local_delivery import WorkerPlace
 from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
@@ -28,7 +29,6 @@ from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
-from headgate.capture.transport.network import NetworkKeys
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from headgate.capture.links.messages import tensor_bytes
 from headgate.capture.schema.consumer import FinishedRequest, RequestInfo, RowBlock, StreamingConsumer
 from headgate.capture.schema.errors import ConsumerError
-from headgate.capture.transport.messages import tensor_bytes
 
 KEEP_ROWS = 128
 """Rows kept of a running request. Which one is the last is known late: the engine runs ahead while a stop string is

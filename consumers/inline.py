@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from headgate.capture.delivery.request_assembler import Assembler
+from headgate.capture.links.messages import DTYPES
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
     BatchedConsumer,
@@ -30,7 +31,6 @@ from headgate.capture.schema.consumer import (
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, shown
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.transport.messages import DTYPES
 from headgate.consumers.captured_rows import rows_at
 from headgate.consumers.filesystem.formats.layout import POSITIONS, TOKEN_IDS, sidecar_of
 

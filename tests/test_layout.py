@@ -27,8 +27,7 @@ LAYERS = {
     "headgate.capture": (
         *(["schema"], ["files"], ["monitoring", "kernels"], ["probes"], ["planning"], ["staging"], ["delivery"]),
         *(
-            ["transport"],
-            ["request_origin"],
+            ["links"],
             ["local_delivery"],
             ["process"],
             ["session"],

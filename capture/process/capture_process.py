@@ -16,9 +16,11 @@ from functools import partial
 import torch
 
 from headgate.capture.delivery.delivery import CloseReport, DeliveryStats, Dispatched, RequestBegins
+from headgate.capture.links.child_process import Connection
+from headgate.capture.links.sender import ResultReporter, ResultSender
+from headgate.capture.links.shared_memory import SharedStaging, StatsBoard
 from headgate.capture.local_delivery import WorkerPlace
 from headgate.capture.monitoring.stats import ConsumerStats, added_figures
-from headgate.capture.process.connection import Connection
 from headgate.capture.process.messages import (
     Close,
     Closed,
@@ -30,15 +32,11 @@ from headgate.capture.process.messages import (
     message_of,
 )
 from headgate.capture.process.program import Child, Settings, spawn
-from headgate.capture.process.stats_board import StatsBoard
-from headgate.capture.request_origin import ResultReporter
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
-from headgate.capture.staging.shared_memory import SharedStaging
-from headgate.capture.transport.result_sender import ResultSender
 
 
 @dataclass(slots=True)
@@ -411,7 +409,7 @@ def open_capture_process(
     Raises:
         ConfigError: If one of them cannot be opened, or the process cannot be started.
     """
-    from headgate.capture.transport.result_sender import ZmqResultSender
+    from headgate.capture.links.sender import ZmqResultSender
 
     settings = Settings(
         place=place,

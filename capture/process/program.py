@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from headgate.capture.delivery.delivery import Delivery, DeliveryStats, MemoryWanted, RequestBegins
+from headgate.capture.links.child_process import Connection, start_module, watch_child, watch_parent
+from headgate.capture.links.sender import ResultWatcher
+from headgate.capture.links.shared_memory import NumberedCopy, SharedMemory, SharedRows, StatsBoard
 from headgate.capture.local_delivery import WorkerPlace, open_local_delivery
 from headgate.capture.planning.step_plan import PackGroup, SiteSet
-from headgate.capture.process.connection import Connection, start_module, watch_child, watch_parent
 from headgate.capture.process.messages import (
     Begin,
     Close,
@@ -41,14 +43,11 @@ from headgate.capture.process.messages import (
     pack_group,
     request_ends,
 )
-from headgate.capture.process.stats_board import StatsBoard
-from headgate.capture.request_origin import ResultWatcher
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.readout import ReadoutSite, by_consumer
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.host_rows import Lease, StagedRows
-from headgate.capture.staging.shared_memory import NumberedCopy, SharedMemory, SharedRows
 
 MAX_UNTOLD, UNTOLD_S = 256, 0.25
 """Requests that have ended are reported in batches: so many, or after so many seconds."""
@@ -57,7 +56,7 @@ SHOWN_S = 0.25
 
 
 class Reports:
-    """Implements `headgate.capture.request_origin.ResultWatcher`.
+    """Implements `headgate.capture.links.sender.ResultWatcher`.
 
     Ended requests are reported some at a time, since each message costs the worker a switch of threads. Counters are
     shown in shared memory ahead of each result, so that a received result is always counted.

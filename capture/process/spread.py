@@ -21,6 +21,7 @@ from headgate.capture.delivery.delivery import (
     RequestBegins,
     RequestEnds,
 )
+from headgate.capture.links.shared_memory import NumberedCopy, SharedRows, SharedStaging
 from headgate.capture.local_delivery import WorkerPlace, open_local_delivery
 from headgate.capture.planning.step_plan import PackGroup
 from headgate.capture.process.capture_process import CaptureProcess, open_capture_process
@@ -28,7 +29,6 @@ from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.host_rows import StagedRows, StagingMemory
-from headgate.capture.staging.shared_memory import NumberedCopy, SharedRows, SharedStaging
 
 
 class Served(NamedTuple):

@@ -60,7 +60,7 @@ class Engine:
         from headgate.capture.engine.frontends import async_llm, input_processor
         from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd
         from headgate.capture.engine.requests.request_reader import REQUEST_READER, RequestReader
-        from headgate.capture.transport.driver_host import DriverHost
+        from headgate.capture.links.driver import DriverHost
 
         def no_drivers(hub: Any) -> DriverHost:
             raise AssertionError("no consumer is located here")

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from headgate.capture.links import peer
+from headgate.capture.links.hub import Doors, ResultHub
+from headgate.capture.links.network import Listening, NetworkKeys
+from headgate.capture.links.peer import Channel, endpoint_of
+from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport import network
-from headgate.capture.transport.channel import Channel
-from headgate.capture.transport.listener import Doors
-from headgate.capture.transport.network import Listening, NetworkKeys, endpoint_of
-from headgate.capture.transport.result_hub import ResultHub
-from headgate.capture.transport.result_sender import ZmqResultSender
 
 KEYS = NetworkKeys(b"front ends".ljust(32), b"workers".ljust(32))
 HERE = Listening(host="127.0.0.1", keys=KEYS)
@@ -42,7 +41,7 @@ class Taken(NamedTuple):
 
 def elsewhere() -> None:
     """Make this process one of another host."""
-    network.host_id = lambda: "another host"  # type: ignore[assignment]
+    peer.host_id = lambda: "another host"  # type: ignore[assignment]
 
 
 def send_results(reply: str, num_hosts: int, is_far: bool, begin: Any) -> None:

@@ -18,12 +18,12 @@ import numpy as np
 import psutil
 import torch
 
+from headgate.capture.links.hub import ResultHub
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.session import CaptureSession
-from headgate.capture.transport.result_hub import ResultHub
 from tests.benchmarks.bench_step_thread import PROMPT, SITES, STEP_S, open_one, wire
 
 DECODED = 32

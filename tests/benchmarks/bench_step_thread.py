@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ModelInfo
@@ -28,7 +29,6 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.ring import StagingRing
-from headgate.capture.staging.shared_memory import SharedStaging
 
 NUM_REQUESTS, PROMPT, OUTPUT, HIDDEN = 64, 32, 96, 64
 SITES = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(34))

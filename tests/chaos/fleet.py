@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from headgate.capture.transport.listener import PREFIX
+from headgate.capture.links.hub import PREFIX
 from tests.chaos import consumers, notes
 from tests.chaos.workload import MODEL_NAME, STEERED_SITES, STEERING, module_body, module_name
 from tests.deadlines import patience

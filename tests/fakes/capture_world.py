@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from headgate.capture.delivery.delivery import Delivery
+from headgate.capture.links.sender import ResultSender, SenderStats
+from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.local_delivery import LocalDelivery, WorkerPlace
 from headgate.capture.process.spread import DeliveryTarget, SpreadDelivery
 from headgate.capture.schema.batch import BatchView, NewRequest
@@ -24,8 +26,6 @@ from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.session import CaptureSession, lingers
 from headgate.capture.staging.ring import StagingRing
-from headgate.capture.staging.shared_memory import SharedStaging
-from headgate.capture.transport.result_sender import ResultSender, SenderStats
 from tests.fakes.looped_process import looped_process
 from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, SITES, TIMEOUT_S, row_values
 from tests.fakes.readouts import Declared, bound, sites_of

@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from headgate.capture.links.driver import DriverHost, open_drivers
+from headgate.capture.links.hub import ResultHub
+from headgate.capture.links.network import Listening
+from headgate.capture.links.sender import ResultSender, RowSender
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import (
     BatchedConsumer,
@@ -25,10 +29,6 @@ from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.registry import GROUP
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
-from headgate.capture.transport.driver_host import DriverHost, open_drivers
-from headgate.capture.transport.network import Listening
-from headgate.capture.transport.result_hub import ResultHub
-from headgate.capture.transport.result_sender import ResultSender, RowSender
 from tests.fakes.pipeline import (
     MODEL,
     SITES,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.capture.transport.network import NetworkKeys, write_keys
+from headgate.capture.links.network import NetworkKeys, write_keys
 from tests.deadlines import patience
 
 MOUNT = 'while [ "$1" != -- ]; do mount --bind "$2" "$1"; shift 2; done; shift; exec "$@"'

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from headgate.capture.links.child_process import Connection
+from headgate.capture.links.sender import ResultSender
+from headgate.capture.links.shared_memory import SharedRows, SharedStaging, StatsBoard
 from headgate.capture.local_delivery import LocalDelivery, WorkerPlace
 from headgate.capture.process.capture_process import CaptureProcess, Ledger
-from headgate.capture.process.connection import Connection
 from headgate.capture.process.program import CaptureServer, Child
-from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.schema.registry import OpenConsumer
 from headgate.capture.schema.sites import Site
-from headgate.capture.staging.shared_memory import SharedRows, SharedStaging
-from headgate.capture.transport.result_sender import ResultSender
 
 
 class Looped:

@@ -19,10 +19,10 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from vllm.v1.worker.worker_base import WorkerBase
 
 from headgate.capture.engine.setup.hosts import worker_setup
+from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.batch import RequestWire
 from headgate.capture.schema.positions import selector_from_wire
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport.result_sender import ZmqResultSender
 
 STEP_S = 0.002
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.planning.step_plan import PackGroup, SiteSet, StepPlan
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
-from headgate.capture.staging.shared_memory import SharedStaging
 from tests.fakes.pipeline import TIMEOUT_S
 from tests.fakes.readouts import bound
 from tests.fakes.staged import collected, groups_in

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from zmq.utils import garbage
 
-from headgate.capture.transport.result_hub import ResultHub
-from headgate.capture.transport.result_sender import ZmqResultSender
+from headgate.capture.links.hub import ResultHub
+from headgate.capture.links.sender import ZmqResultSender
 from tests.deadlines import patience
 
 TIMEOUT_S = patience(30.0)

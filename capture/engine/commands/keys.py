@@ -10,8 +10,8 @@ import typer
 
 from headgate.capture.engine.access.access_key import digest_of, make_key
 from headgate.capture.engine.access.key_ring import add_entry, known_roles, read_keys
+from headgate.capture.links.network import NetworkKeys, write_keys
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.transport.network import NetworkKeys, write_keys
 
 keys = typer.Typer(add_completion=False, no_args_is_help=True, help="Make keys of clients and of hosts.")
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.links.network import NetworkKeys
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.part_hooks import checked_hooks, hookspec
 from headgate.capture.schema.sites import Site
-from headgate.capture.transport.network import NetworkKeys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,10 +58,10 @@ from headgate.capture.engine.setup.hosts import SETUP_RPC, action_target, check_
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import check_servable
+from headgate.capture.links.actions import ActionInbox
 from headgate.capture.monitoring.rate_limited_log import ReasonLog
 from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
 from headgate.capture.schema.errors import ForbiddenError, OverloadedError, RequestError, UnsupportedError
-from headgate.capture.transport.action_channel import ActionInbox
 
 _refusals = ReasonLog("headgate: requests are refused")
 

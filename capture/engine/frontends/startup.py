@@ -23,11 +23,11 @@ from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import capture_config, model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import check_servable
 from headgate.capture.engine.setup.versions import versions
+from headgate.capture.links.driver import open_drivers
 from headgate.capture.schema.config import MIB, CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import site_map
-from headgate.capture.transport.driver_host import open_drivers
 
 logger = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import ChatMessages, KnownChat, Tokens
 from headgate.capture.engine.requests.sampling_params import RETURN_HIDDEN_STATES
+from headgate.capture.links.messages import DTYPES
 from headgate.capture.schema.config import HIDDEN_STATES
 from headgate.capture.schema.errors import OverloadedError, RequestError
 from headgate.capture.schema.limits import CaptureUse
@@ -35,7 +36,6 @@ from headgate.capture.schema.positions import Span
 from headgate.capture.schema.results import CaptureResult, CaptureResults
 from headgate.capture.schema.sites import FINAL_NORM_SITE
 from headgate.capture.schema.spec import CaptureSpec, Memo
-from headgate.capture.transport.messages import DTYPES
 
 
 @dataclass(slots=True)

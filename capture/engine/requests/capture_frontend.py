@@ -27,6 +27,10 @@ from headgate.capture.engine.requests.capture_request import (
 )
 from headgate.capture.engine.requests.chat_messages import ChatMessages
 from headgate.capture.engine.requests.sampling_params import CAPTURE_MESSAGES, CaptureRequest
+from headgate.capture.links.driver import DriverHost, DriverStats
+from headgate.capture.links.hub import HubStats, ResultHub
+from headgate.capture.links.messages import DTYPES
+from headgate.capture.links.network import Listening
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
 from headgate.capture.schema.errors import RequestError, UnsupportedError
@@ -41,10 +45,6 @@ from headgate.capture.schema.results import (
     join_key,
     with_messages,
 )
-from headgate.capture.transport.driver_host import DriverHost, DriverStats
-from headgate.capture.transport.messages import DTYPES
-from headgate.capture.transport.network import Listening
-from headgate.capture.transport.result_hub import HubStats, ResultHub
 
 logger = logging.getLogger("headgate")
 

@@ -23,10 +23,10 @@ from headgate.capture.engine.core.core_calls import METHOD
 from headgate.capture.engine.requests.capture_frontend import front_end_of
 from headgate.capture.engine.setup.client_errors import refusals
 from headgate.capture.engine.setup.settings import sections
+from headgate.capture.links.driver import DriverStats
+from headgate.capture.links.hub import HubStats
 from headgate.capture.monitoring.metrics import EngineStats, Family, MetricsPart, Sample, each_worker
 from headgate.capture.monitoring.stats import RESULT_BOUNDS_S
-from headgate.capture.transport.driver_host import DriverStats
-from headgate.capture.transport.result_hub import HubStats
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -23,10 +23,10 @@ from headgate.capture.engine.setup.settings import (
     sections,
 )
 from headgate.capture.engine.setup.versions import versions
+from headgate.capture.links.actions import actions_address
+from headgate.capture.links.network import Listening, NetworkKeys, has_keys, listening_of, read_keys
 from headgate.capture.schema.action_sink import ActionTarget
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.transport.action_channel import actions_address
-from headgate.capture.transport.network import Listening, NetworkKeys, has_keys, listening_of, read_keys
 
 SETUP_RPC = "headgate_setup"
 """Name of the worker RPC that returns `setup_of`."""

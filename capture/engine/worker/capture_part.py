@@ -25,6 +25,7 @@ from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, SiteValue, WorkerFacts
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.capture.engine.setup.versions import versions
+from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.monitoring.machine_memory import share_of_memory
 from headgate.capture.process.spread import deal_out
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
@@ -37,7 +38,6 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.readouts import BoundReadout, bind
 from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing, most_part_rows
-from headgate.capture.staging.shared_memory import SharedStaging
 
 ROWS = "rows"
 SLOTS = "slots"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from headgate.capture.engine.contracts.core_part import RequestProgress
-from headgate.capture.process.connection import Connection, start_module
+from headgate.capture.links.child_process import Connection, start_module
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.controllers.controller_thread import HANGS_S, ControllerFigures, Standstill
 from headgate.steering.controllers.hosting.host import Answers, SwitchedOff

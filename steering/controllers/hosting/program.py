@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headgate.capture.links.child_process import Connection, watch_parent
 from headgate.capture.monitoring.rate_limited_log import SparseLog
-from headgate.capture.process.connection import Connection, watch_parent
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.controllers.actions import Action, SetSteering, SetSteeringEach
 from headgate.steering.controllers.hosting.host import Answers, LocalHost

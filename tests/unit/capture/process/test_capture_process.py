@@ -18,15 +18,15 @@ import psutil
 import pytest
 import torch
 
+from headgate.capture.links.actions import ActionInbox
+from headgate.capture.links.hub import ResultHub
+from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.process.spread import deal_out
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.ring import StagingRing
-from headgate.capture.staging.shared_memory import SharedStaging
-from headgate.capture.transport.action_channel import ActionInbox
-from headgate.capture.transport.result_hub import ResultHub
 from tests.fakes.capture_world import World, want
 from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, SITES, TIMEOUT_S, final_state, row_values
 from tests.fakes.published import install_plugin

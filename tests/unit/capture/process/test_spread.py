@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
+from headgate.capture.links.hub import ResultHub
 from headgate.capture.process.spread import Served, deal_out
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec, parse_config
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.transport.result_hub import ResultHub
 from tests.fakes.capture_world import World, want
 from tests.fakes.pipeline import TIMEOUT_S, final_state
 from tests.unit.capture.process.test_capture_process import (

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from headgate.capture.engine.access.key_ring import read_keys
+from headgate.capture.links import network
 from headgate.capture.schema.config import NetworkConfig
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.secret_files import MAX_BYTES, read_secret
-from headgate.capture.transport import network
 from headgate.consumers.stream.wire import read_token
 
 READERS: dict[str, Callable[[Path], object]] = {

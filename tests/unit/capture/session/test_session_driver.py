@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from headgate.capture.links.hub import ResultHub
+from headgate.capture.links.sender import RowSender, ZmqResultSender
 from headgate.capture.schema.consumer import ConsumerContext
 from headgate.capture.schema.registry import OpenConsumer
 from headgate.capture.schema.sites import Site
-from headgate.capture.transport.result_hub import ResultHub
-from headgate.capture.transport.result_sender import RowSender, ZmqResultSender
 from tests.fakes.capture_world import World, local_session, make_staging, want
 from tests.fakes.driver_consumers import WHOLE, assert_rows, config, expect, hosting, result, whole
 from tests.fakes.pipeline import MODEL, ROW_BYTES, SITES, TIMEOUT_S, final_state, row_values

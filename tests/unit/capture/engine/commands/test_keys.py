@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from headgate.capture.engine.access.access_key import digest_of
 from headgate.capture.engine.access.key_ring import KeyRing
 from headgate.capture.engine.commands.keys import keys
-from headgate.capture.transport.network import NetworkKeys
+from headgate.capture.links.network import NetworkKeys
 
 
 @pytest.fixture

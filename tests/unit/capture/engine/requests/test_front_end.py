@@ -18,6 +18,7 @@ from headgate.capture.engine.frontends.startup import open_drivers_with_engine
 from headgate.capture.engine.requests.call_context import HttpCall, enter
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, add_results, attach_results
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
+from headgate.capture.links.hub import ResultHub
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConfigError, RequestError, UnsupportedError
@@ -25,7 +26,6 @@ from headgate.capture.schema.positions import Named
 from headgate.capture.schema.results import CaptureResult, Origin
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.transport.result_hub import ResultHub
 from tests.deadlines import patience
 
 MODEL = ModelInfo(name="tiny", num_layers=2, hidden_size=8, dtype="float32", sites=(Site(0, HookPoint.POST_MLP),))

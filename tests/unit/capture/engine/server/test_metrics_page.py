@@ -16,11 +16,11 @@ from headgate.capture.engine.requests.capture_frontend import FRONT_END
 from headgate.capture.engine.server import metrics_page
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage, refused, render
 from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.links.driver import DriverStats
+from headgate.capture.links.hub import HubStats
 from headgate.capture.monitoring.metrics import EngineStats, Family, Sample
 from headgate.capture.monitoring.stats import RESULT_BOUNDS_S, CaptureStats, ConsumerStats, Figure, QueueCounters
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.transport.driver_host import DriverStats
-from headgate.capture.transport.result_hub import HubStats
 from headgate.steering.control import metrics as steering_metrics
 
 CAPTURE = asdict(

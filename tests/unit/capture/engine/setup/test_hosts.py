@@ -17,8 +17,8 @@ from headgate.capture.engine.setup.hosts import (
     spans_hosts,
     worker_setup,
 )
+from headgate.capture.links.network import ENVIRONMENT, NetworkKeys, write_keys
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
-from headgate.capture.transport.network import ENVIRONMENT, NetworkKeys, write_keys
 
 KEYS = NetworkKeys.make()
 CAPTURE = {"consumers": [{"name": "inline"}], "sites": {"post_mlp": "all"}}

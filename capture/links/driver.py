@@ -27,6 +27,21 @@ from headgate.capture.delivery.consumer_queue import ConsumerQueue
 from headgate.capture.delivery.consumer_thread import ConsumerThread, UnfinishedWork
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.delivery.row_packets import BlockPart, Packet, join
+from headgate.capture.links.actions import sink_of
+from headgate.capture.links.hub import Closer, Doors, ResultHub
+from headgate.capture.links.messages import (
+    DTYPES,
+    AbandonMessage,
+    BeginMessage,
+    FinishMessage,
+    MalformedMessage,
+    RowsMessage,
+    decode,
+    origin_of,
+    read_begin,
+    read_final,
+    read_rows,
+)
 from headgate.capture.monitoring.stats import ConsumerStats
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import FinalState, Int64Array
@@ -42,22 +57,6 @@ from headgate.capture.schema.consumer import (
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import sort_sites
-from headgate.capture.transport.action_channel import sink_of
-from headgate.capture.transport.listener import Closer, Doors
-from headgate.capture.transport.messages import (
-    DTYPES,
-    AbandonMessage,
-    BeginMessage,
-    FinishMessage,
-    MalformedMessage,
-    RowsMessage,
-    decode,
-    origin_of,
-    read_begin,
-    read_final,
-    read_rows,
-)
-from headgate.capture.transport.result_hub import ResultHub
 
 NO_LIMIT = np.iinfo(np.int64).max
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate.capture.process.connection import Connection, start_module, watch_child
+from headgate.capture.links.child_process import Connection, start_module, watch_child
 from tests.unit.conftest import TIMEOUT_S
 
 Pair = tuple[Connection, Connection]
@@ -74,7 +74,7 @@ def test_half_a_message_is_none(pair: Pair) -> None:
 
 FORKING = """
 import os, socket, sys, time
-from headgate.capture.process.connection import Connection
+from headgate.capture.links.child_process import Connection
 
 connection = Connection(socket.socket(fileno=int(sys.argv[1])))
 connection.receive()

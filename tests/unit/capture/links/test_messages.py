@@ -10,15 +10,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.schema.batch import FinalState
-from headgate.capture.schema.consumer import FinishedRequest, RequestInfo, RowBlock, RowSpan
-from headgate.capture.schema.errors import ConsumerError
-from headgate.capture.schema.positions import Named
-from headgate.capture.schema.readout import ReadoutFacts
-from headgate.capture.schema.results import Origin
-from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
-from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.transport.messages import (
+from headgate.capture.links.messages import (
     BlockHeader,
     MalformedMessage,
     RowsMessage,
@@ -34,6 +26,14 @@ from headgate.capture.transport.messages import (
     read_rows,
     select_spans,
 )
+from headgate.capture.schema.batch import FinalState
+from headgate.capture.schema.consumer import FinishedRequest, RequestInfo, RowBlock, RowSpan
+from headgate.capture.schema.errors import ConsumerError
+from headgate.capture.schema.positions import Named
+from headgate.capture.schema.readout import ReadoutFacts
+from headgate.capture.schema.results import Origin
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.spec import CaptureSpec
 
 SITES = (Site(0, HookPoint.POST_MLP), Site(3, HookPoint.ATTN_OUT), FINAL_NORM_SITE)
 

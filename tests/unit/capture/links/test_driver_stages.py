@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.consumer import RequestInfo
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.fakes.driver_consumers import FLOW, WHOLE, Worker, assert_rows, expect, flow, hosting, result, whole
 from tests.fakes.pipeline import ROW_BYTES, SITES, TIMEOUT_S
 

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import zmq
 
+from headgate.capture.links import peer as channel_module
+from headgate.capture.links.network import Listening, NetworkKeys
+from headgate.capture.links.peer import REFUSED, Channel, Endpoint, Inbox, numbering
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.transport import channel as channel_module
-from headgate.capture.transport.channel import REFUSED, Channel, numbering
-from headgate.capture.transport.listener import Inbox
-from headgate.capture.transport.network import Endpoint, Listening, NetworkKeys
 from tests.deadlines import patience
 from tests.fakes.breaking_wire import BreakingWire, breaking_wire
 

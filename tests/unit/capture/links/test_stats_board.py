@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 import pytest
 
 from headgate.capture.delivery.delivery import DeliveryStats
+from headgate.capture.links import shared_memory
+from headgate.capture.links.shared_memory import StatsBoard
 from headgate.capture.monitoring.stats import RESULT_BOUNDS_S, ConsumerStats, Figure
-from headgate.capture.process import stats_board
-from headgate.capture.process.stats_board import StatsBoard
 
 NAMES = ("rows", "n" * 300, "\N{GREEK SMALL LETTER ALPHA}" * 50)
 LARGEST = 2**63 - 1
@@ -75,9 +75,9 @@ def test_a_reader_that_was_overtaken_reads_again(
             ours.show(stats(2))
         return real(data)
 
-    real = stats_board.zlib.crc32
+    real = shared_memory.zlib.crc32
     ours._mapped[ours._place(1) + 50] ^= 1
-    monkeypatch.setattr(stats_board.zlib, "crc32", overtaken)
+    monkeypatch.setattr(shared_memory.zlib, "crc32", overtaken)
 
     assert theirs.read() == stats(2)
 

@@ -10,25 +10,22 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from headgate.capture.schema.config import NetworkConfig, parse_network
-from headgate.capture.schema.errors import ConfigError, UnsupportedError
-from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport import network
-from headgate.capture.transport.network import (
+from headgate.capture.links import peer
+from headgate.capture.links.hub import ResultHub
+from headgate.capture.links.network import (
     ENVIRONMENT,
-    FarAddress,
     Listening,
     NetworkKeys,
-    endpoint_of,
-    host_id,
     listening_of,
     parse_listen,
     read_keys,
-    rows_address,
     write_keys,
 )
-from headgate.capture.transport.result_hub import ResultHub
-from headgate.capture.transport.result_sender import ZmqResultSender
+from headgate.capture.links.peer import FarAddress, endpoint_of, host_id, rows_address
+from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.schema.config import NetworkConfig, parse_network
+from headgate.capture.schema.errors import ConfigError, UnsupportedError
+from headgate.capture.schema.results import CaptureResult
 from tests.fakes.driver_consumers import WHOLE, Worker, assert_rows, expect, hosting, result, whole
 from tests.fakes.pipeline import TIMEOUT_S
 
@@ -39,7 +36,7 @@ HERE = Listening(host="127.0.0.1", keys=KEYS)
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Senders of this process find themselves on another host than its hubs."""
-    monkeypatch.setattr(network, "host_id", lambda: "another host")
+    monkeypatch.setattr(peer, "host_id", lambda: "another host")
 
 
 @pytest.fixture

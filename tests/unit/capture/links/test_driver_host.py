@@ -10,12 +10,11 @@ import pytest
 import zmq
 
 from headgate.capture.delivery.completeness import ConsumerRequest
+from headgate.capture.links.peer import numbering, rows_address
+from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import CapturedRequest
 from headgate.capture.schema.results import CaptureResult, Origin
-from headgate.capture.transport.channel import numbering
-from headgate.capture.transport.network import rows_address
-from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.fakes.driver_consumers import FLOW, WHOLE, Worker, assert_rows, expect, flow, hosting, result, whole
 from tests.fakes.pipeline import ROW_BYTES, TIMEOUT_S, Gate, Reports, at_gate, final_state, packet, running
 

@@ -3,24 +3,17 @@
 Connections between hosts are encrypted and authenticated by CURVE, ZMQ's own mechanism: a front end accepts no peer
 without the workers' key, and a worker no peer without the front ends' key. One file, or environment variable, holds
 both key pairs; every host of an engine has the same.
-
-Requests carry the address where their front end takes results and rows. One that only workers of the same host reach is
-a Unix socket, ``ipc://PATH``. One that others reach, too, is a JSON object: each worker then takes the way that leads
-there from its own host.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import ipaddress
 import os
 import secrets
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
-import msgspec
 import zmq
 import zmq.utils.z85 as z85
 
@@ -32,7 +25,6 @@ ENVIRONMENT = "HEADGATE_NETWORK_KEYS"
 """The variable that may hold the keys themselves, as `NetworkKeys.text`, in place of a file."""
 
 _PREFIX, _KEY_BYTES = "headgate-network-1.", 32
-_HOST_ID = Path("/proc/sys/kernel/random/boot_id")
 _ADVICE = "make them with `headgate keys new FILE` and give every host the same"
 
 
@@ -218,104 +210,3 @@ def write_keys(path: Path, keys: NetworkKeys) -> None:
         raise ConfigError(f"{path} exists; an engine whose hosts have different keys does not start") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be made: {error}") from error
-
-
-@lru_cache(maxsize=1)
-def host_id() -> str:
-    """Return what distinguishes this host from others; containers and network namespaces of one host have the same.
-
-    Raises:
-        UnsupportedError: If the kernel does not provide it.
-    """
-    try:
-        return _HOST_ID.read_text().strip()
-    except OSError as error:
-        raise UnsupportedError(f"this host cannot be told from others: {error}") from error
-
-
-IPC = "ipc://"
-
-
-class FarAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of an inbox that workers on other hosts reach; `str` gives the text that requests carry.
-
-    Attributes:
-        host: `host_id` of its own.
-        ipc: For workers there.
-        tcp: For workers elsewhere.
-        rows: TCP addresses for the rows of driver-located consumers, by `suffix`; their Unix sockets are beside `ipc`.
-    """
-
-    host: str
-    ipc: str
-    tcp: str
-    rows: dict[str, str] = {}
-
-    def __str__(self) -> str:
-        return msgspec.json.encode(self).decode()
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One way to an inbox.
-
-    Attributes:
-        address: Of ZMQ.
-        keys: To connect to another host; None for a Unix socket.
-    """
-
-    address: str
-    keys: NetworkKeys | None = None
-
-    @property
-    def is_far(self) -> bool:
-        """Whether it leads to another host, where a connection can break and be made anew."""
-        return not self.address.startswith(IPC)
-
-
-def suffix(instance: str) -> str:
-    """Return what the addresses of a consumer's rows have in their names, by its instance name."""
-    return hashlib.blake2b(instance.encode(), digest_size=6).hexdigest()
-
-
-def rows_address(reply: str, instance: str) -> str:
-    """Return the address of the rows for a driver-located consumer, so that `reply` is all that a request carries.
-
-    Raises:
-        ValueError: If `reply` is none, or does not name the consumer.
-    """
-    if reply.startswith(IPC):
-        return f"{reply}.{suffix(instance)}"
-    hub, name = _parsed(reply), suffix(instance)
-    if name not in hub.rows:
-        raise ValueError(f"the front end at {hub.tcp} does not take rows for the consumer {instance}")
-    return str(FarAddress(host=hub.host, ipc=f"{hub.ipc}.{name}", tcp=hub.rows[name]))
-
-
-def endpoint_of(address: str, keys: NetworkKeys | None) -> Endpoint:
-    """Return the way to an inbox from here.
-
-    Args:
-        address: As a request carries it, or `rows_address` made it.
-        keys: Of the engine; None if it is on one host.
-
-    Raises:
-        ValueError: If `address` is none, or is on another host and there are no keys.
-    """
-    if address.startswith(IPC):
-        return Endpoint(address)
-    far = _parsed(address)
-    # Containers of one host may have folders of their own.
-    if far.host == host_id() and os.path.exists(far.ipc.removeprefix(IPC)):
-        return Endpoint(far.ipc)
-    if keys is None:
-        raise ValueError(f"the front end at {far.tcp} is on another host, and this worker has no keys")
-    return Endpoint(far.tcp, keys)
-
-
-@lru_cache(maxsize=1024)
-def _parsed(address: str) -> FarAddress:
-    try:
-        return msgspec.json.decode(address, type=FarAddress)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"{address!r} is no address of a front end: {error}") from error

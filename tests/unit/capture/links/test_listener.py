@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from headgate.capture.links.hub import OLD_S, ResultHub
+from headgate.capture.links.peer import MAX_FAILURES, Inbox
+from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport.listener import MAX_FAILURES, OLD_S, Inbox
-from headgate.capture.transport.result_hub import ResultHub
-from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.fakes.pipeline import TIMEOUT_S
-from tests.unit.capture.transport.test_result_hub import ok, send
+from tests.unit.capture.links.test_result_hub import ok, send
 
 LISTENS = """
 import sys
-from headgate.capture.transport.result_hub import ResultHub
+from headgate.capture.links.hub import ResultHub
 hub = ResultHub(folder=sys.argv[1])
 print(hub.address, flush=True)
 sys.stdin.read()

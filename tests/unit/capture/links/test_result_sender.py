@@ -15,6 +15,18 @@ import torch
 import zmq
 
 from headgate.capture.delivery.consumer_thread import DEFERRED
+from headgate.capture.links.messages import (
+    AbandonMessage,
+    BeginMessage,
+    FinishMessage,
+    Message,
+    ResultMessage,
+    RowsMessage,
+    decode,
+    read_rows,
+)
+from headgate.capture.links.peer import Inbox, rows_address
+from headgate.capture.links.sender import RowSender, ZmqResultSender, split_by_reply
 from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import (
@@ -31,19 +43,6 @@ from headgate.capture.schema.positions import Named
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.transport.listener import Inbox
-from headgate.capture.transport.messages import (
-    AbandonMessage,
-    BeginMessage,
-    FinishMessage,
-    Message,
-    ResultMessage,
-    RowsMessage,
-    decode,
-    read_rows,
-)
-from headgate.capture.transport.network import rows_address
-from headgate.capture.transport.result_sender import RowSender, ZmqResultSender, split_by_reply
 from tests.deadlines import patience
 
 TIMEOUT_S = patience(30.0)

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from headgate.capture.links.hub import ResultHub
+from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport.result_hub import ResultHub
-from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.deadlines import patience
-from tests.unit.capture.transport.test_result_hub import keyed, ok, send
+from tests.unit.capture.links.test_result_hub import keyed, ok, send
 
 TIMEOUT_S = patience(120.0)
 """A process may take long to start on a busy machine."""
@@ -20,7 +20,7 @@ TIMEOUT_S = patience(120.0)
 WORKER = """
 import sys
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport.result_sender import ZmqResultSender
+from headgate.capture.links.sender import ZmqResultSender
 sender = ZmqResultSender()
 for line in sys.stdin:
     key, sample, payload = line.split()
@@ -71,7 +71,7 @@ def test_a_killed_worker_leaves_its_requests_pending_and_the_hub_working(
 
 EXITS = """
 import sys
-from headgate.capture.transport.result_hub import ResultHub
+from headgate.capture.links.hub import ResultHub
 hub = ResultHub(folder=sys.argv[1])
 print(hub.address, flush=True)
 sys.exit(3)
@@ -91,9 +91,9 @@ def test_a_process_that_ends_without_shutdown_removes_its_socket_and_exits_as_it
 
 FORKS = """
 import os, sys, threading
-from headgate.capture.transport.result_hub import ResultHub
+from headgate.capture.links.hub import ResultHub
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport.result_sender import ZmqResultSender
+from headgate.capture.links.sender import ZmqResultSender
 
 def use(hub, key):
     sender = ZmqResultSender()
@@ -140,7 +140,7 @@ def test_a_forked_child_has_a_hub_of_its_own_and_leaves_the_parents_alone(folder
 
 WAITS = """
 import sys
-from headgate.capture.transport.result_hub import ResultHub
+from headgate.capture.links.hub import ResultHub
 hub = ResultHub(folder=sys.argv[1])
 for index in range(100):
     hub.expect(f"k{index}", instances=["files"])

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from headgate.capture.links.driver import DriverHost
+from headgate.capture.links.hub import ResultHub
+from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.transport.driver_host import DriverHost
-from headgate.capture.transport.result_hub import ResultHub
-from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.fakes.driver_consumers import FLOW, WHOLE, Worker, config, expect, flow, hosting, result, whole
 from tests.fakes.pipeline import MODEL, TIMEOUT_S, Gate, at_gate
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("driver_consumers")
 KILLED = """
 import os, signal, sys
 from tests.fakes.driver_consumers import Worker
-from headgate.capture.transport.result_sender import ZmqResultSender
+from headgate.capture.links.sender import ZmqResultSender
 class Hub:
     address = sys.argv[1]
 sender = ZmqResultSender()
@@ -129,9 +129,9 @@ def test_a_consumer_that_cannot_be_opened_says_so_and_leaves_nothing(folder: Pat
 FORKS = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
-from headgate.capture.transport.result_hub import ResultHub
-from headgate.capture.transport.driver_host import open_drivers
-from headgate.capture.transport.result_sender import ZmqResultSender
+from headgate.capture.links.hub import ResultHub
+from headgate.capture.links.driver import open_drivers
+from headgate.capture.links.sender import ZmqResultSender
 from tests.fakes.driver_consumers import WHOLE, Worker, config, expect, result, whole
 from tests.fakes.pipeline import MODEL
 

@@ -7,10 +7,8 @@ import threading
 import pytest
 import torch
 
-from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.staging import shared_memory
-from headgate.capture.staging.host_rows import GRANULARITY
-from headgate.capture.staging.shared_memory import (
+from headgate.capture.links import shared_memory
+from headgate.capture.links.shared_memory import (
     MAX_LEASES,
     NumberedCopy,
     SharedArena,
@@ -18,6 +16,8 @@ from headgate.capture.staging.shared_memory import (
     SharedRows,
     SharedStaging,
 )
+from headgate.capture.schema.errors import UnsupportedError
+from headgate.capture.staging.host_rows import GRANULARITY
 from tests.fakes.pipeline import TIMEOUT_S
 
 

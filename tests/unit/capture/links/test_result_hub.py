@@ -15,13 +15,12 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
+from headgate.capture.links.hub import MAX_CLOSED_KEYS, Doors, ResultHub
+from headgate.capture.links.messages import BeginMessage, FinishMessage, ResultMessage, encode
+from headgate.capture.links.peer import numbering
+from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.results import CaptureResult, CaptureResults
-from headgate.capture.transport.channel import numbering
-from headgate.capture.transport.listener import Doors
-from headgate.capture.transport.messages import BeginMessage, FinishMessage, ResultMessage, encode
-from headgate.capture.transport.result_hub import MAX_CLOSED_KEYS, ResultHub
-from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.fakes.pipeline import TIMEOUT_S
 
 

@@ -15,11 +15,9 @@ import numpy as np
 import pytest
 import zmq
 
+from headgate.capture.links.messages import MalformedMessage
+from headgate.capture.links.peer import Channel, Endpoint, Inbox
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.transport.channel import Channel
-from headgate.capture.transport.listener import Inbox
-from headgate.capture.transport.messages import MalformedMessage
-from headgate.capture.transport.network import Endpoint
 from tests.deadlines import patience
 
 TIMEOUT_S = patience(120.0)
@@ -27,7 +25,7 @@ TIMEOUT_S = patience(120.0)
 
 READER = """
 import sys, threading
-from headgate.capture.transport.listener import Inbox
+from headgate.capture.links.peer import Inbox
 inbox = Inbox(sys.argv[1], lambda frames: threading.Event().wait(), name="reader")
 print("listening", flush=True)
 sys.stdin.read()
@@ -35,8 +33,8 @@ sys.stdin.read()
 
 SENDER = """
 import sys, zmq
-from headgate.capture.transport.network import Endpoint
-from headgate.capture.transport.channel import Channel
+from headgate.capture.links.peer import Endpoint
+from headgate.capture.links.peer import Channel
 channel = Channel(zmq.Context(), Endpoint(sys.argv[1]), window_bytes=1 << 30)
 while True:
     channel.send([b"a" * 100_000], timeout_s=None)

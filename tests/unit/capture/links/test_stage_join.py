@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headgate.capture.links.driver import StageJoin, join_requests
 from headgate.capture.schema.consumer import RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.transport.driver_host import StageJoin, join_requests
 
 HIDDEN = 3
 

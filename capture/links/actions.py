@@ -18,6 +18,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from headgate.capture.links.hub import PREFIX, SOCKET, sweep
+from headgate.capture.links.messages import MalformedMessage
+from headgate.capture.links.peer import Channel, Endpoint, Inbox
 from headgate.capture.schema.action_sink import (
     MAX_BYTES,
     MAX_SUBMITTED,
@@ -27,10 +30,6 @@ from headgate.capture.schema.action_sink import (
     encode_action,
 )
 from headgate.capture.schema.errors import ConsumerError, UnsupportedError
-from headgate.capture.transport.channel import Channel
-from headgate.capture.transport.listener import PREFIX, SOCKET, Inbox, sweep
-from headgate.capture.transport.messages import MalformedMessage
-from headgate.capture.transport.network import Endpoint
 
 
 class _ActionHeader(msgspec.Struct, frozen=True, array_like=True):

@@ -14,12 +14,11 @@ import pytest
 import torch
 import zmq
 
+from headgate.capture.links import actions
+from headgate.capture.links.actions import ActionInbox, ActionSender, actions_address, sink_of
+from headgate.capture.links.peer import Channel, Endpoint
 from headgate.capture.schema.action_sink import MAX_BYTES, ActionTarget, NoActions, Submitted, encode_action
 from headgate.capture.schema.errors import ConsumerError, UnsupportedError
-from headgate.capture.transport import action_channel
-from headgate.capture.transport.action_channel import ActionInbox, ActionSender, actions_address, sink_of
-from headgate.capture.transport.channel import Channel
-from headgate.capture.transport.network import Endpoint
 from tests.deadlines import patience
 
 TIMEOUT_S = patience(30)
@@ -35,7 +34,7 @@ class Move:
 
 @pytest.fixture
 def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(action_channel.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(actions.tempfile, "gettempdir", lambda: str(tmp_path))
     return actions_address("17")
 
 
@@ -73,7 +72,7 @@ def test_actions_of_several_consumers_come_in_order(address: str, inbox: ActionI
 def test_what_does_not_fit_is_dropped_and_counted(
     address: str, inbox: ActionInbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(action_channel, "_SHARE", 4)
+    monkeypatch.setattr(actions, "_SHARE", 4)
     sink = ActionSender(address, "one")
 
     took = [sink.submit(Move("r", number)) for number in range(20)]
