@@ -177,8 +177,8 @@ class CaptureSession:
 
         Args:
             view: Its layout; None if it computes nothing for requests.
-            token_ids: The token of each batch row on the device, as the forward will read it. Where it is known, rows
-                that were not computed from their request's own tokens end the request with an error.
+            token_ids: The token of each batch row on the device, as the runner laid it out; None with `view`. Rows that
+                stand for other tokens than their request's own end the request with an error.
         """
         if self._delivery.is_lost:
             self._start_afresh()

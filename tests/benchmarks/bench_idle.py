@@ -334,7 +334,7 @@ def worker(folder: Path) -> None:
         return time.perf_counter() - start
 
     with parts(folder / "rows") as hooks:
-        RunnerAdapter(runners["ours"], hooks, has_token_ids=True)
+        RunnerAdapter(runners["ours"], hooks)
         runners["ours"].execute_model(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new))
         show("worker", least({name: partial(run, name) for name in runners}), 1000, "a step")
 

@@ -57,6 +57,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 32,
     "max_logprobs": -1,
     "distributed_executor_backend": "mp",
+    "worker_extension_cls": "tests.fakes.shifted_stage.ShiftedStage",
 }
 EVERYWHERE = sites_of(*(hook for hook in HookPoint if hook is not HookPoint.HOOK_Z))  # ranks share its values
 STREAM = sites_of(HookPoint.PRE_ATTN, HookPoint.POST_MLP)
@@ -190,6 +191,23 @@ def test_rows_of_two_ranks_equal_the_solo_run(served, reference):
         for site, rows in expected.items():
             assert relative_error(capture.tensor(site.name), rows) <= 1e-4, site
             assert torch.equal(far[output.request_id].tensor(site.name), capture.tensor(site.name))
+
+
+def test_rows_of_other_tokens_are_refused_on_every_stage(served):
+    params = sampling(capture={name: {"hooks": SITES} for name in ("memory", "filesystem", "far")})
+    for stage in range(served.num_stages):
+        served.llm.collective_rpc("shift_stage", args=(stage, True))
+        try:
+            (output,) = generate(served.llm, PROMPTS[:1], params)
+        finally:
+            served.llm.collective_rpc("shift_stage", args=(stage, False))
+
+        for name, result in output.capture_results.items():
+            is_in_parts = name == "filesystem" and served.num_stages > 1  # the other stage's file is right
+            assert result.status == ("partial_error" if is_in_parts else "error"), (stage, name)
+            assert "were not computed from the request's own tokens (position 1: token 3, expected 10)" in result.error
+    (output,) = generate(served.llm, PROMPTS[:1], params)
+    assert {result.status for result in output.capture_results.values()} == {"ok"}
 
 
 def test_scores_are_computed_on_the_stage_of_their_site(served, reference):

@@ -216,8 +216,9 @@ class WorkerHooks:
 
         Args:
             view: The layout; None for dummy and idle steps.
-            token_ids: The token of each batch row as the forward reads it, int32 on the device, static memory that
-                the next step overwrites. None where this worker does not have them (later pipeline stages).
+            token_ids: The token of each batch row as the runner laid it out, int32 on the device, static memory that
+                the next step overwrites; None for dummy and idle steps. The forward of a later pipeline stage does not
+                read them, but they say which token each row of its batch stands for.
         """
 
     @hookspec

@@ -139,7 +139,6 @@ class InstalledWorker:
         self._runner = RunnerAdapter(
             worker.model_runner,
             hooks,
-            has_token_ids=facts.pp_rank == 0,
             is_output_rank=facts.is_output_rank,
             is_last_stage=facts.is_last_stage,
         )

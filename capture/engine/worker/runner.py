@@ -93,7 +93,11 @@ class BatchLayout(Protocol):
         ...
 
     def token_ids(self, result: object) -> Tensor:
-        """Read the token of each batch row, as the forward will read them: int32 on the device."""
+        """Read the token of each batch row, int32 on the device.
+
+        Both runners lay the tokens out on every pipeline stage, with sampled tokens that the last stage broadcasts or
+        the scheduler sends back. The embedding, which reads them, is on the first stage.
+        """
         ...
 
 
@@ -175,7 +179,6 @@ class RunnerAdapter:
     Args:
         runner: vLLM's model runner.
         hooks: The worker parts.
-        has_token_ids: Whether `runner` knows the tokens of its batch: only on the first pipeline stage.
         is_output_rank: Whether the scheduler gets the outputs of `runner`; only then the parts' readings are asked for.
         is_last_stage: Whether `runner` samples. On earlier pipeline stages ``sample_tokens`` receives what was sampled,
             and nothing is gained by following a step up after it.
@@ -186,12 +189,10 @@ class RunnerAdapter:
         runner: ModelRunner,
         hooks: pluggy.PluginManager,
         *,
-        has_token_ids: bool,
         is_output_rank: bool = True,
         is_last_stage: bool = True,
     ) -> None:
         self._runner = runner
-        self._has_token_ids = has_token_ids
         self._hook = hooks.hook
         self._step_begins = direct_calls(hooks.hook.headgate_step_begins)
         self._step_ends = direct_calls(hooks.hook.headgate_step_ends)
@@ -303,8 +304,7 @@ class RunnerAdapter:
         if self._live or (self._plain and any(needs() for needs in self._needs_plain_steps)):
             self._was_active = self._is_laid_out = True
             view = self._layout.view(args, result)
-            token_ids = self._layout.token_ids(result) if self._has_token_ids else None
-            self._step_begins(view, token_ids)
+            self._step_begins(view, self._layout.token_ids(result))
         else:
             self._clear_step()
         return result

@@ -129,7 +129,7 @@ def runner(request):
 @pytest.fixture
 def recorder(runner):
     recorder = Recorder()
-    runner.adapter = RunnerAdapter(runner, make_hooks({"recorder": recorder}), has_token_ids=True)
+    runner.adapter = RunnerAdapter(runner, make_hooks({"recorder": recorder}))
     return recorder
 
 
@@ -278,7 +278,7 @@ def test_a_runner_without_the_expected_method_is_refused():
             """Not a runner that we know."""
 
     with pytest.raises(UnsupportedError, match="_dummy_run"):
-        RunnerAdapter(Other(), make_hooks({}), has_token_ids=True)
+        RunnerAdapter(Other(), make_hooks({}))
 
 
 def test_the_generation_is_told_by_the_module():
@@ -307,7 +307,7 @@ class Follower(Recorder):
 @pytest.fixture
 def follower(runner):
     follower = Follower()
-    runner.adapter = RunnerAdapter(runner, make_hooks({"follower": follower}), has_token_ids=True)
+    runner.adapter = RunnerAdapter(runner, make_hooks({"follower": follower}))
     return follower
 
 

@@ -136,7 +136,7 @@ def step(*order: str, new: bool = False, wire: Any = True, fails: bool = False) 
 
 def adapted(runner: Any, **options: Any) -> Reader:
     reader = Reader()
-    RunnerAdapter(runner, make_hooks({"reader": reader}), has_token_ids=True, **options)
+    RunnerAdapter(runner, make_hooks({"reader": reader}), **options)
     return reader
 
 
@@ -244,7 +244,7 @@ def test_a_runner_that_samples_in_another_way_is_refused() -> None:
     runner.execute_model = runner._dummy_run = runner._prepare_inputs = lambda: None
 
     with pytest.raises(UnsupportedError, match="sample_tokens"):
-        RunnerAdapter(runner, make_hooks({"reader": Reader()}), has_token_ids=True)  # type: ignore[arg-type]
+        RunnerAdapter(runner, make_hooks({"reader": Reader()}))  # type: ignore[arg-type]
 
 
 def test_a_hook_that_wraps_others_is_refused() -> None:
