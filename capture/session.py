@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from headgate.capture.delivery.delivery import CloseReport, Delivery, MemoryWanted, RequestBegins, RequestEnds
 from headgate.capture.links.network import NetworkKeys
 from headgate.capture.local_delivery import WorkerPlace
 from headgate.capture.monitoring.stats import CaptureStats
+from headgate.capture.monitoring.step_log import compact
 from headgate.capture.planning.planner import StepPlanner
-from headgate.capture.planning.step_plan import StepPlan
+from headgate.capture.planning.step_plan import PackGroup, StepPlan
 from headgate.capture.process.spread import open_delivery
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
-from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest
+from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, Int64Array, NewRequest
 from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
 from headgate.capture.schema.readout import ReadoutSite, by_consumer
@@ -197,6 +199,26 @@ class CaptureSession:
         if since is not None and (self._staging.is_well_filled or time.monotonic() >= since + self._window.seconds):
             self._collect()
 
+    def describe_step(self) -> dict[str, Any] | None:
+        """Return the plan of the step that has begun, for the step log; None if nothing of it is captured.
+
+        Ring rows are read from the device: ``ring_rows`` has the one of each batch row up to the last wanted one, and
+        each group those of its rows.
+        """
+        plan = self._plan
+        if plan is None:
+            return None
+        ring_rows = self._staging.slots[: int(plan.token_rows[-1]) + 1].cpu().numpy()
+        groups = [
+            {
+                "sites": [site.name for site in group.sites],
+                "num_outputs": group.num_outputs,
+                "rows": list(_described(group, plan.token_rows, ring_rows, self._bits)),
+            }
+            for group in plan.groups
+        ]
+        return {"ring_rows": compact(ring_rows.tolist()), "groups": groups}
+
     def _collect_if_last(self) -> None:
         """Without a request that runs there may be no step after which to look again."""
         if not self._window.is_anything_running:
@@ -339,6 +361,24 @@ def _located(config: CaptureConsumersConfig, classes: Sequence[type[CaptureConsu
     specs = zip(config.consumers, classes, strict=True)
     located = tuple(msgspec.structs.replace(spec, location=found.location) for spec, found in specs)
     return msgspec.structs.replace(config, consumers=located)
+
+
+def _described(
+    group: PackGroup, token_rows: Int64Array, ring_rows: Int64Array, bits: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of each request in a group, by the consumers that want them."""
+    for req_id, start, stop in group.spans:
+        masks = group.masks[start:stop]
+        for mask in dict.fromkeys(masks.tolist()):
+            picks = start + np.flatnonzero(masks == mask)
+            rows = token_rows[group.rows[picks]]
+            yield {
+                "request": req_id,
+                "consumers": [name for name, bit in bits.items() if mask >> bit & 1],
+                "positions": compact(group.positions[picks].tolist()),
+                "rows": compact(rows.tolist()),
+                "ring_rows": compact(ring_rows[rows].tolist()),
+            }
 
 
 def _ask_for_memory(delivery: Delivery) -> None:

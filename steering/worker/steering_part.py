@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts
+from headgate.capture.monitoring.step_log import compact
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.part_hooks import hookimpl
@@ -136,6 +137,21 @@ class SteeringPart:
     def headgate_step_readings(self) -> SignalReadings | None:
         """Return what the engine core gets of the step."""
         return self._allocated().readings()
+
+    @hookimpl
+    def headgate_describe_step(self, view: BatchView) -> dict[str, Any]:
+        """Return the table row and the slots of each batch row, and its entries at op sites, as the device has them.
+
+        Sites where no row has a slot, or no row an entry, are left out.
+        """
+        tables, num_rows = self._allocated().tables, view.num_tokens
+        slots = dict(zip(self._sites, tables.slots[:, :num_rows].tolist(), strict=True))
+        active = [] if tables.programs is None else tables.programs.active[:, :num_rows].tolist()
+        entries = dict(zip(self._op_sites, active, strict=True))
+        found: dict[str, Any] = {"table_rows": compact(tables.rows[:num_rows].tolist())}
+        for name, by_site in (("slots", slots), ("entries", entries)):
+            found[name] = {site.name: compact(values) for site, values in by_site.items() if any(values)}
+        return {PART: found}
 
     @hookimpl
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], Sequence[Tensor]]) -> None:

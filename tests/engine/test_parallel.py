@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from headgate.capture.monitoring.step_log import STEP_LOG, compact
 from headgate.capture.probes.probe import HiddenLayer, Probe, save
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
@@ -117,6 +118,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with ExitStack() as stack:
         environment = stack.enter_context(pytest.MonkeyPatch.context())
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on a machine with one NUMA node
+        if way == "tensor":
+            environment.setenv(STEP_LOG, str(root / "steps"))
         settings, host = {**SETTINGS, f"{way}_parallel_size": 2}, None
         if request.param == "hosts":
             host, cluster = on_two_hosts(stack, environment, settings, config, tmp_path_factory)
@@ -208,6 +211,40 @@ def test_rows_of_other_tokens_are_refused_on_every_stage(served):
             assert "were not computed from the request's own tokens (position 1: token 3, expected 10)" in result.error
     (output,) = generate(served.llm, PROMPTS[:1], params)
     assert {result.status for result in output.capture_results.values()} == {"ok"}
+
+
+def test_the_step_log_says_where_the_rows_of_each_step_are(served):
+    if served.num_stages > 1:
+        pytest.skip("the other engines run without a log")
+    logs = sorted((served.root / "steps").glob("rank*.jsonl"))
+    assert len(logs) == 2
+    before = [len(log.read_text().splitlines()) for log in logs]
+
+    (output,) = generate(served.llm, PROMPTS[:1], sampling(STEERING[0]))
+
+    tokens = [*PROMPTS[0], *output.outputs[0].token_ids][:-1]
+    first, second = (
+        [json.loads(line) for line in log.read_text().splitlines()[start:]]
+        for log, start in zip(logs, before, strict=True)
+    )
+    assert [step["requests"] for step in first] == [step["requests"] for step in second]
+    assert [step["steering"] for step in first] == [step["steering"] for step in second]
+    assert [step["capture"] for step in second] == [None] * len(second)  # one rank captures
+    at = 0
+    for step, size in zip(first, [32, 8, 1, 1, 1, 1], strict=True):  # at most 32 tokens a step
+        (request,) = step["requests"]
+        assert request["positions"] == compact(range(at, at + size))
+        assert (request["rows"], request["tokens"]) == (compact(range(size)), compact(tokens[at : at + size]))
+        (group,) = step["capture"]["groups"]
+        assert len(group["sites"]) == len(EVERYWHERE)
+        (rows,) = group["rows"]
+        assert (rows["request"], rows["consumers"]) == (request["id"], ["memory"])
+        assert (rows["positions"], rows["rows"]) == (request["positions"], request["rows"])
+        assert rows["ring_rows"] == step["capture"]["ring_rows"]
+        assert step["steering"]["slots"].keys() == {site.name for site in EVERYWHERE}
+        assert all(slots not in ("0", f"0*{size}") for slots in step["steering"]["slots"].values())
+        at += size
+    assert at == len(tokens)
 
 
 def test_scores_are_computed_on_the_stage_of_their_site(served, reference):

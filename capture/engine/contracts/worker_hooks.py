@@ -235,6 +235,14 @@ class WorkerHooks:
         """
 
     @hookspec
+    def headgate_describe_step(self, view: BatchView) -> Document:  # type: ignore[empty-body]
+        """Return what the part does in the step that has just begun, by its name, as plain values for the step log.
+
+        Called between `headgate_step_begins` and the forward, and only where steps are logged. It may wait for the
+        device.
+        """
+
+    @hookspec
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], Sequence[Tensor]]) -> None:
         """Prove, before serving, that every site responds.
 

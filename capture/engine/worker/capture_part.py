@@ -314,6 +314,10 @@ class CapturePart:
             self._session.step_ends()
 
     @hookimpl
+    def headgate_describe_step(self) -> Document:
+        return {"capture": None if self._session is None else self._session.describe_step()}
+
+    @hookimpl
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], object]) -> None:
         """Prove that every site of this worker writes its rows; every rank runs the same dummy steps."""
         if self._config.self_test:

@@ -27,6 +27,7 @@ from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import compiler_config, model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import refuse_unsupported_settings
 from headgate.capture.engine.worker.runner import RunnerAdapter
+from headgate.capture.monitoring.step_log import open_step_log
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
@@ -136,11 +137,13 @@ class InstalledWorker:
         self.facts = facts
         self.device_bytes = device_bytes
         self.hooks = hooks
+        self._step_log = open_step_log(worker.rank)
         self._runner = RunnerAdapter(
             worker.model_runner,
             hooks,
             is_output_rank=facts.is_output_rank,
             is_last_stage=facts.is_last_stage,
+            step_log=self._step_log,
         )
         _after(worker, "compile_or_warm_up_model", self._self_test)
         _before(worker, "shutdown", self.close)
@@ -158,6 +161,8 @@ class InstalledWorker:
     def close(self) -> None:
         """Close every part; idempotent, since the parts are."""
         self.hooks.hook.headgate_close()
+        if self._step_log is not None:
+            self._step_log.close()
 
     def _self_test(self) -> None:
         self.hooks.hook.headgate_self_test(facts=self.facts, run=self._runner.run_dummy)

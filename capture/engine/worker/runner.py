@@ -31,6 +31,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
 )
 from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, WIRE_KEY, wire_of
 from headgate.capture.engine.contracts.worker_hooks import StepReadings, direct_calls, direct_questions
+from headgate.capture.monitoring.step_log import StepLog, compact
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.errors import UnsupportedError
 
@@ -182,6 +183,7 @@ class RunnerAdapter:
         is_output_rank: Whether the scheduler gets the outputs of `runner`; only then the parts' readings are asked for.
         is_last_stage: Whether `runner` samples. On earlier pipeline stages ``sample_tokens`` receives what was sampled,
             and nothing is gained by following a step up after it.
+        step_log: Gets a line for each step that the parts see; None if steps are not logged.
     """
 
     def __init__(
@@ -191,8 +193,10 @@ class RunnerAdapter:
         *,
         is_output_rank: bool = True,
         is_last_stage: bool = True,
+        step_log: StepLog | None = None,
     ) -> None:
         self._runner = runner
+        self._step_log = step_log
         self._hook = hooks.hook
         self._step_begins = direct_calls(hooks.hook.headgate_step_begins)
         self._step_ends = direct_calls(hooks.hook.headgate_step_ends)
@@ -304,10 +308,23 @@ class RunnerAdapter:
         if self._live or (self._plain and any(needs() for needs in self._needs_plain_steps)):
             self._was_active = self._is_laid_out = True
             view = self._layout.view(args, result)
-            self._step_begins(view, self._layout.token_ids(result))
+            token_ids = self._layout.token_ids(result)
+            self._step_begins(view, token_ids)
+            if self._step_log is not None:
+                self._log_step(self._step_log, view, token_ids)
         else:
             self._clear_step()
         return result
+
+    def _log_step(self, log: StepLog, view: BatchView, token_ids: Tensor) -> None:
+        requests = []
+        columns = (view.starts.tolist(), view.num_scheduled.tolist(), view.num_computed.tolist())
+        for req_id, start, size, computed in zip(view.req_ids, *columns, strict=True):
+            tokens = compact(token_ids[start : start + size].tolist())
+            rows, positions = (compact(range(first, first + size)) for first in (start, computed))
+            requests.append({"id": req_id, "rows": rows, "positions": positions, "tokens": tokens})
+        parts = self._hook.headgate_describe_step(view=view)
+        log.write({"requests": requests} | {name: found for part in parts for name, found in part.items()})
 
     def _clear_step(self) -> None:
         """Clear whatever a forward without live requests could act on."""

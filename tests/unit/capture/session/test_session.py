@@ -240,6 +240,36 @@ def test_rows_that_are_not_of_the_requests_own_tokens_are_an_error_and_go_nowher
     assert [captured.request.request_id for captured in keeper.captured] == ["a"]
 
 
+def test_the_plan_of_a_step_says_where_each_wanted_row_is() -> None:
+    with world((Keeper(), {}), (Keeper(), {})) as it:
+        it.add("a", {"c0": want(Named("last_prompt")), "c1": want(sites=SITES[:1])})
+        it.add("b", {"c0": want()}, num_prompt=2)
+        it.step(b=(0, 2))
+        it.session.step_begins(it.view(x=(0, 3), a=(2, 4), b=(2, 3)))
+        found = it.session.describe_step()
+        it.session.step_begins(it.view(x=(3, 4)))
+        idle = it.session.describe_step()
+
+    assert found is not None
+    assert idle is None
+    assert found["ring_rows"].startswith("64:67,")  # of x, which is not captured: trash rows
+    ring_rows = [int(number) for number in found["ring_rows"].split(",")[1].split(":")]
+    assert ring_rows[1] - ring_rows[0] == 3
+    rows = {
+        (site, each["request"], *each["consumers"]): (each["positions"], each["rows"], each["ring_rows"])
+        for group in found["groups"]
+        for each in group["rows"]
+        for site in group["sites"]
+    }
+    first = ring_rows[0]
+    for site in (each.name for each in SITES):
+        assert rows[site, "b", "c0"] == ("2", "5", str(first + 2))
+    assert rows[SITES[0].name, "a", "c1"] == ("2", "3", str(first))
+    assert rows[SITES[0].name, "a", "c0", "c1"] == ("3", "4", str(first + 1))
+    assert rows[SITES[2].name, "a", "c0"] == ("3", "4", str(first + 1))
+    assert len(rows) == 7
+
+
 def test_a_step_larger_than_the_staging_memory_is_captured_whole() -> None:
     keeper = Keeper()
 

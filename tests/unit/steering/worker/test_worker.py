@@ -11,6 +11,7 @@ from torch import nn
 
 from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFacts, make_hooks
 from headgate.capture.engine.model import forward_wrappers
+from headgate.capture.monitoring.step_log import compact
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, SelfTestError
@@ -73,7 +74,7 @@ class Worker:
     def stop(self, req_id: str) -> None:
         self.hook.headgate_request_stopped(req_id=req_id)
 
-    def step(self, *requests: tuple[str, int, int]) -> None:
+    def step(self, *requests: tuple[str, int, int]) -> BatchView:
         """A step of ``(request, computed, scheduled)``."""
         num = np.array([count for *_, count in requests], dtype=np.int64)
         view = BatchView(
@@ -83,6 +84,7 @@ class Worker:
             num_computed=np.array([computed for _, computed, _ in requests], dtype=np.int64),
         )
         self.hook.headgate_step_begins(view=view, token_ids=None)
+        return view
 
     def added(self, site: Site, num_tokens: int) -> torch.Tensor:
         """Return the vectors that the forward adds to a stream of zeros at `site`."""
@@ -114,6 +116,23 @@ def test_each_token_gets_the_vector_of_its_request_and_phase(site):
 
     expected = [row(prefill, site)] * 2 + [row(decode, site)] * 2 + [torch.zeros(HIDDEN)] * 26
     assert torch.equal(worker.added(site, 30), torch.stack(expected))
+
+
+def test_a_described_step_has_the_slots_of_its_rows_as_the_device_has_them():
+    worker, prefill, decode = Worker(), vectors(1), vectors(2, SITES[1])
+    worker.add("a", 3, SteeringSpec(prefill=prefill, decode=decode))
+    worker.add("b", 2)
+
+    view = worker.step(("a", 1, 4), ("b", 0, 2))
+    (found,) = worker.hook.headgate_describe_step(view=view)
+
+    tables = worker.part._allocated().tables
+    slots = {site.name: tables.slots[index, :6].tolist() for index, site in enumerate(SITES)}
+    assert found["steering"]["table_rows"] == compact(tables.rows[:6].tolist())
+    assert found["steering"]["slots"] == {name: compact(values) for name, values in slots.items()}
+    assert [bool(slot) for slot in slots[SITES[0].name]] == [True, True, False, False, False, False]
+    assert [bool(slot) for slot in slots[SITES[1].name]] == [True, True, True, True, False, False]
+    assert found["steering"]["entries"] == {}
 
 
 def test_a_row_that_means_other_vectors_now_is_resolved_anew():

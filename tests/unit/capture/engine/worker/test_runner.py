@@ -46,12 +46,14 @@ class Recorder:
 class V1Runner:
     """The V1 runner as the adapter sees it: a persistent batch that `_prepare_inputs` has filled."""
 
+    tokens = "tokens on the device"
+
     def execute_model(self, scheduler_output, intermediate_tensors=None):
         if scheduler_output.total_num_scheduled_tokens:
             self._prepare_inputs(scheduler_output, np.array(scheduler_output.counts, dtype=np.int32))
 
     def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
-        self.input_ids = SimpleNamespace(gpu="tokens on the device")
+        self.input_ids = SimpleNamespace(gpu=self.tokens)
         starts = np.concatenate([[0], np.cumsum(num_scheduled_tokens)])
         self.query_start_loc = SimpleNamespace(np=np.pad(starts, (0, 5), constant_values=starts[-1]))
         self.input_batch = SimpleNamespace(
@@ -71,6 +73,8 @@ class V1Runner:
 class V2Runner:
     """The V2 runner as the adapter sees it: `prepare_inputs` returns a batch; dummy runs go through execute_model."""
 
+    tokens = "tokens on the device"
+
     def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False):
         if not dummy_run and scheduler_output.total_num_scheduled_tokens:
             self.prepare_inputs(scheduler_output, "batch_desc")
@@ -80,7 +84,7 @@ class V2Runner:
         return SimpleNamespace(
             req_ids=scheduler_output.order,
             num_reqs=len(counts),
-            input_ids="tokens on the device",
+            input_ids=self.tokens,
             num_scheduled_tokens=counts,
             query_start_loc_np=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
             num_computed_tokens_np=np.array(scheduler_output.computed, dtype=np.int32),
@@ -143,6 +147,41 @@ def test_the_view_is_the_batch_as_the_runner_laid_it_out(runner, recorder):
         ("ends",),
     ]
     assert recorder.token_ids == "tokens on the device"
+
+
+class Lines(list):
+    """Takes the lines of a step log."""
+
+    def write(self, step):
+        self.append(step)
+
+
+class Describing:
+    """A part that says what it does in a step."""
+
+    @hookimpl
+    def headgate_describe_step(self, view):
+        return {"mine": len(view.req_ids)}
+
+
+def test_a_logged_step_has_its_requests_and_what_parts_do_with_them(runner):
+    log = Lines()
+    recorder = Recorder()
+    runner.tokens = np.array([41, 50, 51, 51, 51, 9, 0, 0])
+    RunnerAdapter(runner, make_hooks({"recorder": recorder, "mine": Describing()}), step_log=log)
+
+    run(runner, step(["b", "a"], [1, 5], [7, 0], new=[request("a", 5), request("b", 3)]))
+    runner._dummy_run(8)
+
+    assert log == [
+        {
+            "requests": [
+                {"id": "b", "rows": "0", "positions": "7", "tokens": "41"},
+                {"id": "a", "rows": "1:6", "positions": "0:5", "tokens": "50:52,51*2,9"},
+            ],
+            "mine": 2,
+        }
+    ]
 
 
 def test_views_of_steps_with_the_same_requests_share_what_is_alike(runner, recorder):
