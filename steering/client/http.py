@@ -41,6 +41,9 @@ except ModuleNotFoundError as error:
         "headgate's client needs httpx, which is not installed: pip install 'headgate[client]'", name=error.name
     ) from error
 
+KEEP_ALIVE_S = 2.0
+"""Seconds for which an idle connection is used again; uvicorn closes one after 5 s, perhaps while a request is sent."""
+
 T = TypeVar("T")
 Sync = TypeVar("Sync", bound="Session")
 Async = TypeVar("Async", bound="AsyncSession")
@@ -67,7 +70,7 @@ class _Settings:
         self._model = model
         self._open(
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=KEEP_ALIVE_S),
             transport=transport,
         )
 

@@ -36,6 +36,8 @@ LONGEST_HOLD_S = 0.05
 ANSWER_S = patience(30)
 DESCRIPTION_S = patience(120)
 """FastAPI makes the description when it is first asked for: 3 s of a core."""
+LIMITS = httpx.Limits(keepalive_expiry=2.0)
+"""uvicorn closes a connection that was idle for 5 s, which is how long hypothesis may take for a large body."""
 GROWTH_MIB = 48
 """Of the API server's memory in the second half of the time, for what allocators keep."""
 
@@ -108,7 +110,7 @@ def fuzzed(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     }
     with (
         serving([*COMMAND, str(model_dir), *flags], **environment) as server,
-        httpx.Client(base_url=server.url, timeout=ANSWER_S, trust_env=False) as client,
+        httpx.Client(base_url=server.url, timeout=ANSWER_S, trust_env=False, limits=LIMITS) as client,
     ):
         yield Fuzzed(server, client, holds)
 

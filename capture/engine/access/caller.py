@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol
 
 from headgate.capture.engine.access.access_key import AccessKey
 from headgate.capture.monitoring.rate_limited_log import SparseLog
@@ -41,6 +41,21 @@ _ADD_DAY = (
 _ADD_RUNNING = (
     "INSERT INTO running VALUES (:process, :name, :requests) ON CONFLICT DO UPDATE SET requests = requests + :requests"
 )
+
+
+class _UsageFile(sqlite3.Connection):
+    """A connection whose errors are all `sqlite3.Error`, also where SQLite quotes damaged text of the file."""
+
+    def execute(self, *args: Any) -> sqlite3.Cursor:
+        """Run one statement.
+
+        Raises:
+            sqlite3.Error: If it cannot be run.
+        """
+        try:
+            return super().execute(*args)
+        except UnicodeDecodeError as error:
+            raise sqlite3.DatabaseError("the file is damaged") from error
 
 
 class Usage:
@@ -65,7 +80,11 @@ class Usage:
             if path is not None:
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
             self._file = sqlite3.connect(
-                ":memory:" if path is None else path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+                ":memory:" if path is None else path,
+                timeout=BUSY_S,
+                isolation_level=None,
+                check_same_thread=False,
+                factory=_UsageFile,
             )
             self._file.execute("PRAGMA journal_mode=WAL")
             self._file.execute("PRAGMA synchronous=NORMAL")

@@ -147,6 +147,19 @@ def test_a_file_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
             Usage(tmp_path / name)
 
 
+def test_a_file_whose_damaged_text_sqlite_quotes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    Usage(path).close()
+    damaged = path.read_bytes()
+    assert b"tabledaysdays" in damaged
+    path.write_bytes(
+        damaged.replace(b"tabledaysdays", b"table\x85aysdays").replace(b"CREATE TABLE days", b"CREATE TABLE d")
+    )
+
+    with pytest.raises(ConfigError, match="the file is damaged"):
+        Usage(path)
+
+
 @pytest.fixture
 def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A file of counts, and a program that holds it for as long as its transaction lasts."""
