@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,9 +35,19 @@ WITHOUT_TORCH = (
 """Modules of `capture` that are used and tested where there is no torch."""
 
 
-def test_vllm_is_imported_in_the_engine_folder_alone() -> None:
+def test_vllm_is_imported_by_the_table_of_names_alone() -> None:
     assert within("capture/engine/") != []
-    assert offences(outside("capture/engine/"), imports_of("vllm")) == []
+    assert offences(LIBRARY, imports_of("vllm")) == []
+
+
+def test_attributes_of_vllm_are_named_in_one_table() -> None:
+    def named(tree: ast.Module) -> Iterator[tuple[int, str]]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and re.fullmatch(r"vllm(\.[a-z_0-9]+)+(:\w+)?\.?", str(node.value)):
+                yield node.lineno, str(node.value)
+
+    tables = ("capture/engine/vllm_names.py", "capture/engine/commands/serve.py")  # the latter has entry points
+    assert offences([path for path in within("capture/engine/") if name_of(path) not in tables], named) == []
 
 
 def test_triton_is_imported_in_kernel_folders_alone() -> None:

@@ -38,6 +38,7 @@ LAYERS = {
     ),
     "headgate.capture.engine": (
         *(
+            ["vllm_names"],
             ["contracts"],
             ["access"],
             ["setup", "model", "compiler"],

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import vllm
-
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.plugin import register
 from headgate.capture.engine.requests.sampling_params import all_fields
@@ -34,7 +33,7 @@ def make_sampling_params() -> type:
     Calling it returns an instance of vLLM's own class, and ``isinstance(x, it)`` holds for those, so vLLM sees no
     difference.
     """
-    base = vllm.SamplingParams
+    base = vllm_names.SAMPLING_PARAMS.get()
 
     class Constructor(type(base)):  # type: ignore[misc]
         def __call__(cls, *args: object, **kwargs: object) -> object:
@@ -55,7 +54,7 @@ def make_sampling_params() -> type:
 SamplingParams: Any = make_sampling_params()
 
 
-class LLM(vllm.LLM):  # type: ignore[misc]
+class LLM(vllm_names.LLM.get()):  # type: ignore[misc]
     """vLLM's `LLM` with capture and steering configured by keyword.
 
     ::
@@ -145,8 +144,8 @@ def start_llm(
         UnsupportedError: If this vLLM, this model or a setting cannot be served.
         SystemExit: If vLLM knows no such flag; it has said so.
     """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    EngineArgs = vllm_names.ENGINE_ARGS.get()
+    FlexibleArgumentParser = vllm_names.ARGUMENT_PARSER.get()
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="headgate", usage="flags of vLLM's engine"))
     engine_args = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))

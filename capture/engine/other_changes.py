@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from headgate.capture.engine import vllm_names as names
+
 
 class Change(NamedTuple):
     """Something that headgate adds to, or replaces in, another package without wrapping it by a `Patch`.
@@ -27,7 +29,6 @@ class Change(NamedTuple):
     why: str
 
 
-_WORKER = "vllm.v1.worker.worker_base"
 _INSTALL = "headgate.capture.engine.worker.install"
 _INDUCTOR = "headgate.capture.engine.compiler.inductor_heuristics"
 _FORWARD = "headgate.capture.engine.model.forward_wrappers"
@@ -42,19 +43,19 @@ _PARAMS = "headgate.capture.engine.requests.sampling_params"
 
 CHANGES = (
     Change(
-        "vllm.sampling_params.SamplingParams.{field}",
+        f"{names.SAMPLING_PARAMS}.{{field}}",
         *("property", _PARAMS, "fields of a request: capture, steering_vectors and so on, kept in extra_args"),
     ),
     Change(
-        "vllm.sampling_params.BeamSearchParams.{field}",
+        f"{names.BEAM_SEARCH_PARAMS}.{{field}}",
         *("property", _PARAMS, "the same fields, refused: beam search can be neither captured nor steered"),
     ),
     Change(
-        "vllm.entrypoints.llm.LLM.{part}",
+        f"{names.LLM}.{{part}}",
         *("property", "headgate.capture.engine.frontends.lazy_capture", "LLM.capture, LLM.steering and their like"),
     ),
     Change(
-        "vllm.v1.engine.async_llm.AsyncLLM.{part}",
+        f"{names.ASYNC_LLM}.{{part}}",
         *(
             "property",
             "headgate.capture.engine.frontends.lazy_capture",
@@ -62,12 +63,12 @@ CHANGES = (
         ),
     ),
     Change(
-        f"{_WORKER}.WorkerWrapperBase.load_model",
+        f"{names.WORKER_WRAPPER}.load_model",
         *("method", _INSTALL, "installs headgate in a worker right after its model was loaded"),
     ),
-    Change(f"{_WORKER}.WorkerBase.headgate_stats", "method", _INSTALL, "worker RPC: counters of every part"),
-    Change(f"{_WORKER}.WorkerBase.headgate_call", "method", _INSTALL, "worker RPC: a method of one part"),
-    Change(f"{_WORKER}.WorkerBase.headgate_setup", "method", _INSTALL, "worker RPC: what all workers must have alike"),
+    Change(f"{names.WORKER}.headgate_stats", "method", _INSTALL, "worker RPC: counters of every part"),
+    Change(f"{names.WORKER}.headgate_call", "method", _INSTALL, "worker RPC: a method of one part"),
+    Change(f"{names.WORKER}.headgate_setup", "method", _INSTALL, "worker RPC: what all workers must have alike"),
     Change(
         "{Worker}.compile_or_warm_up_model",
         *("instance", _INSTALL, "self-tests every site once the model is warmed up"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import wraps
-from types import ModuleType
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
 from headgate.capture.engine.setup.patch_set import Patch, PatchSet, process_patches, set_process_patches
-from headgate.capture.engine.setup.versions import find_version, is_supported
+from headgate.capture.engine.vllm_names import find_version, is_supported
 from headgate.capture.schema.errors import UnsupportedError
 
 logger = logging.getLogger("headgate")
@@ -39,17 +39,18 @@ def _install() -> PatchSet:
         # Nothing of a vLLM that we do not know is touched, except where an engine asks for us and is refused.
         patches = PatchSet([patch for patch in PATCHES if patch.only_refuses])
         patches.install()
-        patches.when_imported("vllm.sampling_params", sampling_params.refuse_properties)
+        patches.when_imported(sampling_params.refuse_properties, vllm_names.SAMPLING_PARAMS)
         return patches
-    patches = PatchSet(PATCHES)
+    patches = PatchSet(PATCHES, vllm_names.required_names())
     patches.install()
-    patches.when_imported("vllm.sampling_params", sampling_params.add_properties)
-    patches.when_imported("vllm.outputs", capture_frontend.add_results)
-    patches.when_imported("vllm.outputs", output_processor.add_values)
-    patches.when_imported("vllm.v1.engine.output_processor", output_processor.check_methods)
-    patches.when_imported("vllm.entrypoints.llm", lazy_capture.add_handles)
-    patches.when_imported("vllm.v1.engine.async_llm", lazy_capture.add_async_handles)
-    patches.when_imported("vllm.v1.worker.worker_base", _patch_worker)
+    names = vllm_names
+    patches.when_imported(sampling_params.add_properties, names.SAMPLING_PARAMS, names.BEAM_SEARCH_PARAMS)
+    patches.when_imported(capture_frontend.add_results, names.REQUEST_OUTPUT, names.COMPLETION_OUTPUT)
+    patches.when_imported(output_processor.add_values, names.COMPLETION_OUTPUT)
+    patches.when_imported(output_processor.check_methods, names.REQUEST_STATE, names.OUTPUT_COLLECTOR)
+    patches.when_imported(lazy_capture.add_handles, names.LLM)
+    patches.when_imported(lazy_capture.add_async_handles, names.ASYNC_LLM)
+    patches.when_imported(_patch_worker, names.WORKER_WRAPPER, names.WORKER)
     return patches
 
 
@@ -79,17 +80,18 @@ def _refusals(problem: str) -> list[Patch]:
         return wrapped
 
     why = "refuses to start without what is configured"
-    front, core = "EngineArgs.create_engine_config", "EngineCore._initialize_kv_caches"
+    front = vllm_names.ENGINE_ARGS.member("create_engine_config")
+    core = vllm_names.ENGINE_CORE.member("_initialize_kv_caches")
     return [
-        Patch(module="vllm.engine.arg_utils", target=front, wrap=after, why=why, parameters=("self",)),
-        Patch(module="vllm.v1.engine.core", target=core, wrap=before, why=why, parameters=("self", "vllm_config")),
+        Patch(target=front, wrap=after, why=why, parameters=("self",)),
+        Patch(target=core, wrap=before, why=why, parameters=("self", "vllm_config")),
     ]
 
 
-def _patch_worker(module: ModuleType) -> None:
+def _patch_worker(wrapper: type, worker: type) -> None:
     from headgate.capture.engine.worker.install import patch_worker
 
-    patch_worker(module)
+    patch_worker(wrapper, worker)
 
 
 def unregister() -> list[str]:

@@ -98,7 +98,7 @@ class Engine:
         self.vllm_config = Namespace(additional_config=ours, parallel_config=Namespace(_api_process_rank=0))
 
 
-lazy_capture.add_async_handles(SimpleNamespace(AsyncLLM=Engine))  # type: ignore[arg-type]
+lazy_capture.add_async_handles(Engine)
 
 
 class Server:

@@ -20,24 +20,28 @@ from headgate.capture.schema.sites import HookPoint, Site
 from tests.deadlines import patience
 
 SCRIPT = """
-import importlib, json, sys
+import json, sys
 import headgate.capture
 told = {"by importing capture": sorted({"vllm", "torch"} & set(sys.modules))}
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.plugin import register, unregister
 from headgate.capture.engine.setup.patch_set import process_patches
 from headgate.capture.engine.patch_table import PATCHES
 register()
 told["by registering"] = sorted({"vllm"} & set(sys.modules))
-modules = {patch.name: importlib.import_module(patch.module) for patch in PATCHES}
-importlib.import_module("vllm.v1.worker.worker_base")
+used = vllm_names.required_names()
+for name in (*(patch.target for patch in PATCHES), *used):
+    list(name.imported())
 register()
 patches = process_patches()
+patches.require()
+told["values"] = len([name.get() for name in used]), len(used)
 told["problems"] = patches.problems
-told["missing"] = [patch.name for patch in PATCHES if not patch.is_installed(modules[patch.name])]
+told["missing"] = [patch.name for patch in PATCHES if not patch.is_installed()]
 told["stuck"] = unregister()
-told["left"] = [patch.name for patch in PATCHES if patch.is_installed(modules[patch.name])]
+told["left"] = [patch.name for patch in PATCHES if patch.is_installed()]
 register()
-told["missing again"] = [patch.name for patch in PATCHES if not patch.is_installed(modules[patch.name])]
+told["missing again"] = [patch.name for patch in PATCHES if not patch.is_installed()]
 print(json.dumps(told))
 """
 
@@ -64,6 +68,11 @@ def test_every_patch_fits_and_is_installed(told: dict[str, Any]) -> None:
     assert told["missing"] == []
 
 
+def test_every_name_that_is_used_is_there(told: dict[str, Any]) -> None:
+    found, wanted = told["values"]
+    assert found == wanted > 60
+
+
 def test_every_patch_can_be_taken_out_and_put_in_again(told: dict[str, Any]) -> None:
     assert told["stuck"] == []
     assert told["left"] == []
@@ -76,7 +85,7 @@ def test_every_patch_says_why() -> None:
     names = [patch.name for patch in PATCHES]
     assert len(set(names)) == len(names)
     assert all(patch.why for patch in PATCHES)
-    assert [patch.target for patch in PATCHES if not patch.parameters] == ["enable_envs_cache"]
+    assert [patch.target.path for patch in PATCHES if not patch.parameters] == ["enable_envs_cache"]
 
 
 def test_graphs_that_other_code_of_headgate_was_compiled_into_are_never_loaded(

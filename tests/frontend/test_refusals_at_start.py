@@ -14,11 +14,12 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from headgate.capture import LLM
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.commands.verify_engine import fit_cpu_cache
 from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.engine.frontends import startup
 from headgate.capture.engine.plugin import register
-from headgate.capture.engine.setup import patch_set, startup_checks, versions
+from headgate.capture.engine.setup import patch_set, startup_checks
 from headgate.capture.engine.setup.patch_set import PatchSet
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from tests.deadlines import patience
@@ -55,7 +56,7 @@ def test_without_a_configuration_a_vllm_that_differs_is_served(additional: Any) 
 
 
 def test_a_vllm_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "NEWEST", (0, 25))
+    monkeypatch.setattr(vllm_names, "NEWEST", (0, 25))
 
     with pytest.raises(UnsupportedError, match="found"):
         startup_checks.check_servable(config(capture_settings()))
@@ -81,14 +82,13 @@ def test_an_environment_that_keeps_headgate_out_is_refused(
 
 def test_in_a_vllm_of_another_release_nothing_but_the_refusal_is_installed() -> None:
     script = """
-import importlib
 from headgate.capture.engine import plugin
-from headgate.capture.engine.setup import versions
+from headgate.capture.engine import vllm_names as versions
 versions.NEWEST = (0, 25)
 plugin.register()
 from headgate.capture.engine.patch_table import PATCHES
 from vllm import SamplingParams
-installed = [p.target for p in PATCHES if p.is_installed(importlib.import_module(p.module))]
+installed = [patch.target.path for patch in PATCHES if list(patch.target.imported()) and patch.is_installed()]
 expected = ["EngineArgs.add_cli_args", "EngineArgs.from_cli_args", "EngineArgs.create_engine_config"]
 assert installed == expected, installed
 try:

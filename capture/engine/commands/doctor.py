@@ -7,7 +7,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -18,10 +17,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.compiler.inductor import KERNELS, LOWERING, missing_symbols
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
-from headgate.capture.engine.setup.versions import check_version, versions
+from headgate.capture.engine.vllm_names import check_version, versions
 from headgate.capture.engine.worker.install import submodule_places
 from headgate.capture.schema.config import MIB
 from headgate.capture.schema.errors import HeadgateError
@@ -108,8 +108,8 @@ def examine(model: str) -> ModelReport:
     Raises:
         UnsupportedError: If its layers are not understood.
     """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
+    EngineArgs = vllm_names.ENGINE_ARGS.get()
+    initialize_model = vllm_names.MAKE_MODEL.get()
 
     config = EngineArgs(model=model, enforce_eager=True, skip_tokenizer_init=True).create_engine_config()
     with _single_process(config), torch.device("meta"):
@@ -145,12 +145,10 @@ def _hooks(parent: torch.nn.Module, analysed: list[tuple[torch.nn.Module, LayerL
 @contextmanager
 def _single_process(config: object) -> Iterator[None]:
     """The process groups that vLLM's layers ask for when they are built, for this process alone."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import (
-        cleanup_dist_env_and_memory,
-        ensure_model_parallel_initialized,
-        init_distributed_environment,
-    )
+    set_current_vllm_config = vllm_names.WITH_CONFIG.get()
+    cleanup_dist_env_and_memory = vllm_names.CLOSE_GROUPS.get()
+    ensure_model_parallel_initialized = vllm_names.OPEN_MODEL_GROUPS.get()
+    init_distributed_environment = vllm_names.OPEN_GROUPS.get()
 
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
@@ -174,22 +172,29 @@ def _report_versions(console: Console) -> bool:
 def _report_patches(console: Console, verbose: bool) -> bool:
     from headgate.capture.engine.patch_table import PATCHES
 
-    problems = {patch: problem for patch in PATCHES if (problem := patch.problem(import_module(patch.module)))}
+    for name in (*(patch.target for patch in PATCHES), *vllm_names.required_names()):
+        list(name.imported())
+    missing = [name for name in vllm_names.required_names() if name.find() is None]
+    problems = {patch: problem for patch in PATCHES if (problem := patch.problem())}
     if verbose:
         table = Table("vLLM attribute", "what headgate's wrapper does", "state", title="Wrapped", title_justify="left")
         for patch in PATCHES:
             state = f"[red]{escape(problems[patch])}" if patch in problems else "[green]fits"
-            table.add_row(patch.target, patch.why, state)
+            table.add_row(patch.target.path, patch.why, state)
         console.print(table)
     for patch, problem in problems.items():
-        console.print(f"[red]{patch.module}.{patch.target}: {escape(problem)}; {escape(patch.why)}", soft_wrap=True)
-    state = f"[red]{len(problems)} do not fit" if problems else "[green]all fit"
+        console.print(f"[red]{escape(problem)}; {escape(patch.why)}", soft_wrap=True)
+    for name in missing:
+        console.print(f"[red]{name} does not exist", soft_wrap=True)
+    num_wrong = len(problems) + len(missing)
+    state = f"[red]{num_wrong} do not fit" if num_wrong else "[green]all fit"
     console.print(
-        f"[bold]vLLM[/] {len(PATCHES)} attributes are wrapped in memory, {state}[/]; --verbose lists what each is for",
+        f"[bold]vLLM[/] {len(PATCHES)} attributes are wrapped in memory, {len(vllm_names.required_names())} are used, "
+        f"{state}[/]; --verbose lists what each is for",
         highlight=False,
         soft_wrap=True,
     )
-    return not problems
+    return not num_wrong
 
 
 def _report_compiler(console: Console) -> bool:

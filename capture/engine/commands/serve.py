@@ -11,6 +11,7 @@ from pathlib import Path
 
 import typer
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.access.key_ring import KeyRing
 from headgate.capture.engine.setup.cli_flags import add_flags, translate_flags
 from headgate.capture.schema.config import server_config
@@ -65,8 +66,8 @@ def serve_model(arguments: Sequence[str]) -> None:
     # As vLLM's command line does: server processes start others while threads run, which a fork does not survive.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     register()
-    from vllm.entrypoints.cli.serve import cmd_init
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    cmd_init = vllm_names.SERVE_COMMANDS.get()
+    FlexibleArgumentParser = vllm_names.ARGUMENT_PARSER.get()
 
     parser = FlexibleArgumentParser(prog="headgate", description="vLLM with headgate.")
     subparsers = parser.add_subparsers(required=True, dest="subparser")

@@ -37,7 +37,7 @@ from headgate.capture.engine.commands.verify_stock import (
 from headgate.capture.engine.contracts.parts import check_parts
 from headgate.capture.engine.setup.cli_flags import add_flags, translate_flags
 from headgate.capture.engine.setup.settings import OUR_KEY
-from headgate.capture.engine.setup.versions import check_version, find_version
+from headgate.capture.engine.vllm_names import check_version, find_version
 from headgate.capture.monitoring.verify_checks import (
     EAGER,
     IDLE,

@@ -23,12 +23,13 @@ import msgspec
 import numpy as np
 import torch
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.commands.verify_stock import MIN_MODEL_LENGTH, plain_requests
 from headgate.capture.engine.contracts.parts import check_parts
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.setup.settings import OUR_KEY, model_info
 from headgate.capture.engine.setup.startup_checks import bound_cpu_cache, is_left_to_vllm
-from headgate.capture.engine.setup.versions import versions
+from headgate.capture.engine.vllm_names import versions
 from headgate.capture.monitoring.verify_checks import (
     EAGER,
     IDLE,
@@ -348,7 +349,7 @@ class VerifiedEngine:
         raise AssertionError("the prefix cache could not be emptied: blocks are in use between two scenes")
 
     def _params(self, request: SceneRequest) -> object:
-        from vllm import SamplingParams
+        SamplingParams = vllm_names.SAMPLING_PARAMS.get()
 
         made = SamplingParams(
             temperature=0,
@@ -383,7 +384,7 @@ class VerifiedEngine:
         ]
 
     def _facts(self) -> VerifyFacts:
-        from vllm.platforms import current_platform
+        current_platform = vllm_names.PLATFORM.get()
 
         model, compilation = self._config.model_config, self._config.compilation_config
         mode = compilation.cudagraph_mode
@@ -416,7 +417,7 @@ class VerifiedEngine:
         return step_ms
 
     def _time_once(self, round_index: int, num_requests: int) -> float:
-        from vllm import SamplingParams
+        SamplingParams = vllm_names.SAMPLING_PARAMS.get()
 
         engine = self._llm.llm_engine
         tokens = [token for request in self._plain for token in request.prompt]
@@ -451,9 +452,9 @@ def _compiler_text(workers: Sequence[Mapping[str, Mapping[str, int]]]) -> str:
 
 
 def _open(job: EngineJob) -> Any:
-    from vllm import LLM
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    LLM = vllm_names.LLM.get()
+    EngineArgs = vllm_names.ENGINE_ARGS.get()
+    FlexibleArgumentParser = vllm_names.ARGUMENT_PARSER.get()
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="headgate verify", add_help=False))
     try:
@@ -472,7 +473,7 @@ def _open(job: EngineJob) -> Any:
     if job.kind == STOCK:
         fit_cpu_cache(arguments)
     llm = LLM.from_engine_args(arguments)
-    from vllm.v1.worker.worker_base import WorkerBase
+    WorkerBase = vllm_names.WORKER.get()
 
     if hasattr(WorkerBase, "headgate_stats") != (job.kind != STOCK):
         raise AssertionError(f"headgate verify: the {job.kind} engine was started with the wrong plugins")
@@ -485,7 +486,7 @@ def fit_cpu_cache(arguments: Any) -> None:
     Args:
         arguments: vLLM's ``EngineArgs``.
     """
-    from vllm.platforms import current_platform
+    current_platform = vllm_names.PLATFORM.get()
 
     if current_platform.is_cpu() and is_left_to_vllm(arguments):
         config = copy(arguments).create_engine_config()
@@ -531,7 +532,7 @@ def _less(counts: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, in
 
 def _device_name() -> str:
     """Name of the hardware, as vLLM reports it, which makes no CUDA context for it."""
-    from vllm.platforms import current_platform
+    current_platform = vllm_names.PLATFORM.get()
 
     if not current_platform.is_cpu():
         return str(current_platform.get_device_name())

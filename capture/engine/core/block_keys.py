@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.core_part import BlockKeys
 from headgate.capture.engine.contracts.vllm_engine import Function, Request, RequestParams
 from headgate.capture.schema.errors import UnsupportedError
@@ -117,9 +118,7 @@ def follow_extra_keys(original: Function) -> Function:
 
     @wraps(original)
     def wrapped(*args: object) -> object:
-        from vllm.v1.core import kv_cache_utils
-
-        return kv_cache_utils.generate_block_hash_extra_keys(*args)
+        return vllm_names.BLOCK_EXTRA_KEYS.get()(*args)
 
     return wrapped
 
@@ -143,23 +142,21 @@ def verify_block_keys(block_hasher: Callable[[Request], list[object]] | None, bl
     """
     if block_hasher is None:
         return
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.core import block_pool
-    from vllm.v1.request import Request
 
     def request_with(keys: BlockKeys | None) -> Request:
-        params = SamplingParams(max_tokens=1)
+        params = vllm_names.SAMPLING_PARAMS.get()(max_tokens=1)
         attach_keys(params, keys)
-        return Request(
+        request: Request = vllm_names.REQUEST.get()(
             request_id="headgate-probe",
             prompt_token_ids=[0] * (block_size + _LOOKAHEAD),
             sampling_params=params,
             pooling_params=None,
             block_hasher=block_hasher,
         )
+        return request
 
     plain, probe = request_with(None), request_with(_Probe())
-    found, _ = block_pool.generate_block_hash_extra_keys(probe, 0, 1, 0)
+    found, _ = vllm_names.BLOCK_EXTRA_KEYS_COPY.get()(probe, 0, 1, 0)
     are_distinct = bool(plain.block_hashes) and not set(plain.block_hashes) & set(probe.block_hashes)
     if not are_distinct or ("headgate", "probe") not in (found or ()):
         raise UnsupportedError(

@@ -25,6 +25,7 @@ from typing import Generic, Protocol, SupportsIndex, cast
 import msgspec
 import numpy as np
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.core_part import CoreAnswer
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
@@ -245,7 +246,7 @@ def _fail(calls: Mapping[int, OpenCall]) -> None:
 
 
 def _engine_dead() -> Exception:
-    from vllm.v1.engine.exceptions import EngineDeadError
+    EngineDeadError = vllm_names.ENGINE_DEAD_ERROR.get()
 
     error: Exception = EngineDeadError()
     return error

@@ -22,6 +22,7 @@ from copy import copy
 from functools import wraps
 from typing import NamedTuple, cast
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.core_part import (
     FINAL_ATTRIBUTE,
     CoreAnswer,
@@ -209,7 +210,7 @@ class EngineCoreAdapter:
         untold, self._untold = self._untold, []
         if not self._waiting or not (overdue := self._part.overdue()):
             return untold
-        from vllm.v1.request import RequestStatus
+        RequestStatus = vllm_names.REQUEST_STATUS.get()
 
         gone = self.withdraw(overdue.keys(), RequestStatus.FINISHED_ABORTED)
         self.admit_waiting()
@@ -257,7 +258,7 @@ class EngineCoreAdapter:
 
 
 def _has_own_process(core: EngineCore) -> bool:
-    from vllm.v1.engine.core import EngineCoreProc as OwnProcess
+    OwnProcess = vllm_names.ENGINE_CORE_PROCESS.get()
 
     return isinstance(core, OwnProcess)
 

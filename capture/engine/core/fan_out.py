@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.core_part import mark_sent
 from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest, Function, RequestType, SendingClient
 from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
@@ -106,7 +107,7 @@ def _release(client: SendingClient, samples: FanOut) -> list[object]:
     """Notify each engine core that all samples are sent; nothing if the engine is dead."""
     if not samples.engines or client.resources.engine_dead:
         return []
-    from vllm.v1.engine import EngineCoreRequestType
+    EngineCoreRequestType = vllm_names.ENGINE_CORE_REQUEST_TYPE.get()
 
     told = (EngineCoreRequestType.ABORT, [mark_sent(samples.key)])
     return [client._send_input(*told, *(() if engine is None else (engine,))) for engine in samples.engines]

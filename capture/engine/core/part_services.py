@@ -20,13 +20,14 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.core_part import OVERLOADED, Actions, BlockKeys, CorePart, RequestProgress
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import EngineCore, EngineCoreProc, Function, Request, Scheduler
 from headgate.capture.engine.core import block_keys
 from headgate.capture.engine.core.block_keys import SaltedKeys
 from headgate.capture.engine.core.steps_in_flight import StepsInFlight, end_engine, steps_of
-from headgate.capture.engine.setup.versions import WORKS_WITH
+from headgate.capture.engine.vllm_names import WORKS_WITH
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import UnsupportedError
 
@@ -64,7 +65,9 @@ def send_away(core: EngineCoreProc, request: Request, why: str) -> None:
 
 
 def _outputs(request: Request, why: str) -> Any:
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    EngineCoreOutput = vllm_names.ENGINE_CORE_OUTPUT.get()
+    EngineCoreOutputs = vllm_names.ENGINE_CORE_OUTPUTS.get()
+    FinishReason = vllm_names.FINISH_REASON.get()
 
     told = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=OVERLOADED + why)
     return EngineCoreOutputs(outputs=[told], finished_requests={request.request_id})
@@ -82,7 +85,7 @@ def check_support(scheduler: Scheduler) -> None:
     Raises:
         UnsupportedError: Naming what differs.
     """
-    from vllm.v1.core.sched.scheduler import Scheduler
+    Scheduler = vllm_names.SCHEDULER.get()
 
     name = type(scheduler).__name__
     if not isinstance(scheduler, Scheduler):
@@ -102,7 +105,7 @@ def end_sessions(core: EngineCore, acts: Callable[[str], bool]) -> None:
         core: vLLM's ``EngineCore``.
         acts: Returns whether anything acts on a request.
     """
-    from vllm.v1.request import RequestStatus
+    RequestStatus = vllm_names.REQUEST_STATUS.get()
 
     open_now = [one for one in core.scheduler.requests.values() if one.resumable and not one.is_finished()]
     for request in open_now:

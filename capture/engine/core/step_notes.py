@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.core_part import CorePart, DecidingCore, DescribingCore, ReadingCore
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
@@ -19,7 +20,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
 )
 from headgate.capture.engine.contracts.wire_format import NOTES_KEY, ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, wants_notes
 from headgate.capture.engine.core import part_services
-from headgate.capture.engine.setup.versions import WORKS_WITH
+from headgate.capture.engine.vllm_names import WORKS_WITH
 from headgate.capture.schema.errors import UnsupportedError
 
 
@@ -39,8 +40,10 @@ def end_requests(scheduler: Scheduler, endings: Mapping[str, str], made: dict[in
         made: The outputs of the step by front end, completed here. A request gets an output of its own that ends it,
             after that of its last token: vLLM drops the token of an output that both has one and ends by a stop.
     """
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-    from vllm.v1.request import RequestStatus
+    EngineCoreOutput = vllm_names.ENGINE_CORE_OUTPUT.get()
+    EngineCoreOutputs = vllm_names.ENGINE_CORE_OUTPUTS.get()
+    FinishReason = vllm_names.FINISH_REASON.get()
+    RequestStatus = vllm_names.REQUEST_STATUS.get()
 
     for req_id, reason in endings.items():
         request = scheduler.requests.get(req_id)
@@ -59,7 +62,7 @@ def check_carrier() -> None:
     Raises:
         UnsupportedError: Naming the field.
     """
-    from vllm.v1.engine import EngineCoreOutput
+    EngineCoreOutput = vllm_names.ENGINE_CORE_OUTPUT.get()
 
     if "kv_transfer_params" not in EngineCoreOutput.__struct_fields__:
         raise UnsupportedError(f"EngineCoreOutput has no field 'kv_transfer_params'. {WORKS_WITH}")

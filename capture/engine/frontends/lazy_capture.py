@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
 from typing import Any, cast
 
 import msgspec
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import RequestPart
@@ -202,7 +202,7 @@ class AsyncCapturing:
 
 
 def _default_params(llm: Any) -> Any:
-    from vllm import SamplingParams
+    SamplingParams = vllm_names.SAMPLING_PARAMS.get()
 
     differing = llm.model_config.get_diff_sampling_param()
     return SamplingParams.from_optional(**differing) if differing else SamplingParams()
@@ -299,18 +299,18 @@ class NotConfiguredError(ConfigError, AttributeError):
     """A part was not configured. An `AttributeError` too, so that tools which list attributes get by."""
 
 
-def add_handles(module: ModuleType) -> None:
-    """Give ``vllm.entrypoints.llm.LLM`` a property for each part, and one for capture."""
-    _add(module.LLM, CAPTURE, property(_read_capturing, doc=_doc(CAPTURE)))
+def add_handles(llm: type) -> None:
+    """Give vLLM's ``LLM`` a property for each part, and one for capture."""
+    _add(llm, CAPTURE, property(_read_capturing, doc=_doc(CAPTURE)))
     for name, part in request_parts().items():
-        _add(module.LLM, name, property(_sync_getter(name, part), doc=_doc(name)))
+        _add(llm, name, property(_sync_getter(name, part), doc=_doc(name)))
 
 
-def add_async_handles(module: ModuleType) -> None:
-    """Give ``vllm.v1.engine.async_llm.AsyncLLM`` a property for each part, and one for capture."""
-    _add(module.AsyncLLM, CAPTURE, property(_read_async_capturing, doc=_doc(CAPTURE)))
+def add_async_handles(engine: type) -> None:
+    """Give vLLM's ``AsyncLLM`` a property for each part, and one for capture."""
+    _add(engine, CAPTURE, property(_read_async_capturing, doc=_doc(CAPTURE)))
     for name, part in request_parts().items():
-        _add(module.AsyncLLM, name, property(_async_getter(name, part), doc=_doc(name)))
+        _add(engine, name, property(_async_getter(name, part), doc=_doc(name)))
 
 
 def _add(owner: type, name: str, handle: property) -> None:

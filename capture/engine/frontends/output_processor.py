@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import cache, wraps
-from types import ModuleType
 from typing import TypeVar, cast
 
 from headgate.capture.engine.contracts.core_part import KeptTokens, mark_kept
@@ -38,12 +37,12 @@ _IS_OURS = "_headgate_is_noting"
 """Attribute of the subclasses that are made here."""
 
 
-def add_values(module: ModuleType) -> None:
-    """Give every output of ``vllm.outputs`` the values that requests may ask for, None unless one did."""
+def add_values(completion: type) -> None:
+    """Give every ``CompletionOutput`` of vLLM's the values that requests may ask for, None unless one did."""
     for name in answer_fields().values():
-        if getattr(module.CompletionOutput, name, None) is not None:
+        if getattr(completion, name, None) is not None:
             raise TypeError(f"vLLM's CompletionOutput has an attribute {name!r} of its own")
-        setattr(module.CompletionOutput, name, None)
+        setattr(completion, name, None)
 
 
 def expect_notes(processor: OutputProcessor, request: EngineCoreRequest) -> None:
@@ -120,15 +119,15 @@ def _named_like(kind: type, made: _Kind) -> _Kind:
     return made
 
 
-def check_methods(module: ModuleType) -> None:
-    """Refuse a ``vllm.v1.engine.output_processor`` in which `expect_notes` would not be enough.
+def check_methods(state: type, collector: type) -> None:
+    """Refuse a ``RequestState`` and a ``RequestOutputCollector`` of vLLM's for which `expect_notes` is not enough.
 
     Raises:
         TypeError: Naming the method.
     """
     needed = (
-        (module.RequestState, "_new_completion_output", ("self", "token_ids", "finish_reason", "stop_reason")),
-        (module.RequestOutputCollector, "put", ("self", "output")),
+        (state, "_new_completion_output", ("self", "token_ids", "finish_reason", "stop_reason")),
+        (collector, "put", ("self", "output")),
     )
     for owner, name, expected in needed:
         found = tuple(inspect.signature(getattr(owner, name)).parameters)

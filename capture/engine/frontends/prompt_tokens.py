@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, cast
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import MadeRequest
@@ -143,8 +144,9 @@ def _template_of(llm: Any) -> str | None:
 
 def chat_params_of(renderer: Any, settings: Document) -> tuple[Any, Any]:
     """Return what ``renderer.render_chat`` takes beside the chats, as ``LLM.chat`` makes it of its keywords."""
-    from vllm.renderers import ChatParams, merge_kwargs
-    from vllm.tokenizers.mistral import MistralTokenizer
+    ChatParams = vllm_names.CHAT_PARAMS.get()
+    merge_kwargs = vllm_names.MERGE_KWARGS.get()
+    MistralTokenizer = vllm_names.MISTRAL_TOKENIZER.get()
 
     own = {
         "add_generation_prompt": settings.get("add_generation_prompt", True),

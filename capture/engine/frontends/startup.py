@@ -22,7 +22,7 @@ from headgate.capture.engine.setup.hosts import action_target, listening
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import capture_config, model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import check_servable
-from headgate.capture.engine.setup.versions import versions
+from headgate.capture.engine.vllm_names import versions
 from headgate.capture.links.driver import open_drivers
 from headgate.capture.schema.config import MIB, CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo

@@ -7,6 +7,7 @@ import inspect
 
 from torch import nn
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.model.layer_layout import HIDDEN_NAMES, LayerLayout, analyse_layer
 from headgate.capture.engine.model.symbolic_forward import parse_function
 from headgate.capture.engine.model.symbols import Key, is_norm
@@ -26,7 +27,7 @@ def find_decoder_stack(model: nn.Module) -> tuple[nn.Module, str, list[tuple[int
         UnsupportedError: If there is no such list, more than one that could be it, or if its layers run more than
             once in a forward.
     """
-    from vllm.model_executor.models.utils import PPMissingLayer
+    PPMissingLayer = vllm_names.LAYER_OF_OTHER_STAGE.get()
 
     parent, name, layers = _outermost_list(_language_model(model))
     where = f"{type(parent).__name__}.{name}"
@@ -48,7 +49,7 @@ def find_final_norm(parent: nn.Module, layers: str | None = None) -> tuple[str, 
     Returns:
         Its attribute, and whether it is called with ``(hidden, residual)``; None if this stage has none.
     """
-    from vllm.model_executor.models.utils import PPMissingLayer
+    PPMissingLayer = vllm_names.LAYER_OF_OTHER_STAGE.get()
 
     lists = (
         [layers] if layers else [name for name, child in parent.named_children() if isinstance(child, nn.ModuleList)]

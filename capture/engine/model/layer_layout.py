@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.model.symbolic_forward import Path, walk_paths
 from headgate.capture.engine.model.symbols import Atom, Items, Key, NotUnderstoodError, Sum, SymbolicCall, is_norm
 from headgate.capture.schema.errors import UnsupportedError
@@ -130,7 +131,7 @@ def _last_call(path: Path) -> tuple[str, Key] | None:
 
 def _sizes(attention: nn.Module, path: str) -> tuple[int, int, int] | None:
     """Return the input's width on this rank and on all, and the result's; None if no linear layer is at `path`."""
-    from vllm.model_executor.layers.linear import LinearBase
+    LinearBase = vllm_names.LINEAR_LAYER.get()
 
     try:
         module = attention.get_submodule(path) if path else None

@@ -9,7 +9,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -357,9 +358,9 @@ NO_RESULTS: Mapping[str, CaptureResult] = MappingProxyType({})
 """Results of an output whose request captured nothing."""
 
 
-def add_results(module: ModuleType) -> None:
-    """Give every output of ``vllm.outputs`` results, empty until `attach_results` puts some on it."""
-    for kind in (module.RequestOutput, module.CompletionOutput):
+def add_results(*outputs: Any) -> None:
+    """Give every object of vLLM's classes of outputs results, empty until `attach_results` puts some on it."""
+    for kind in outputs:
         if getattr(kind, "capture_results", NO_RESULTS) is not NO_RESULTS:
             raise TypeError(f"vLLM's {kind.__name__} has an attribute 'capture_results' of its own")
         kind.capture_results = NO_RESULTS

@@ -22,8 +22,7 @@ import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
-from types import ModuleType
-from typing import NoReturn, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import msgspec
 
@@ -33,7 +32,7 @@ from headgate.capture.engine.contracts.request_part import AnsweringPart, Nestin
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import MadeRequest, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
-from headgate.capture.engine.setup.versions import WORKS_WITH
+from headgate.capture.engine.vllm_names import WORKS_WITH
 from headgate.capture.schema.batch import WIRE_VERSION, CaptureWire, RequestWire
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.results import MessageSpan
@@ -68,20 +67,20 @@ def nested_names() -> Mapping[str, Sequence[str]]:
     return {name: fields for part in parts for name, fields in part.nested.items()}
 
 
-def add_properties(module: ModuleType) -> None:
-    """Give ``vllm.sampling_params`` our fields; a class that cannot have them refuses them."""
+def add_properties(sampling: Any, beam_search: type) -> None:
+    """Give vLLM's ``SamplingParams`` our fields; ``BeamSearchParams``, which cannot have them, refuses them."""
     for name in all_fields():
-        if name in module.SamplingParams.__struct_fields__:
+        if name in sampling.__struct_fields__:
             raise TypeError(f"vLLM's SamplingParams has a field {name!r} of its own")
-        setattr(module.SamplingParams, name, _stored(name))
+        setattr(sampling, name, _stored(name))
         refused = _refused(name, "beam search cannot be captured or steered; use SamplingParams")
-        setattr(module.BeamSearchParams, name, refused)
+        setattr(beam_search, name, refused)
 
 
-def refuse_properties(module: ModuleType) -> None:
+def refuse_properties(sampling: type) -> None:
     """Refuse our fields in a vLLM that headgate was not made for, instead of letting them be ignored."""
     for name in all_fields():
-        setattr(module.SamplingParams, name, _refused(name, f"this vLLM is not supported; {WORKS_WITH}"))
+        setattr(sampling, name, _refused(name, f"this vLLM is not supported; {WORKS_WITH}"))
 
 
 def _stored(name: str) -> property:

@@ -18,6 +18,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from starlette.datastructures import State
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.access.access_key import ADMIN, role_of
 from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.parts import Part, collect
@@ -90,7 +91,7 @@ async def vocabulary_of(engine: Any) -> EngineVocabulary:
 
 async def score(engine: Any, prompt: Sequence[int], token_ids: Sequence[int], fields: Document) -> Sequence[float]:
     """Return the logprobs of tokens after a prompt; see `RouteServices.score`."""
-    from vllm import SamplingParams
+    SamplingParams = vllm_names.SAMPLING_PARAMS.get()
 
     mode = getattr(
         engine.vllm_config.model_config.logprobs_mode, "value", engine.vllm_config.model_config.logprobs_mode

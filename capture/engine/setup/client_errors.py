@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.schema.errors import ForbiddenError, OverloadedError, QuotaError, RequestError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def as_client_error() -> _AsClientError:
 
 def is_without_field(error: Exception) -> bool:
     """Whether `error` is vLLM's refusal of a request without a field: vLLM 0.33 answers so for an engine core."""
-    from vllm.exceptions import VLLMValidationError
+    VLLMValidationError = vllm_names.VALIDATION_ERROR.get()
 
     return isinstance(error, VLLMValidationError) and error.parameter is None
 

@@ -22,7 +22,7 @@ from headgate.capture.engine.setup.settings import (
     section,
     sections,
 )
-from headgate.capture.engine.setup.versions import versions
+from headgate.capture.engine.vllm_names import versions
 from headgate.capture.links.actions import actions_address
 from headgate.capture.links.network import Listening, NetworkKeys, has_keys, listening_of, read_keys
 from headgate.capture.schema.action_sink import ActionTarget

@@ -18,11 +18,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from types import ModuleType
 
 from headgate.capture.engine.contracts.vllm_engine import Function
-from headgate.capture.engine.setup.versions import WORKS_WITH
+from headgate.capture.engine.vllm_names import WORKS_WITH, Found, Name, exists, find_version
 from headgate.capture.schema.errors import UnsupportedError
 
 logger = logging.getLogger("headgate")
@@ -36,8 +35,7 @@ class Patch:
     """One attribute of vLLM that headgate wraps.
 
     Attributes:
-        module: Where the attribute's owner is imported from; the same in every supported version.
-        target: Path below the module: a function, or ``Class.method``.
+        target: The attribute: a function of a module, or a method of a class.
         wrap: Makes the replacement from the original.
         why: The replacement's purpose, and the fault that it prevents.
         parameters: The original's first parameters, by name and order. More may follow: versions differ there,
@@ -45,8 +43,7 @@ class Patch:
         only_refuses: It is of use in a vLLM that headgate was not made for, too.
     """
 
-    module: str
-    target: str
+    target: Name
     wrap: Wrap
     why: str
     parameters: tuple[str, ...]
@@ -54,26 +51,27 @@ class Patch:
 
     @property
     def name(self) -> str:
-        """Module and target as one dotted name."""
-        return f"{self.module}.{self.target}"
+        """The attribute as a dotted name, where it is in this process; all its places while it is in none of them."""
+        found = self.target.find()
+        return str(self.target) if found is None else found.place
 
-    def problem(self, module: ModuleType) -> str | None:
-        """Say what keeps the patch from being installed in `module`; None if nothing does."""
-        owner, attribute = self._locate(module)
-        if owner is None or not hasattr(owner, attribute):
-            return f"{self.name} does not exist"
-        found = tuple(inspect.signature(_function(owner, attribute)).parameters)
-        if found[: len(self.parameters)] != self.parameters:
-            return f"{self.name} takes ({', '.join(found)}), expected ({', '.join(self.parameters)}, ...)"
+    def problem(self) -> str | None:
+        """Say what keeps the patch from being installed in the modules that are imported; None if nothing does."""
+        found = self.target.find()
+        if found is None:
+            return f"{self.target} does not exist"
+        takes = tuple(inspect.signature(_function(found.owner, found.attribute)).parameters)
+        if takes[: len(self.parameters)] != self.parameters:
+            return f"{found.place} takes ({', '.join(takes)}), expected ({', '.join(self.parameters)}, ...)"
         return None
 
-    def install(self, module: ModuleType) -> Callable[[], bool]:
-        """Put the replacement in; return its undo, which says whether it could take it out again."""
-        owner, attribute = self._locate(module)
+    def install(self) -> Callable[[], bool]:
+        """Put the replacement in, where there is no `problem`; return its undo, which says whether it could."""
+        owner, attribute, place = self._found()
         inherited = attribute not in vars(owner)
         held = inspect.getattr_static(owner, attribute)
         replacement = self.wrap(_function(owner, attribute))
-        setattr(replacement, _MARK, self.name)
+        setattr(replacement, _MARK, place)
         installed: object = staticmethod(replacement) if isinstance(held, staticmethod) else replacement
         installed = classmethod(replacement) if isinstance(held, classmethod) else installed
         setattr(owner, attribute, installed)
@@ -89,22 +87,21 @@ class Patch:
 
         return undo
 
-    def is_installed(self, module: ModuleType) -> bool:
+    def is_installed(self) -> bool:
         """Whether the attribute, or something it wraps, is already our replacement."""
-        owner, attribute = self._locate(module)
-        current = getattr(owner, attribute, None)
-        while current is not None:
-            if getattr(current, _MARK, None) == self.name:
+        found = self.target.find()
+        current = None if found is None else getattr(found.owner, found.attribute, None)
+        while found is not None and current is not None:
+            if getattr(current, _MARK, None) == found.place:
                 return True
             current = getattr(current, "__wrapped__", None)
         return False
 
-    def _locate(self, module: ModuleType) -> tuple[object, str]:
-        *path, attribute = self.target.split(".")
-        owner: object = module
-        for name in path:
-            owner = getattr(owner, name, None)
-        return owner, attribute
+    def _found(self) -> Found:
+        found = self.target.find()
+        if found is None:
+            raise AssertionError(f"{self.target} was to be patched before it was imported")
+        return found
 
 
 def _function(owner: object, attribute: str) -> Function:
@@ -113,23 +110,20 @@ def _function(owner: object, attribute: str) -> Function:
     return held.__func__ if isinstance(held, staticmethod | classmethod) else held
 
 
-def _exists(module: str) -> bool:
-    """Whether `module` could be imported; its parent packages are."""
-    try:
-        return module in sys.modules or find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 class PatchSet:
     """A table of patches at work in this process.
 
+    Args:
+        patches: The patches.
+        names: Attributes that headgate uses and does not wrap; each is looked for when its module is imported.
+
     Attributes:
-        problems: A line for each patch that could not be installed so far, with the reason.
+        problems: A line for each patch that could not be installed so far, with the reason, and for each missing name.
     """
 
-    def __init__(self, patches: Iterable[Patch]) -> None:
+    def __init__(self, patches: Iterable[Patch], names: Iterable[Name] = ()) -> None:
         self._patches = tuple(patches)
+        self._names = tuple(names)
         self._hook = ImportHook()
         self._undo: list[tuple[Patch, Callable[[], bool]]] = []
         self.problems: list[str] = []
@@ -137,18 +131,30 @@ class PatchSet:
     def install(self) -> None:
         """Patch what is imported, and the rest as soon as it is. Idempotent."""
         for patch in self._patches:
-            self._hook.when_imported(patch.module, partial(self._install, patch))
+            self._when_imported(patch.target, partial(self._install, patch))
+        for name in self._names:
+            self._when_imported(name, partial(self._look_for, name))
 
-    def when_imported(self, name: str, call: Callable[[ModuleType], None]) -> None:
-        """Call `call` with module `name` when that is imported; its failure counts as a problem."""
+    def when_imported(self, call: Callable[..., None], *names: Name) -> None:
+        """Call `call` with attributes of one module when that is imported; its failure counts as a problem."""
 
-        def guarded(module: ModuleType) -> None:
+        def guarded() -> None:
             try:
-                call(module)
+                call(*(name.get() for name in names))
             except Exception as error:  # noqa: BLE001  (an import of vLLM's must not fail by our doing)
-                self._note(f"{name}: {error}")
+                self._note(f"{names[0]}: {error}")
 
-        self._hook.when_imported(name, guarded)
+        self._when_imported(names[0], guarded)
+
+    def _when_imported(self, name: Name, call: Callable[[], None]) -> None:
+        """Call `call` when a module was imported that has `name`, or the last one that might have it."""
+
+        def check(_: ModuleType) -> None:
+            if name.find() is not None or not name.is_still_expected():
+                call()
+
+        for module in name.modules:
+            self._hook.when_imported(module, check)
 
     def undo(self) -> list[str]:
         """Take the patches out, last first; return the ones that another patch lies on top of."""
@@ -163,18 +169,25 @@ class PatchSet:
         Raises:
             UnsupportedError: Naming what differs and the versions that work.
         """
-        absent = {patch.module for patch in self._patches if not _exists(patch.module)}
-        problems = [*self.problems, *(f"{module} does not exist" for module in sorted(absent))]
+        used = [*(patch.target for patch in self._patches), *self._names]
+        absent = [" and ".join(name.modules) for name in used if not any(map(exists, name.modules))]
+        problems = [*self.problems, *(f"{modules} does not exist" for modules in sorted(set(absent)))]
         if problems:
             lines = "\n".join(f"- {problem}" for problem in problems)
-            raise UnsupportedError(f"this vLLM differs from those headgate was made for:\n{lines}\n{WORKS_WITH}")
+            raise UnsupportedError(
+                f"this vLLM ({find_version()}) differs from those headgate was made for:\n{lines}\n{WORKS_WITH}"
+            )
 
-    def _install(self, patch: Patch, module: ModuleType) -> None:
-        problem = patch.problem(module)
+    def _install(self, patch: Patch) -> None:
+        problem = patch.problem()
         if problem is not None:
             self._note(problem)
-        elif not patch.is_installed(module):
-            self._undo.append((patch, patch.install(module)))
+        elif not patch.is_installed():
+            self._undo.append((patch, patch.install()))
+
+    def _look_for(self, name: Name) -> None:
+        if name.find() is None:
+            self._note(f"{name} does not exist")
 
     def _note(self, problem: str) -> None:
         self.problems.append(problem)

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import NamedTuple
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.parts import worker_part
 from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
 from headgate.capture.engine.setup.hosts import network_keys
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.patch_set import process_patches
 from headgate.capture.engine.setup.settings import sections
-from headgate.capture.engine.setup.versions import check_version
+from headgate.capture.engine.vllm_names import check_version
 from headgate.capture.schema.config import GIB
 from headgate.capture.schema.errors import UnsupportedError
 
@@ -145,21 +146,19 @@ def check_servable(vllm_config: VllmConfig) -> None:
         return
     for name in found:
         worker_part(name).requests()
-    import vllm
-    from vllm import envs
-
-    check_version(vllm.__version__)
+    check_version(vllm_names.VLLM_VERSION.get())
     patches = process_patches()
     if patches is None:
         raise UnsupportedError("headgate is configured but was not installed in this process: call its plugin.register")
     patches.require()
-    if envs.VLLM_PLUGINS is not None and PLUGIN not in envs.VLLM_PLUGINS:
+    plugins = vllm_names.PLUGIN_SETTING.get()
+    if plugins is not None and PLUGIN not in plugins:
         raise UnsupportedError(
-            f"VLLM_PLUGINS={','.join(envs.VLLM_PLUGINS)} keeps {PLUGIN} out of vLLM's processes; add {PLUGIN} to it"
+            f"VLLM_PLUGINS={','.join(plugins)} keeps {PLUGIN} out of vLLM's processes; add {PLUGIN} to it"
         )
-    if envs.VLLM_USE_RUST_FRONTEND:
+    if vllm_names.RUST_FRONTEND_SETTING.get():
         raise UnsupportedError("requests to the Rust front end do not reach headgate; unset VLLM_USE_RUST_FRONTEND")
-    if getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False):  # later releases are to drop it
+    if vllm_names.PLAIN_IDS_SETTING.get(default=False):  # later releases are to drop it
         raise UnsupportedError(
             "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION lets a request have the id of an earlier one whose step still runs, "
             "so that the rows of one would be told as the other's; unset it: clients see the ids that they gave"
@@ -194,7 +193,7 @@ def bound_cpu_cache(vllm_config: VllmConfig) -> None:
     vLLM takes 92 % of the memory, and refuses to start where other programs, or its own two processes before the
     worker, leave less. Nothing changes on GPUs, where the size or the share was set, and where enough is free.
     """
-    from vllm.platforms import current_platform
+    current_platform = vllm_names.PLATFORM.get()
 
     cache = vllm_config.cache_config
     if not current_platform.is_cpu() or cache.kv_cache_memory_bytes is not None:
@@ -216,7 +215,8 @@ def bound_cpu_cache(vllm_config: VllmConfig) -> None:
 
 def cpu_memory() -> tuple[int, int]:
     """Bytes of memory, all and free, of the node that vLLM's first worker runs on, within the container's limit."""
-    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+    get_allowed_cpu_list = vllm_names.CPUS_OF_WORKERS.get()
+    get_memory_node_info = vllm_names.MEMORY_OF_NODE.get()
 
     found = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
     return found.total_memory, found.available_memory

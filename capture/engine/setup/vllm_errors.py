@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from importlib import import_module
-from typing import Any
 
-from vllm import exceptions
-
+from headgate.capture.engine import vllm_names
 from headgate.capture.schema.errors import OverloadedError, RequestError
 
 
-class RequestFieldError(exceptions.VLLMValidationError, RequestError):  # type: ignore[misc]
+class RequestFieldError(vllm_names.VALIDATION_ERROR.get(), RequestError):  # type: ignore[misc]
     """A `RequestError` and `ValueError` for Python callers, a `VLLMValidationError` for the server."""
 
     def __init__(self, error: RequestError) -> None:
@@ -24,15 +21,7 @@ class RequestFieldError(exceptions.VLLMValidationError, RequestError):  # type: 
         return str(self.args[0])
 
 
-def _overload_base() -> Any:
-    """The base that servers answer with its own status: it has moved, and newer releases have a closer one."""
-    for name in ("RetryableRequestError", "GenerationError"):
-        if hasattr(exceptions, name):
-            return getattr(exceptions, name)
-    return import_module("vllm.entrypoints.openai.engine.protocol").GenerationError
-
-
-class ServerOverloadedError(_overload_base(), OverloadedError):  # type: ignore[misc]
+class ServerOverloadedError(vllm_names.OVERLOAD_ERROR.get(), OverloadedError):  # type: ignore[misc]
     """An `OverloadedError` for Python callers, a ``GenerationError`` for the server."""
 
     def __init__(self, message: str) -> None:

@@ -24,7 +24,7 @@ from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, SiteValue, WorkerFacts
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
-from headgate.capture.engine.setup.versions import versions
+from headgate.capture.engine.vllm_names import versions
 from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.monitoring.machine_memory import share_of_memory
 from headgate.capture.process.spread import deal_out

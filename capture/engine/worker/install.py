@@ -7,12 +7,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from types import ModuleType
+from typing import Any
 
 import pluggy
 import torch
 from torch import nn
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.compiler.graph_code import digest_of, traced_modules
 from headgate.capture.engine.compiler.rewrites import REWRITES
 from headgate.capture.engine.contracts.parts import worker_part
@@ -39,7 +40,8 @@ def has_one_row_each() -> bool:
     Operations ask while vLLM runs or records the forward. False if unknown: in graphs of pieces of it, and
     where attention has no metadata.
     """
-    from vllm.forward_context import get_forward_context, is_forward_context_available
+    get_forward_context = vllm_names.FORWARD_CONTEXT.get()
+    is_forward_context_available = vllm_names.IS_IN_FORWARD.get()
 
     if not is_forward_context_available():
         return False
@@ -57,9 +59,16 @@ Wanted = Mapping[HookPoint, Sequence[SiteAction]]
 """The actions of one layer, by hook point."""
 
 
-def patch_worker(module: ModuleType) -> None:
-    """Let every worker of ``vllm.v1.worker.worker_base`` install headgate when its model is loaded."""
-    wrapper = module.WorkerWrapperBase
+def patch_worker(wrapper: Any, worker: Any) -> None:
+    """Let every worker of vLLM install headgate when its model is loaded.
+
+    Args:
+        wrapper: vLLM's ``WorkerWrapperBase``.
+        worker: Its ``WorkerBase``, which gets our RPCs.
+
+    Raises:
+        UnsupportedError: If another plugin does the same.
+    """
     if "load_model" in vars(wrapper):
         if getattr(vars(wrapper)["load_model"], "headgate", False):
             return
@@ -73,9 +82,9 @@ def patch_worker(module: ModuleType) -> None:
 
     load_model.headgate = True  # type: ignore[attr-defined]
     wrapper.load_model = load_model
-    module.WorkerBase.headgate_stats = _stats
-    module.WorkerBase.headgate_call = _call
-    setattr(module.WorkerBase, SETUP_RPC, _setup)
+    worker.headgate_stats = _stats
+    worker.headgate_call = _call
+    setattr(worker, SETUP_RPC, _setup)
 
 
 def _stats(self: Worker) -> Document:
@@ -306,8 +315,10 @@ def reapplies_mid(layers: Sequence[tuple[int, nn.Module]]) -> bool:
 
 
 def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_reapplied: bool) -> WorkerFacts:
-    from vllm.config import CompilationMode, CUDAGraphMode
-    from vllm.distributed import get_pp_group, get_tp_group
+    CompilationMode = vllm_names.COMPILATION_MODE.get()
+    CUDAGraphMode = vllm_names.GRAPH_MODE.get()
+    get_pp_group = vllm_names.PIPELINE_GROUP.get()
+    get_tp_group = vllm_names.TENSOR_GROUP.get()
 
     config = worker.vllm_config
     mode = config.compilation_config.cudagraph_mode

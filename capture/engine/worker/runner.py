@@ -31,6 +31,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
 )
 from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, WIRE_KEY, wire_of
 from headgate.capture.engine.contracts.worker_hooks import StepReadings, direct_calls, direct_questions
+from headgate.capture.engine.vllm_names import V2_RUNNER_MODULES
 from headgate.capture.monitoring.step_log import StepLog, compact
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.errors import UnsupportedError
@@ -78,9 +79,6 @@ def _completing(kind: type[AsyncRunnerOutput]) -> type[AsyncRunnerOutput]:
 
     Completing.__name__, Completing.__qualname__ = kind.__name__, kind.__qualname__
     return Completing
-
-
-_V2_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
 
 
 class BatchLayout(Protocol):
@@ -167,7 +165,7 @@ class V2Layout:
 
 def layout_of(runner: ModelRunner) -> BatchLayout:
     """Choose the layout reader for `runner`'s generation."""
-    is_v2 = type(runner).__module__.startswith(_V2_MODULES)
+    is_v2 = type(runner).__module__.startswith(V2_RUNNER_MODULES)
     return V2Layout() if is_v2 else V1Layout(cast("ModelRunnerV1", runner))
 
 

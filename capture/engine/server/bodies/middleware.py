@@ -23,6 +23,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
@@ -204,12 +205,10 @@ _TOO_SLOW = (
 
 def install_bodies(app: FastAPI, config: ServerConfig) -> None:
     """Put the middleware into a `fastapi.FastAPI` application that is being made."""
-    from vllm import envs
-
     app.add_middleware(
         Bodies,
         max_bytes=config.max_body_bytes,
-        max_upload=(envs.VLLM_MAX_AUDIO_CLIP_FILESIZE_MB << 20) + _UPLOAD_FIELDS,
+        max_upload=(vllm_names.UPLOAD_SETTING.get() << 20) + _UPLOAD_FIELDS,
         in_flight=BytesInFlight(config.max_buffered_bytes or BUFFERED_BODIES * config.max_body_bytes),
     )
     read_ahead(min(READ_AHEAD, config.max_body_bytes))

@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from headgate.capture.engine import patch_table
+from headgate.capture.engine import patch_table, vllm_names
 from headgate.capture.engine.commands import doctor
 from headgate.capture.engine.setup.patch_set import Patch
+from headgate.capture.engine.vllm_names import Name
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import HookPoint
 
@@ -41,13 +42,14 @@ def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
     monkeypatch.setattr(doctor, "_report_versions", lambda console: True)
     monkeypatch.setattr(doctor, "_report_compiler", lambda console: True)
     monkeypatch.setattr(patch_table, "PATCHES", [patch("loads"), patch("dumps")])
+    monkeypatch.setattr(vllm_names, "required_names", lambda: [Name("json:JSONEncoder")])
     app = typer.Typer()
     app.command()(doctor.doctor)
     return app
 
 
 def patch(target: str, parameters: tuple[str, ...] = ()) -> Patch:
-    return Patch(module="json", target=target, wrap=lambda original: original, why="reads it", parameters=parameters)
+    return Patch(target=Name(f"json:{target}"), wrap=lambda original: original, why="reads it", parameters=parameters)
 
 
 def run(app: typer.Typer, *arguments: str) -> Result:
@@ -58,7 +60,7 @@ def test_wrapped_attributes_are_one_line_unless_they_are_asked_for(app: typer.Ty
     short, long = run(app), run(app, "--verbose")
 
     assert short.exit_code == long.exit_code == 0
-    assert "2 attributes are wrapped in memory, all fit" in short.stdout
+    assert "2 attributes are wrapped in memory, 1 are used, all fit" in short.stdout
     assert len(short.stdout.splitlines()) < 4
     assert "reads it" not in short.stdout
     assert long.stdout.count("reads it") == 2
@@ -70,8 +72,18 @@ def test_an_attribute_that_does_not_fit_is_named(app: typer.Typer, monkeypatch: 
     result = run(app)
 
     assert result.exit_code == 1
-    assert "json.dumps: " in result.stdout
+    assert "json.dumps takes (obj, " in result.stdout
     assert "json.loads" not in result.stdout
+    assert "1 do not fit" in result.stdout
+
+
+def test_a_name_that_does_not_exist_is_named(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_names, "required_names", lambda: [Name("json:Gone", "json.decoder:Gone")])
+
+    result = run(app)
+
+    assert result.exit_code == 1
+    assert "json.Gone or json.decoder.Gone does not exist" in result.stdout
     assert "1 do not fit" in result.stdout
 
 

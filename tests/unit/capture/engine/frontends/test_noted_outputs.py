@@ -206,12 +206,10 @@ def test_an_output_processor_that_makes_outputs_otherwise_is_refused() -> None:
 
         def _new_completion_output(self, tokens: Any) -> None: ...
 
-    module = SimpleNamespace(RequestState=RequestState, RequestOutputCollector=RequestOutputCollector)
-    output_processor.check_methods(module)  # type: ignore[arg-type]
-    module.RequestState = Other
+    output_processor.check_methods(RequestState, RequestOutputCollector)
 
     with pytest.raises(TypeError, match=r"Other\._new_completion_output takes \(self, tokens\), expected"):
-        output_processor.check_methods(module)  # type: ignore[arg-type]
+        output_processor.check_methods(Other, RequestOutputCollector)
 
 
 def test_a_part_that_wants_notes_and_cannot_read_them_is_a_bug() -> None:
@@ -226,15 +224,14 @@ def test_outputs_have_none_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -
         """vLLM's class."""
 
     monkeypatch.setattr(output_processor, "answer_fields", lambda: {"return_told": "told"})
-    module: Any = SimpleNamespace(CompletionOutput=Output)
 
-    add_values(module)
-    add_values(module)
+    add_values(Output)
+    add_values(Output)
 
     assert Output.told is None  # type: ignore[attr-defined]
     Output.told = "vLLM's"  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="'told' of its own"):
-        add_values(module)
+        add_values(Output)
 
 
 @pytest.mark.parametrize("wants_notes", [False, True])

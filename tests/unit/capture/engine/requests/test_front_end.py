@@ -8,7 +8,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -373,22 +373,19 @@ def test_health_tells_when_results_can_no_longer_come(front_ends: FrontEnds) -> 
 
 
 def test_an_output_that_captured_nothing_has_empty_results() -> None:
-    module = ModuleType("outputs")
-    module.RequestOutput, module.CompletionOutput = type("RequestOutput", (), {}), type("CompletionOutput", (), {})
+    outputs = type("RequestOutput", (), {}), type("CompletionOutput", (), {})
 
-    add_results(module)
-    add_results(module)
+    add_results(*outputs)
+    add_results(*outputs)
 
-    for kind in (module.RequestOutput, module.CompletionOutput):
+    for kind in outputs:
         assert kind().capture_results == {}
         with pytest.raises(TypeError, match="does not support item assignment"):
             kind().capture_results["rows"] = 1
 
 
 def test_a_vllm_whose_outputs_have_results_of_their_own_is_not_touched() -> None:
-    module = ModuleType("outputs")
-    module.RequestOutput = type("RequestOutput", (), {"capture_results": None})
-    module.CompletionOutput = type("CompletionOutput", (), {})
+    outputs = type("RequestOutput", (), {"capture_results": None}), type("CompletionOutput", (), {})
 
     with pytest.raises(TypeError, match="vLLM's RequestOutput has an attribute 'capture_results' of its own"):
-        add_results(module)
+        add_results(*outputs)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from headgate.capture.engine.setup.patch_set import Patch, PatchSet
+from headgate.capture.engine.vllm_names import Name, find_version
 from headgate.capture.schema.errors import UnsupportedError
 
 
@@ -52,7 +55,8 @@ def doubling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch(target: str, *parameters: str) -> Patch:
-    return Patch(module="patched_here", target=target, wrap=doubling, why="to see it", parameters=parameters)
+    target = Name(f"patched_here:{target}")
+    return Patch(target=target, wrap=doubling, why="to see it", parameters=parameters)
 
 
 METHOD = patch("Thing.method", "self", "number")
@@ -166,18 +170,109 @@ def test_nothing_is_refused_when_everything_fits(module: Any) -> None:
 def test_a_failing_callback_is_a_problem_and_no_import_error(module: Any) -> None:
     patches = PatchSet([])
 
-    def fail(module: ModuleType) -> None:
-        raise UnsupportedError("it is taken")
+    def fail(thing: type) -> None:
+        raise UnsupportedError(f"{thing.__name__} is taken")
 
-    patches.when_imported("patched_here", fail)
+    patches.when_imported(fail, Name("patched_here:Thing"))
 
-    assert patches.problems == ["patched_here: it is taken"]
+    assert patches.problems == ["patched_here.Thing: Thing is taken"]
 
 
 def test_a_module_that_is_gone_is_refused(module: Any) -> None:
-    gone = Patch(module="patched_here.gone", target="f", wrap=doubling, why="to see it", parameters=())
+    gone = Patch(target=Name("patched_here.gone:f"), wrap=doubling, why="to see it", parameters=())
     patches = PatchSet([gone])
     patches.install()
 
     with pytest.raises(UnsupportedError, match=r"patched_here\.gone does not exist"):
         patches.require()
+
+
+MOVED = Name("patched_later:Thing", "patched_here:Thing")
+
+
+@pytest.fixture
+def later(module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The file of a module ``patched_later``, which is empty and not imported yet."""
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "patched_later.py"
+    path.touch()
+    yield path
+    sys.modules.pop("patched_later", None)
+
+
+def test_a_target_that_has_moved_is_patched_where_the_release_has_it(later: Path, module: Any) -> None:
+    patches = PatchSet(
+        [Patch(target=MOVED.member("method"), wrap=doubling, why="moved", parameters=("self", "number"))]
+    )
+
+    patches.install()
+    import_module("patched_later")
+
+    assert module.Thing().method(3) == 6
+    assert patches.problems == []
+    patches.require()
+
+
+def test_a_target_with_another_name_is_patched_where_the_release_has_that(module: Any) -> None:
+    renamed = Name("patched_here:Thing").member("compute", "method")
+    patch = Patch(target=renamed, wrap=doubling, why="renamed", parameters=("self", "number"))
+    patches = PatchSet([patch])
+
+    patches.install()
+
+    assert module.Thing().method(3) == 6
+    assert patch.name == "patched_here.Thing.method"
+    patches.undo()
+    assert module.Thing().method(3) == 3
+
+
+def test_a_target_waits_for_the_module_that_has_it(later: Path, module: Any) -> None:
+    del module.Thing
+    later.write_text("class Thing:\n    def method(self, number): return number\n")
+    patches = PatchSet([Patch(target=MOVED.member("method"), wrap=doubling, why="moved", parameters=("self",))])
+
+    patches.install()
+    assert patches.problems == []
+
+    assert import_module("patched_later").Thing().method(3) == 6
+
+
+def test_a_target_that_is_at_none_of_its_places_is_refused_with_all_of_them(later: Path, module: Any) -> None:
+    del module.Thing
+    patches = PatchSet([Patch(target=MOVED.member("method"), wrap=doubling, why="moved", parameters=("self",))])
+
+    patches.install()
+    import_module("patched_later")
+
+    assert patches.problems == ["patched_later.Thing.method or patched_here.Thing.method does not exist"]
+    with pytest.raises(UnsupportedError, match=r"differs .*\n- patched_later\.Thing") as caught:
+        patches.require()
+    assert f"this vLLM ({find_version()}) differs" in str(caught.value)
+
+
+def test_a_name_that_is_used_and_gone_is_refused_as_soon_as_its_module_is_there(later: Path, module: Any) -> None:
+    gone, found = Name("patched_later:f", "patched_here:f"), Name("patched_here:Thing")
+    patches = PatchSet([], [gone, found])
+
+    patches.install()
+    assert patches.problems == []
+    import_module("patched_later")
+
+    assert patches.problems == ["patched_later.f or patched_here.f does not exist"]
+    with pytest.raises(
+        UnsupportedError, match=r"has no patched_later\.f or patched_here\.f\. headgate works with vLLM"
+    ):
+        gone.get()
+    assert found.get() is module.Thing
+
+
+def test_a_name_whose_modules_are_gone_is_refused(module: Any) -> None:
+    patches = PatchSet([], [Name("patched_here.gone:f", "patched_here.gone_too:f")])
+    patches.install()
+
+    with pytest.raises(UnsupportedError, match=r"patched_here\.gone and patched_here\.gone_too does not exist"):
+        patches.require()
+
+
+def test_a_name_that_is_not_required_has_a_default(module: Any) -> None:
+    assert Name("patched_here:gone", is_required=False).get(default=3) == 3

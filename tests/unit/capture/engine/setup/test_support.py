@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headgate.capture.engine.setup.versions import check_version
+from headgate.capture.engine.vllm_names import check_version
 from headgate.capture.schema.errors import UnsupportedError
 
 

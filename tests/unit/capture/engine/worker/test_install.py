@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def test_memory_is_allocated_after_the_pool_of_the_weights_was_left(monkeypatch:
         worker = Worker()
 
     monkeypatch.setattr(install, "install", lambda worker: seen.append(("installed", list(open_pools))))
-    install.patch_worker(SimpleNamespace(WorkerWrapperBase=WorkerWrapperBase, WorkerBase=Worker))  # type: ignore[arg-type]
+    install.patch_worker(WorkerWrapperBase, Worker)
     WorkerWrapperBase().load_model()  # type: ignore[attr-defined]
 
     assert seen == [("loaded", ["weights"]), ("installed", [])]
