@@ -230,12 +230,14 @@ class RouteCall(Generic[T]):
         body: The body of a POST; None for a GET.
         read: Makes the typed answer from the decoded one.
         key: The access key that is sent beside the API key, if any.
+        is_stream: The answer is a stream of documents, which are not read any further.
     """
 
     path: str
     body: Mapping[str, Any] | None
     read: Callable[[Any], T]
     key: str | None = None
+    is_stream: bool = False
 
 
 def request(access: ServerAccess, call: RouteCall[T]) -> dict[str, Any]:
@@ -263,16 +265,6 @@ def answer(call: RouteCall[T], status: int, content: bytes) -> T:
         return call.read(json.loads(content))
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
         raise ServerError(f"{call.path}: cannot read the answer: {error!r}", status=status, field=None) from error
-
-
-def event(line: str) -> Answer | None:
-    """Return the chunk in one line of a stream of answers; None for lines between chunks, and for the end.
-
-    Raises:
-        ServerError: If it is an error.
-    """
-    document = event_document(line)
-    return None if document is None else read_answer(document)
 
 
 class Lines:
@@ -366,10 +358,10 @@ def chat(
     return generation(access, "/v1/chat/completions", model, {"messages": told, **fields}, stream=stream)
 
 
-def patch_sweep(access: ServerAccess, model: str, fields: Mapping[str, Any]) -> RouteCall[None]:
+def patch_sweep(access: ServerAccess, model: str, fields: Mapping[str, Any]) -> RouteCall[list[dict[str, Any]]]:
     """Return the call of a sweep, whose answer is a stream."""
     body = {"model": model, **{name: value for name, value in fields.items() if value is not None}}
-    return RouteCall(path="/v1/patch_sweep", body=body, read=_nothing, key=access.capture_key)
+    return RouteCall(path="/v1/patch_sweep", body=body, read=list, key=access.capture_key, is_stream=True)
 
 
 class Generation(Protocol):

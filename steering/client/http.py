@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator, Generator
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import headgate.steering.client.calls as calls
-from headgate.steering.client.answers import Answer, Capturable, GlobalUpdate, Layers
+from headgate.capture.schema.shared_methods import Awaited, Blocking, shared
+from headgate.steering.client.answers import Answer, Capturable, GlobalUpdate, Layers, read_answer
 from headgate.steering.client.calls import (
     Generation,
     Lines,
     RouteCall,
     ServerAccess,
     answer,
-    event,
     event_document,
     models,
     request,
@@ -47,9 +48,203 @@ KEEP_ALIVE_S = 2.0
 T = TypeVar("T")
 Sync = TypeVar("Sync", bound="Session")
 Async = TypeVar("Async", bound="AsyncSession")
+Path = str | os.PathLike[str]
 
 
-class _Settings:
+Steps = Generator[RouteCall[Any], Any, T]
+"""A call of a client as a generator: it yields calls of routes, is sent their answers, and returns its own."""
+
+
+def sent(call: RouteCall[T]) -> Steps[T]:
+    """Send one call of a route and return its answer."""
+    found: T = yield call
+    return found
+
+
+class Calls:
+    """The calls of a `Client`, which returns what `Steps` return, and of an `AsyncClient`, where they are awaited."""
+
+    _access: ServerAccess
+    _model: str | None
+
+    @shared
+    def model(self) -> Steps[str]:
+        """Return the name of the model that this client asks."""
+        return self._name()
+
+    @shared
+    def complete(self, /, prompt: Any, **fields: Any) -> Steps[Answer]:
+        """Complete a prompt, or several.
+
+        Args:
+            prompt: As /v1/completions has it: a text, a list of texts, token ids, ...
+            fields: Everything else of the body: ``max_tokens``, ``capture``, ``steering_vectors``, ``steering_ops``,
+                ``steering_gates``, ``steering_name``, ... Vectors may be arrays, tensors or `PhaseVectors`.
+        """
+        return self._generated(calls.completion, prompt, fields)
+
+    @shared
+    def chat(self, /, messages: Any, **fields: Any) -> Steps[Answer]:
+        """Return the next message of a conversation.
+
+        Args:
+            messages: As /v1/chat/completions has them, or the text of one message.
+            fields: As for `complete`.
+        """
+        return self._generated(calls.chat, messages, fields)
+
+    @shared
+    def set(
+        self, vectors: Any = None, *, replace: bool = False, **others: Unpack[SteeringDocument]
+    ) -> Steps[GlobalUpdate]:
+        """Steer every request with vectors, operations and features from the next step on, running ones included.
+
+        Args:
+            vectors: For prompt and generated positions.
+            replace: Remove everything else. Otherwise vectors replace those at the same site of the same tier,
+                operations all of the same tier, and edits of features and reconstructions all of the same argument.
+            others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
+                `SteeringDocument`.
+        """
+        return sent(calls.set_global(self._access, vectors, others, replace=replace))
+
+    @shared
+    def clear(self) -> Steps[None]:
+        """Remove all global vectors."""
+        return sent(calls.clear_global(self._access))
+
+    @shared
+    def register(
+        self,
+        name: str,
+        vectors: Any = None,
+        *,
+        path: Path | None = None,
+        **others: Unpack[SteeringDocument],
+    ) -> Steps[ModuleStatus]:
+        """Name vectors and operations, so that requests need only say the name; an earlier module is replaced.
+
+        Args:
+            name: 1 to 256 printable characters.
+            vectors: For prompt and generated positions.
+            path: A file of vectors on this machine, of any format, in place of vectors; see `headgate.steering.load`.
+            others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
+                `SteeringDocument`.
+        """
+        return sent(calls.register(self._access, name, vectors, others, path))
+
+    @shared
+    def unregister(self, name: str) -> Steps[None]:
+        """Forget a module; requests that run already keep it."""
+        return sent(calls.unregister(self._access, name))
+
+    @shared
+    def register_sae(self, name: str, path: str, site: str | None = None) -> Steps[SaeStatus]:
+        """Register an SAE, so that ``steering_features`` can name it; an earlier one of the name is replaced.
+
+        Args:
+            name: 1 to 256 printable characters.
+            path: On the server, below its ``--sae-root``.
+            site: Where it acts, such as ``"17.post_mlp"``; None if its files name it.
+        """
+        return sent(calls.register_sae(self._access, name, path, site))
+
+    @shared
+    def saes(self) -> Steps[list[SaeStatus]]:
+        """Return the SAEs whose features requests can change."""
+        return sent(calls.saes())
+
+    @shared
+    def register_probe(self, name: str, probe: ProbeSource) -> Steps[ProbeStatus]:
+        """Register a probe, so that gates can name it; an earlier one of the name is replaced.
+
+        Args:
+            name: 1 to 256 printable characters.
+            probe: A `Probe`, a file of one on this machine, or its fields: ``{"at", "weight", ...}``. Its metadata
+                stays here.
+        """
+        return sent(calls.register_probe(self._access, name, probe))
+
+    @shared
+    def unregister_probe(self, name: str) -> Steps[None]:
+        """Forget a probe; requests that run already keep it."""
+        return sent(calls.unregister_probe(self._access, name))
+
+    @shared
+    def probes(self) -> Steps[list[ProbeStatus]]:
+        """Return the probes that gates can name."""
+        return sent(calls.probes())
+
+    @shared
+    def register_rule(self, /, name: str, **rule: Any) -> Steps[RuleStatus]:
+        """Register a rule: a gate that acts on requests which did not ask; an earlier one of the name is replaced.
+
+        Args:
+            name: 1 to 256 printable characters.
+            rule: ``applies_to`` (``"all"``, ``"opt_in"`` or ``"opt_out"``), ``when``, ``then``, ``strength`` and
+                ``scope``, as of a gate in ``steering_gates``.
+        """
+        return sent(calls.register_rule(self._access, name, rule))
+
+    @shared
+    def unregister_rule(self, name: str) -> Steps[None]:
+        """Forget a rule; it acts on nothing from the next step on."""
+        return sent(calls.unregister_rule(self._access, name))
+
+    @shared
+    def rules(self) -> Steps[list[RuleStatus]]:
+        """Return the registered rules."""
+        return sent(calls.rules())
+
+    @shared
+    def modules(self) -> Steps[list[str]]:
+        """Return the names of the registered modules."""
+        return sent(calls.modules())
+
+    @shared
+    def status(self) -> Steps[SteeringStatus]:
+        """Return the steering of the server: global vectors, modules, vector slots."""
+        return sent(calls.status())
+
+    @shared
+    def layers(self) -> Steps[Layers]:
+        """Return the sites that can be steered, and the width of a vector."""
+        return sent(calls.layers())
+
+    @shared
+    def consumers(self) -> Steps[Capturable]:
+        """Return the sites that can be captured, and the consumers."""
+        return sent(calls.consumers(self._access))
+
+    @shared
+    def patch_sweep(self, clean: Any, corrupt: Any, answer: Any, **options: Unpack[SweepOptions]) -> Steps[PatchSweep]:
+        """Find the sites and positions where a clean prompt's rows change a corrupted prompt's answer.
+
+        The clean prompt is run once and its rows are kept; then each of them is put into the corrupted prompt, one at a
+        time. The server needs the consumer `memory`, and sites that can be captured and are declared for operations.
+
+        Args:
+            clean: The prompt whose answer is `answer`: a text, or tokens.
+            corrupt: The prompt that is patched; best one of as many tokens.
+            answer: The token whose logprob counts: a text, such as ``" Paris"``, or an id.
+            options: What is swept and measured: the keys of `SweepOptions`.
+        """
+        plan = plan_sweep(corrupt, answer, **options)
+        check_kept((yield from self._generated(calls.completion, clean, plan.fields)), plan.consumer)
+        model = yield from self._name()
+        return collect((yield from sent(calls.patch_sweep(self._access, model, plan.body))))
+
+    def _name(self) -> Steps[str]:
+        if self._model is None:
+            self._model = yield from sent(models())
+        return self._model
+
+    def _generated(self, build: Generation, subject: Any, fields: dict[str, Any]) -> Steps[Answer]:
+        model = yield from self._name()
+        return (yield from sent(build(self._access, model, subject, fields, stream=False)))
+
+
+class _Settings(Calls):
     """The settings of both kinds of session; for the arguments see `Session`."""
 
     def __init__(
@@ -78,7 +273,7 @@ class _Settings:
         raise NotImplementedError
 
 
-class Session(_Settings):
+class Session(_Settings, Blocking):
     """A session of a synchronous program; any number of threads.
 
     Args:
@@ -96,12 +291,6 @@ class Session(_Settings):
     def _open(self, **options: Any) -> None:
         self._http = httpx.Client(**options)
 
-    def model(self) -> str:
-        """Return the name of the model that this client asks."""
-        if self._model is None:
-            self._model = self._send(models())
-        return self._model
-
     def close(self) -> None:
         """Close all connections."""
         self._http.close()
@@ -112,20 +301,25 @@ class Session(_Settings):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _send(self, call: RouteCall[T]) -> T:
+    def _run(self, steps: Generator[Any, Any, T]) -> T:
+        found: Any = None
+        try:
+            while True:
+                found = self._send(steps.send(found))
+        except StopIteration as end:
+            return cast("T", end.value)
+
+    def _send(self, call: RouteCall[Any]) -> Any:
+        if call.is_stream:
+            return list(self._documents(call))
         response = self._http.send(self._http.build_request(**request(self._access, call)))
         return answer(call, response.status_code, response.content)
 
     def _stream(self, build: Generation, subject: Any, fields: dict[str, Any]) -> Generator[Answer, None, None]:
-        call = build(self._access, self.model(), subject, fields, stream=True)
-        with self._http.stream(**request(self._access, call)) as response:
-            if not response.is_success:
-                answer(call, response.status_code, response.read())
-            for line in _lines(response):
-                if (chunk := event(line)) is not None:
-                    yield chunk
+        for document in self._documents(build(self._access, self.model(), subject, fields, stream=True)):
+            yield read_answer(document)
 
-    def _events(self, call: RouteCall[None]) -> Generator[dict[str, Any], None, None]:
+    def _documents(self, call: RouteCall[Any]) -> Generator[dict[str, Any], None, None]:
         with self._http.stream(**request(self._access, call)) as response:
             if not response.is_success:
                 answer(call, response.status_code, response.read())
@@ -134,17 +328,11 @@ class Session(_Settings):
                     yield document
 
 
-class AsyncSession(_Settings):
+class AsyncSession(_Settings, Awaited):
     """A session of a program on an event loop; for the arguments see `Session`."""
 
     def _open(self, **options: Any) -> None:
         self._http = httpx.AsyncClient(**options)
-
-    async def model(self) -> str:
-        """See `Session.model`."""
-        if self._model is None:
-            self._model = await self._send(models())
-        return self._model
 
     async def close(self) -> None:
         """Close all connections."""
@@ -156,25 +344,33 @@ class AsyncSession(_Settings):
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def _send(self, call: RouteCall[T]) -> T:
+    async def _run(self, steps: Generator[Any, Any, T]) -> T:
+        found: Any = None
+        try:
+            while True:
+                found = await self._send(steps.send(found))
+        except StopIteration as end:
+            return cast("T", end.value)
+
+    async def _send(self, call: RouteCall[Any]) -> Any:
+        if call.is_stream:
+            return [document async for document in self._documents(call)]
         response = await self._http.send(self._http.build_request(**request(self._access, call)))
         return answer(call, response.status_code, response.content)
 
     async def _stream(self, build: Generation, subject: Any, fields: dict[str, Any]) -> AsyncGenerator[Answer, None]:
         call = build(self._access, await self.model(), subject, fields, stream=True)
+        async with aclosing(self._documents(call)) as documents:
+            async for document in documents:
+                yield read_answer(document)
+
+    async def _documents(self, call: RouteCall[Any]) -> AsyncGenerator[dict[str, Any], None]:
         async with self._http.stream(**request(self._access, call)) as response:
             if not response.is_success:
                 answer(call, response.status_code, await response.aread())
             async for line in _lines_later(response):
-                if (chunk := event(line)) is not None:
-                    yield chunk
-
-    async def _events(self, call: RouteCall[None]) -> list[dict[str, Any]]:
-        async with self._http.stream(**request(self._access, call)) as response:
-            if not response.is_success:
-                answer(call, response.status_code, await response.aread())
-            found = [event_document(line) async for line in _lines_later(response)]
-        return [document for document in found if document is not None]
+                if (document := event_document(line)) is not None:
+                    yield document
 
 
 def _lines(response: httpx.Response) -> Generator[str, None, None]:
@@ -193,9 +389,6 @@ async def _lines_later(response: httpx.Response) -> AsyncGenerator[str, None]:
         yield line
 
 
-Path = str | os.PathLike[str]
-
-
 class Client(Session):
     """A server, for synchronous programs; any number of threads.
 
@@ -210,25 +403,6 @@ class Client(Session):
     `headgate.steering.client.http.Session`.
     """
 
-    def complete(self, prompt: Any, **fields: Any) -> Answer:
-        """Complete a prompt, or several.
-
-        Args:
-            prompt: As /v1/completions has it: a text, a list of texts, token ids, ...
-            fields: Everything else of the body: ``max_tokens``, ``capture``, ``steering_vectors``, ``steering_ops``,
-                ``steering_gates``, ``steering_name``, ... Vectors may be arrays, tensors or `PhaseVectors`.
-        """
-        return self._send(calls.completion(self._access, self.model(), prompt, fields, stream=False))
-
-    def chat(self, messages: Any, **fields: Any) -> Answer:
-        """Return the next message of a conversation.
-
-        Args:
-            messages: As /v1/chat/completions has them, or the text of one message.
-            fields: As for `complete`.
-        """
-        return self._send(calls.chat(self._access, self.model(), messages, fields, stream=False))
-
     def stream_completion(self, prompt: Any, **fields: Any) -> Generator[Answer, None, None]:
         """Complete a prompt chunk by chunk; the last chunk has the captured rows. Closing it ends the request."""
         return self._stream(calls.completion, prompt, fields)
@@ -237,141 +411,12 @@ class Client(Session):
         """Return the next message chunk by chunk, as `stream_completion`."""
         return self._stream(calls.chat, messages, fields)
 
-    def set(self, vectors: Any = None, *, replace: bool = False, **others: Unpack[SteeringDocument]) -> GlobalUpdate:
-        """Steer every request with vectors, operations and features from the next step on, running ones included.
-
-        Args:
-            vectors: For prompt and generated positions.
-            replace: Remove everything else. Otherwise vectors replace those at the same site of the same tier,
-                operations all of the same tier, and edits of features and reconstructions all of the same argument.
-            others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
-                `SteeringDocument`.
-        """
-        return self._send(calls.set_global(self._access, vectors, others, replace=replace))
-
-    def clear(self) -> None:
-        """Remove all global vectors."""
-        self._send(calls.clear_global(self._access))
-
-    def register(
-        self,
-        name: str,
-        vectors: Any = None,
-        *,
-        path: Path | None = None,
-        **others: Unpack[SteeringDocument],
-    ) -> ModuleStatus:
-        """Name vectors and operations, so that requests need only say the name; an earlier module is replaced.
-
-        Args:
-            name: 1 to 256 printable characters.
-            vectors: For prompt and generated positions.
-            path: A file of vectors on this machine, of any format, in place of vectors; see `headgate.steering.load`.
-            others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
-                `SteeringDocument`.
-        """
-        return self._send(calls.register(self._access, name, vectors, others, path))
-
-    def unregister(self, name: str) -> None:
-        """Forget a module; requests that run already keep it."""
-        self._send(calls.unregister(self._access, name))
-
-    def register_sae(self, name: str, path: str, site: str | None = None) -> SaeStatus:
-        """Register an SAE, so that ``steering_features`` can name it; an earlier one of the name is replaced.
-
-        Args:
-            name: 1 to 256 printable characters.
-            path: On the server, below its ``--sae-root``.
-            site: Where it acts, such as ``"17.post_mlp"``; None if its files name it.
-        """
-        return self._send(calls.register_sae(self._access, name, path, site))
-
-    def saes(self) -> list[SaeStatus]:
-        """Return the SAEs whose features requests can change."""
-        return self._send(calls.saes())
-
-    def register_probe(self, name: str, probe: ProbeSource) -> ProbeStatus:
-        """Register a probe, so that gates can name it; an earlier one of the name is replaced.
-
-        Args:
-            name: 1 to 256 printable characters.
-            probe: A `Probe`, a file of one on this machine, or its fields: ``{"at", "weight", ...}``. Its metadata
-                stays here.
-        """
-        return self._send(calls.register_probe(self._access, name, probe))
-
-    def unregister_probe(self, name: str) -> None:
-        """Forget a probe; requests that run already keep it."""
-        self._send(calls.unregister_probe(self._access, name))
-
-    def probes(self) -> list[ProbeStatus]:
-        """Return the probes that gates can name."""
-        return self._send(calls.probes())
-
-    def register_rule(self, name: str, **rule: Any) -> RuleStatus:
-        """Register a rule: a gate that acts on requests which did not ask; an earlier one of the name is replaced.
-
-        Args:
-            name: 1 to 256 printable characters.
-            rule: ``applies_to`` (``"all"``, ``"opt_in"`` or ``"opt_out"``), ``when``, ``then``, ``strength`` and
-                ``scope``, as of a gate in ``steering_gates``.
-        """
-        return self._send(calls.register_rule(self._access, name, rule))
-
-    def unregister_rule(self, name: str) -> None:
-        """Forget a rule; it acts on nothing from the next step on."""
-        self._send(calls.unregister_rule(self._access, name))
-
-    def rules(self) -> list[RuleStatus]:
-        """Return the registered rules."""
-        return self._send(calls.rules())
-
-    def modules(self) -> list[str]:
-        """Return the names of the registered modules."""
-        return self._send(calls.modules())
-
-    def status(self) -> SteeringStatus:
-        """Return the steering of the server: global vectors, modules, vector slots."""
-        return self._send(calls.status())
-
-    def layers(self) -> Layers:
-        """Return the sites that can be steered, and the width of a vector."""
-        return self._send(calls.layers())
-
-    def consumers(self) -> Capturable:
-        """Return the sites that can be captured, and the consumers."""
-        return self._send(calls.consumers(self._access))
-
-    def patch_sweep(self, clean: Any, corrupt: Any, answer: Any, **options: Unpack[SweepOptions]) -> PatchSweep:
-        """Find the sites and positions where a clean prompt's rows change a corrupted prompt's answer.
-
-        The clean prompt is run once and its rows are kept; then each of them is put into the corrupted prompt, one at a
-        time. The server needs the consumer `memory`, and sites that can be captured and are declared for operations.
-
-        Args:
-            clean: The prompt whose answer is `answer`: a text, or tokens.
-            corrupt: The prompt that is patched; best one of as many tokens.
-            answer: The token whose logprob counts: a text, such as ``" Paris"``, or an id.
-            options: What is swept and measured: the keys of `SweepOptions`.
-        """
-        plan = plan_sweep(corrupt, answer, **options)
-        check_kept(self.complete(clean, **plan.fields), plan.consumer)
-        return collect(self._events(calls.patch_sweep(self._access, self.model(), plan.body)))
-
 
 class AsyncClient(AsyncSession):
     """A server, for programs on an event loop: as `Client`, with every call awaited, and streams by ``async for``.
 
     A stream that is left early goes on until it is closed: see ``contextlib.aclosing``.
     """
-
-    async def complete(self, prompt: Any, **fields: Any) -> Answer:
-        """See `Client.complete`."""
-        return await self._send(calls.completion(self._access, await self.model(), prompt, fields, stream=False))
-
-    async def chat(self, messages: Any, **fields: Any) -> Answer:
-        """See `Client.chat`."""
-        return await self._send(calls.chat(self._access, await self.model(), messages, fields, stream=False))
 
     def stream_completion(self, prompt: Any, **fields: Any) -> AsyncGenerator[Answer, None]:
         """See `Client.stream_completion`; not awaited itself."""
@@ -380,82 +425,3 @@ class AsyncClient(AsyncSession):
     def stream_chat(self, messages: Any, **fields: Any) -> AsyncGenerator[Answer, None]:
         """See `Client.stream_chat`; not awaited itself."""
         return self._stream(calls.chat, messages, fields)
-
-    async def set(
-        self, vectors: Any = None, *, replace: bool = False, **others: Unpack[SteeringDocument]
-    ) -> GlobalUpdate:
-        """See `Client.set`."""
-        return await self._send(calls.set_global(self._access, vectors, others, replace=replace))
-
-    async def clear(self) -> None:
-        """See `Client.clear`."""
-        await self._send(calls.clear_global(self._access))
-
-    async def register(
-        self,
-        name: str,
-        vectors: Any = None,
-        *,
-        path: Path | None = None,
-        **others: Unpack[SteeringDocument],
-    ) -> ModuleStatus:
-        """See `Client.register`."""
-        return await self._send(calls.register(self._access, name, vectors, others, path))
-
-    async def unregister(self, name: str) -> None:
-        """See `Client.unregister`."""
-        await self._send(calls.unregister(self._access, name))
-
-    async def register_sae(self, name: str, path: str, site: str | None = None) -> SaeStatus:
-        """See `Client.register_sae`."""
-        return await self._send(calls.register_sae(self._access, name, path, site))
-
-    async def saes(self) -> list[SaeStatus]:
-        """See `Client.saes`."""
-        return await self._send(calls.saes())
-
-    async def register_probe(self, name: str, probe: ProbeSource) -> ProbeStatus:
-        """See `Client.register_probe`."""
-        return await self._send(calls.register_probe(self._access, name, probe))
-
-    async def unregister_probe(self, name: str) -> None:
-        """See `Client.unregister_probe`."""
-        await self._send(calls.unregister_probe(self._access, name))
-
-    async def probes(self) -> list[ProbeStatus]:
-        """See `Client.probes`."""
-        return await self._send(calls.probes())
-
-    async def register_rule(self, name: str, **rule: Any) -> RuleStatus:
-        """See `Client.register_rule`."""
-        return await self._send(calls.register_rule(self._access, name, rule))
-
-    async def unregister_rule(self, name: str) -> None:
-        """See `Client.unregister_rule`."""
-        await self._send(calls.unregister_rule(self._access, name))
-
-    async def rules(self) -> list[RuleStatus]:
-        """See `Client.rules`."""
-        return await self._send(calls.rules())
-
-    async def modules(self) -> list[str]:
-        """See `Client.modules`."""
-        return await self._send(calls.modules())
-
-    async def status(self) -> SteeringStatus:
-        """See `Client.status`."""
-        return await self._send(calls.status())
-
-    async def layers(self) -> Layers:
-        """See `Client.layers`."""
-        return await self._send(calls.layers())
-
-    async def consumers(self) -> Capturable:
-        """See `Client.consumers`."""
-        return await self._send(calls.consumers(self._access))
-
-    async def patch_sweep(self, clean: Any, corrupt: Any, answer: Any, **options: Unpack[SweepOptions]) -> PatchSweep:
-        """See `Client.patch_sweep`."""
-        plan = plan_sweep(corrupt, answer, **options)
-        check_kept(await self.complete(clean, **plan.fields), plan.consumer)
-        return collect(await self._events(calls.patch_sweep(self._access, await self.model(), plan.body)))

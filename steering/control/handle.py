@@ -7,8 +7,15 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from headgate.capture.engine.contracts.request_part import AsyncEngineCores, EngineCores, FlagGroup, PartRequestReader
+from headgate.capture.engine.contracts.request_part import (
+    AsyncEngineCores,
+    EngineCores,
+    FlagGroup,
+    Operation,
+    PartRequestReader,
+)
 from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.shared_methods import Awaited, Blocking, shared
 from headgate.capture.schema.sites import site_map
 from headgate.steering.config import parse_config
 from headgate.steering.control import operations
@@ -38,88 +45,13 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
 
 
-class Rules:
-    """Rules of an `LLM`: gates that act on requests which did not ask."""
-
-    _cores: EngineCores
-    steerable: Steerable
-
-    def register_rule(self, name: str, *, applies_to: str, when: Any, then: Any, **others: Any) -> RuleStatus:
-        """Register a rule, which acts from the next step on, on requests that run too; an earlier one is replaced.
-
-        Probes, modules and SAEs that it names stay for it as they are now, whatever is registered later.
-
-        ::
-
-            llm.steering.register_rule(
-                "calm-down", applies_to="all", when={"probe": "anger", "above": 0.5}, then={"module": "calm"}
-            )
-            llm.steering.register_rule("watch", applies_to="opt_out", when={"probe": "anger"}, then="observe")
-
-        Args:
-            name: 1 to 256 printable characters.
-            applies_to: ``"all"`` requests; ``"opt_in"``, those whose ``steering_rules`` name it; or ``"opt_out"``,
-                beside these all that have no such field.
-            when: The condition, as of ``steering_gates``.
-            then: What it turns on, as there; ``"observe"`` for nothing.
-            others: ``strength`` and ``scope``, as there.
-
-        Raises:
-            RequestError: If it cannot be read, names something that is not there, or there is no room.
-        """
-        document = {"applies_to": applies_to, "when": when, "then": then, **others}
-        return self._cores.run(operations.register_rule(name, document, self.steerable, self._cores.num_engines))
-
-    def unregister_rule(self, name: str) -> RuleStatus:
-        """Forget a rule; it acts on nothing from the next step on.
-
-        Raises:
-            RequestError: If there is none of that name.
-        """
-        return self._cores.run(operations.unregister_rule(name, self._cores.num_engines))
-
-    def rules(self) -> dict[str, RuleStatus]:
-        """Return the registered rules, by name."""
-        return self._cores.run(operations.rules())
-
-    def dynamic(self) -> DynamicStatus:
-        """Return probes, rules and gates, with the rows that they wrote so far."""
-        return self._cores.run(operations.dynamic())
-
-
-class AsyncRules:
-    """Rules of an `AsyncLLM`. Changes are noted as those of `by`."""
-
-    _cores: AsyncEngineCores
-    steerable: Steerable
-
-    async def register_rule(
-        self, name: str, *, applies_to: Any, when: Any, then: Any, by: Actor = OPERATOR, **others: Any
-    ) -> RuleStatus:
-        """See `Rules.register_rule`."""
-        document = {"applies_to": applies_to, "when": when, "then": then, **others}
-        engines = self._cores.num_engines
-        return await self._cores.run(operations.register_rule(name, document, self.steerable, engines, by))
-
-    async def unregister_rule(self, name: str, *, by: Actor = OPERATOR) -> RuleStatus:
-        """See `Rules.unregister_rule`."""
-        return await self._cores.run(operations.unregister_rule(name, self._cores.num_engines, by))
-
-    async def rules(self) -> dict[str, RuleStatus]:
-        """See `Rules.rules`."""
-        return await self._cores.run(operations.rules())
-
-    async def dynamic(self) -> DynamicStatus:
-        """See `Rules.dynamic`."""
-        return await self._cores.run(operations.dynamic())
-
-
 Path = str | os.PathLike[str]
 Cores = TypeVar("Cores", EngineCores, AsyncEngineCores)
+T = TypeVar("T")
 
 
-class _Described(Generic[Cores]):
-    """The facts that are known without asking the engine.
+class _Calls(Generic[Cores]):
+    """The calls of `Steering` and of `AsyncSteering`; changes are noted as those of `by`.
 
     Attributes:
         steerable: The model and the limits of requests.
@@ -148,15 +80,10 @@ class _Described(Generic[Cores]):
         about = self.steerable
         return f"<steering of {len(about.sites)} sites of {about.hidden_size} values in {', '.join(self.layers())}>"
 
-
-class Steering(_Described[EngineCores], Rules):
-    """Global vectors and named modules of an `LLM`; any thread that may use the `LLM`.
-
-    Vectors are given in every form that a request's ``steering_vectors`` may have, and as `PhaseVectors`. Errors are
-    `RequestError`, which are `ValueError`, and name the argument as their `field`; then nothing has changed.
-    """
-
-    def set(self, vectors: Any = None, *, replace: bool = False, **others: Unpack[SteeringDocument]) -> SteeringStatus:
+    @shared
+    def set(
+        self, vectors: Any = None, *, replace: bool = False, by: Actor = OPERATOR, **others: Unpack[SteeringDocument]
+    ) -> Operation[SteeringStatus]:
         """Steer every request with vectors, operations and features from the next step on, running ones included.
 
         ::
@@ -178,26 +105,30 @@ class Steering(_Described[EngineCores], Rules):
             RequestError: If they cannot be read, or there is no room for them.
         """
         document = document_of(vectors, others)
-        return self._cores.run(
-            operations.set_global(document, self.steerable, replace=replace, num_engines=self._cores.num_engines)
+        return operations.set_global(
+            document, self.steerable, replace=replace, num_engines=self._cores.num_engines, by=by
         )
 
-    def clear(self) -> SteeringStatus:
+    @shared
+    def clear(self, *, by: Actor = OPERATOR) -> Operation[SteeringStatus]:
         """Remove all global vectors."""
-        return self._cores.run(operations.clear_global(num_engines=self._cores.num_engines))
+        return operations.clear_global(num_engines=self._cores.num_engines, by=by)
 
-    def status(self) -> SteeringStatus:
+    @shared
+    def status(self) -> Operation[SteeringStatus]:
         """Return global vectors, modules, and the vector slots in use."""
-        return self._cores.run(operations.status())
+        return operations.status()
 
+    @shared
     def register(
         self,
         name: str,
         vectors: Any = None,
         *,
         path: Path | None = None,
+        by: Actor = OPERATOR,
         **others: Unpack[SteeringDocument],
-    ) -> ModuleStatus:
+    ) -> Operation[ModuleStatus]:
         """Name vectors and operations, so that requests need only say the name; an earlier module is replaced.
 
         Requests that run already keep the content that the name had when they were made.
@@ -221,21 +152,24 @@ class Steering(_Described[EngineCores], Rules):
             RequestError: If it cannot be read, or there is no room for it.
         """
         document = document_of(vectors, others)
-        return self._cores.run(operations.register(name, document, path, self.steerable, self._cores.num_engines))
+        return operations.register(name, document, path, self.steerable, self._cores.num_engines, by)
 
-    def unregister(self, name: str) -> ModuleStatus:
+    @shared
+    def unregister(self, name: str, *, by: Actor = OPERATOR) -> Operation[ModuleStatus]:
         """Forget a module; requests that run already keep it.
 
         Raises:
             RequestError: If there is none of that name.
         """
-        return self._cores.run(operations.unregister(name, self._cores.num_engines))
+        return operations.unregister(name, self._cores.num_engines, by)
 
-    def modules(self) -> dict[str, ModuleStatus]:
+    @shared
+    def modules(self) -> Operation[dict[str, ModuleStatus]]:
         """Return the registered modules, by name."""
-        return self._cores.run(operations.modules())
+        return operations.modules()
 
-    def register_sae(self, name: str, path: Path, site: Any = None) -> SaeStatus:
+    @shared
+    def register_sae(self, name: str, path: Path, site: Any = None, *, by: Actor = OPERATOR) -> Operation[SaeStatus]:
         """Register an SAE, so that requests can change its features; an earlier one of the name is replaced.
 
         ::
@@ -252,14 +186,16 @@ class Steering(_Described[EngineCores], Rules):
         Raises:
             RequestError: If it cannot be read, or does not fit the model.
         """
-        operation = operations.register_sae(name, path, site, self.steerable, self._cores.num_engines)
-        return self._cores.run(operation)
+        operation = operations.register_sae(name, path, site, self.steerable, self._cores.num_engines, by)
+        return operation
 
-    def saes(self) -> dict[str, SaeStatus]:
+    @shared
+    def saes(self) -> Operation[dict[str, SaeStatus]]:
         """Return the SAEs whose features requests can change, by name."""
-        return self._cores.run(operations.saes())
+        return operations.saes()
 
-    def register_probe(self, name: str, probe: ProbeSource) -> ProbeStatus:
+    @shared
+    def register_probe(self, name: str, probe: ProbeSource, *, by: Actor = OPERATOR) -> Operation[ProbeStatus]:
         """Register a probe, so that gates can name it; an earlier one of the name is replaced.
 
         Requests that run already keep the probe that the name stood for when they were made.
@@ -278,102 +214,96 @@ class Steering(_Described[EngineCores], Rules):
             RequestError: If it cannot be read, or does not fit the model.
         """
         engines = self._cores.num_engines
-        return self._cores.run(operations.register_probe(name, probe, self.steerable, engines))
+        return operations.register_probe(name, probe, self.steerable, engines, by)
 
-    def unregister_probe(self, name: str) -> ProbeStatus:
+    @shared
+    def unregister_probe(self, name: str, *, by: Actor = OPERATOR) -> Operation[ProbeStatus]:
         """Forget a probe; requests that run already keep it.
 
         Raises:
             RequestError: If there is none of that name.
         """
-        return self._cores.run(operations.unregister_probe(name, self._cores.num_engines))
+        return operations.unregister_probe(name, self._cores.num_engines, by)
 
-    def probes(self) -> dict[str, ProbeStatus]:
+    @shared
+    def probes(self) -> Operation[dict[str, ProbeStatus]]:
         """Return the probes that gates can name, by name."""
-        return self._cores.run(operations.probes())
+        return operations.probes()
 
-    def audit(self) -> list[AuditEntry]:
+    @shared
+    def audit(self) -> Operation[list[AuditEntry]]:
         """Return the last 1000 changes of global vectors, modules, SAEs, probes and rules, the newest last."""
-        return self._cores.run(operations.audit())
+        return operations.audit()
+
+    @shared
+    def register_rule(
+        self, /, name: str, *, applies_to: Any, when: Any, then: Any, by: Actor = OPERATOR, **others: Any
+    ) -> Operation[RuleStatus]:
+        """Register a rule, which acts from the next step on, on requests that run too; an earlier one is replaced.
+
+        Probes, modules and SAEs that it names stay for it as they are now, whatever is registered later.
+
+        ::
+
+            llm.steering.register_rule(
+                "calm-down", applies_to="all", when={"probe": "anger", "above": 0.5}, then={"module": "calm"}
+            )
+            llm.steering.register_rule("watch", applies_to="opt_out", when={"probe": "anger"}, then="observe")
+
+        Args:
+            name: 1 to 256 printable characters.
+            applies_to: ``"all"`` requests; ``"opt_in"``, those whose ``steering_rules`` name it; or ``"opt_out"``,
+                beside these all that have no such field.
+            when: The condition, as of ``steering_gates``.
+            then: What it turns on, as there; ``"observe"`` for nothing.
+            others: ``strength`` and ``scope``, as there.
+
+        Raises:
+            RequestError: If it cannot be read, names something that is not there, or there is no room.
+        """
+        document = {"applies_to": applies_to, "when": when, "then": then, **others}
+        return operations.register_rule(name, document, self.steerable, self._cores.num_engines, by)
+
+    @shared
+    def unregister_rule(self, name: str, *, by: Actor = OPERATOR) -> Operation[RuleStatus]:
+        """Forget a rule; it acts on nothing from the next step on.
+
+        Raises:
+            RequestError: If there is none of that name.
+        """
+        return operations.unregister_rule(name, self._cores.num_engines, by)
+
+    @shared
+    def rules(self) -> Operation[dict[str, RuleStatus]]:
+        """Return the registered rules, by name."""
+        return operations.rules()
+
+    @shared
+    def dynamic(self) -> Operation[DynamicStatus]:
+        """Return probes, rules and gates, with the rows that they wrote so far."""
+        return operations.dynamic()
 
 
-class AsyncSteering(_Described[AsyncEngineCores], AsyncRules):
-    """Global vectors and named modules of an `AsyncLLM`, on its event loop: every call is awaited.
+class Steering(_Calls[EngineCores], Blocking):
+    """Global vectors and named modules of an `LLM`; any thread that may use the `LLM`.
 
-    Vectors and files are read on a thread beside the loop; changes take effect in the order of the calls. With data
-    parallelism each call reaches every engine core of this `AsyncLLM`, all or none. Changes are noted as those of `by`.
+    Vectors are given in every form that a request's ``steering_vectors`` may have, and as `PhaseVectors`. Errors are
+    `RequestError`, which are `ValueError`, and name the argument as their `field`; then nothing has changed.
     """
 
-    async def set(
-        self,
-        vectors: Any = None,
-        *,
-        replace: bool = False,
-        by: Actor = OPERATOR,
-        **others: Unpack[SteeringDocument],
-    ) -> SteeringStatus:
-        """See `Steering.set`."""
-        document = document_of(vectors, others)
-        return await self._cores.run(
-            operations.set_global(document, self.steerable, replace=replace, num_engines=self._cores.num_engines, by=by)
-        )
+    def _run(self, steps: Operation[T]) -> T:
+        return self._cores.run(steps)
 
-    async def clear(self, *, by: Actor = OPERATOR) -> SteeringStatus:
-        """See `Steering.clear`."""
-        return await self._cores.run(operations.clear_global(num_engines=self._cores.num_engines, by=by))
 
-    async def status(self) -> SteeringStatus:
-        """See `Steering.status`."""
-        return await self._cores.run(operations.status())
+class AsyncSteering(_Calls[AsyncEngineCores], Awaited):
+    """Global vectors and named modules of an `AsyncLLM`, on its event loop: `Steering`, with every call awaited.
 
-    async def register(
-        self,
-        name: str,
-        vectors: Any = None,
-        *,
-        path: Path | None = None,
-        by: Actor = OPERATOR,
-        **others: Unpack[SteeringDocument],
-    ) -> ModuleStatus:
-        """See `Steering.register`."""
-        document = document_of(vectors, others)
-        return await self._cores.run(
-            operations.register(name, document, path, self.steerable, self._cores.num_engines, by)
-        )
+    Vectors and files are read on a thread beside the loop; changes take effect in the order of the calls. With data
+    parallelism each call reaches every engine core of this `AsyncLLM`, all or none.
+    """
 
-    async def unregister(self, name: str, *, by: Actor = OPERATOR) -> ModuleStatus:
-        """See `Steering.unregister`."""
-        return await self._cores.run(operations.unregister(name, self._cores.num_engines, by))
-
-    async def modules(self) -> dict[str, ModuleStatus]:
-        """See `Steering.modules`."""
-        return await self._cores.run(operations.modules())
-
-    async def register_sae(self, name: str, path: Path, site: Any = None, *, by: Actor = OPERATOR) -> SaeStatus:
-        """See `Steering.register_sae`."""
-        operation = operations.register_sae(name, path, site, self.steerable, self._cores.num_engines, by)
-        return await self._cores.run(operation)
-
-    async def saes(self) -> dict[str, SaeStatus]:
-        """See `Steering.saes`."""
-        return await self._cores.run(operations.saes())
-
-    async def register_probe(self, name: str, probe: ProbeSource, *, by: Actor = OPERATOR) -> ProbeStatus:
-        """See `Steering.register_probe`."""
-        engines = self._cores.num_engines
-        return await self._cores.run(operations.register_probe(name, probe, self.steerable, engines, by))
-
-    async def unregister_probe(self, name: str, *, by: Actor = OPERATOR) -> ProbeStatus:
-        """See `Steering.unregister_probe`."""
-        return await self._cores.run(operations.unregister_probe(name, self._cores.num_engines, by))
-
-    async def probes(self) -> dict[str, ProbeStatus]:
-        """See `Steering.probes`."""
-        return await self._cores.run(operations.probes())
-
-    async def audit(self) -> list[AuditEntry]:
-        """See `Steering.audit`."""
-        return await self._cores.run(operations.audit())
+    async def _run(self, steps: Operation[T]) -> T:
+        return await self._cores.run(steps)
 
 
 class SteeringRequests:

@@ -115,6 +115,17 @@ def test_both_clients_have_the_same_methods() -> None:
     assert public(Client) == public(AsyncClient)
 
 
+def test_a_call_has_one_implementation_for_both_clients() -> None:
+    streams = {"stream_completion", "stream_chat"}  # generators of either kind
+    names = {name for name, _ in inspect.getmembers(Client, inspect.isfunction) if name[0] != "_"} - {"close", *streams}
+
+    assert len(names) > 15
+    for name in names:
+        assert inspect.unwrap(getattr(Client, name)) is inspect.unwrap(getattr(AsyncClient, name)), name
+        assert inspect.iscoroutinefunction(getattr(AsyncClient, name)), name
+        assert not inspect.iscoroutinefunction(getattr(Client, name)), name
+
+
 @pytest.mark.parametrize("is_binary", [False, True], ids=["json", "msgpack"])
 def test_a_completion_sends_packed_vectors_and_reads_its_results(call: Caller, is_binary: bool) -> None:
     canned = Canned(completions=COMPLETION)
