@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import compress
@@ -140,6 +140,12 @@ class CoreClient:
             return step.result
 
 
+def run_each(operations: Iterable[tuple[str, Operation[None]]], client: EngineClient) -> None:
+    """Carry out operations of parts, each with its part's name, in the engine core of an `LLM`."""
+    for part, operation in operations:
+        CoreClient(client, part).run(operation)
+
+
 class AsyncCoreClient:
     """The engine cores of an `AsyncLLM`; see `AsyncEngineCores`. Event loop only.
 
@@ -198,6 +204,12 @@ class AsyncCoreClient:
                 f"{self._part}: {method} succeeded on {len(engines)} of {self.num_engines} engine cores and could not "
                 f"be taken back on {len(failures)} of them ({failures[0]}); they differ until it succeeds in all"
             ) from failures[0]
+
+
+async def run_each_async(operations: Iterable[tuple[str, Operation[None]]], client: AsyncEngineClient) -> None:
+    """Do as `run_each` in the engine cores of an `AsyncLLM`."""
+    for part, operation in operations:
+        await AsyncCoreClient(client, part).run(operation)
 
 
 def end_calls_with_receiving(original: Function) -> Function:

@@ -12,7 +12,7 @@ from headgate.capture.engine.access.caller import current_client
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
-from headgate.capture.engine.core.core_calls import worker_setups
+from headgate.capture.engine.core.core_calls import run_each_async, worker_setups
 from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
 from headgate.capture.engine.frontends.output_processor import with_values
@@ -190,18 +190,18 @@ async def _with_refusals(
     with noting_refusals():
         try:
             with as_client_error():
-                await reader.confirm_async(headgate_request, client)
+                await run_each_async(reader.confirm(headgate_request), client)
             async for output in outputs:
                 _check_overload(output)
                 if is_refused(output):
                     with as_client_error():
-                        await reader.explain_async(headgate_request, client)
+                        await run_each_async(reader.explain(headgate_request), client)
                 yield output
         except Exception as error:
             forget_unsent(engine.input_processor, prompt)
             if is_without_field(error):
                 with as_client_error():
-                    await reader.explain_async(headgate_request, client)
+                    await run_each_async(reader.explain(headgate_request), client)
             raise
         finally:
             await outputs.aclose()

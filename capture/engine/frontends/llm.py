@@ -20,6 +20,7 @@ from typing import Protocol, cast
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import LLMEngine, OfflineLLM, RequestOutput, SamplingParams
+from headgate.capture.engine.core.core_calls import run_each
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
 from headgate.capture.engine.frontends.lazy_capture import note_chat
@@ -164,7 +165,7 @@ def _checked(original: Function) -> Function:
             headgate_request = reader.read_answered(params, request_id, is_offline=True)
             if headgate_request is None:
                 return original(self, request_id, prompt, params, *args, **kwargs)
-            reader.confirm(headgate_request, self.engine_core)
+            run_each(reader.confirm(headgate_request), self.engine_core)
         pending = _pending_results(self)
         assert pending is not None  # noqa: S101  (a reader without parts reads nothing)
         before = _ids(self, request_id)
@@ -252,7 +253,7 @@ def _explain(engine: LLMEngine, pending: _PendingResults, refused: Iterable[Head
     """Say why the engine core refused requests: for a name that is gone, or for want of room."""
     for headgate_request in refused:
         with as_client_error():
-            pending.reader.explain(headgate_request, engine.engine_core)
+            run_each(pending.reader.explain(headgate_request), engine.engine_core)
 
 
 def _collect(engine: LLMEngine, pending: _PendingResults, timeout_s: float) -> None:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import cast
 
 from headgate.capture.engine.access.caller import owner_of_request
 from headgate.capture.engine.contracts.core_part import OVERLOADED
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import (
+    CoreCall,
     Known,
     NotesReader,
+    Operation,
     PartRequest,
     PartRequestReader,
     RequestPart,
     SourceReader,
 )
-from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
-from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient, lift
+from headgate.capture.engine.core.core_calls import lift
 from headgate.capture.engine.requests.call_context import Notes, taken
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.capture_request import refuse_unconfigured
@@ -60,21 +60,16 @@ class OpenPart:
         self.known: Known = {}
         self.call_lock = asyncio.Lock()
 
-    def confirm(self, wanted: PartRequest, client: EngineClient) -> None:
-        """Check the names in `wanted`, asking the engine core if need be.
+    def confirm(self, wanted: PartRequest) -> Operation[None]:
+        """Ask the engine cores for their names, and check those in `wanted`.
 
         Raises:
             RequestError: If they cannot be used.
         """
-        if not self.is_confirmed(wanted):
-            self._take(CoreClient(client, self.name).call(self.part.names_method, {}))
-            self.reader.check(wanted, self.known)
-
-    async def confirm_async(self, wanted: PartRequest, client: AsyncEngineClient) -> None:
-        """Do as `confirm` for `AsyncLLM`."""
-        if not self.is_confirmed(wanted):
-            self._take(await AsyncCoreClient(client, self.name).call(self.part.names_method, {}))
-            self.reader.check(wanted, self.known)
+        answers = yield CoreCall(method=self.part.names_method, args={})
+        first, *others = [{str(entry["name"]): entry for entry in answer} for answer in answers]
+        self.known = {name: entry for name, entry in first.items() if all(name in other for other in others)}
+        self.reader.check(wanted, self.known)
 
     def is_confirmed(self, wanted: PartRequest) -> bool:
         """Whether the names in `wanted` can be used, as far as is known here."""
@@ -86,29 +81,20 @@ class OpenPart:
             return False
         return True
 
-    def explain(self, wanted: PartRequest, client: EngineClient) -> None:
+    def explain(self, wanted: PartRequest) -> Operation[None]:
         """The engine core refused `wanted`: raise why, as far as that is still so.
 
         Raises:
             RequestError: Naming the field.
         """
         self.known = {}
-        self.confirm(wanted, client)
-        CoreClient(client, self.name).call(self.part.check_method, {"spec": dict(wanted.wire), "field": wanted.field})
+        if not self.is_confirmed(wanted):
+            yield from self.confirm(wanted)
+        yield CoreCall(method=self.part.check_method, args={"spec": dict(wanted.wire), "field": wanted.field})
 
-    async def explain_async(self, wanted: PartRequest, client: AsyncEngineClient) -> None:
-        """Do as `explain` for `AsyncLLM`."""
-        self.known = {}
-        await self.confirm_async(wanted, client)
-        await AsyncCoreClient(client, self.name).call(
-            self.part.check_method, {"spec": dict(wanted.wire), "field": wanted.field}
-        )
 
-    def _take(self, answers: Sequence[object]) -> None:
-        """Names that every engine core knows."""
-        described = cast("Sequence[Sequence[Document]]", answers)
-        first, *others = [{str(entry["name"]): entry for entry in answer} for answer in described]
-        self.known = {name: entry for name, entry in first.items() if all(name in other for other in others)}
+PartOperations = Iterator[tuple[str, Operation[None]]]
+"""What each part asks the engine cores, by its name: for `run_each` or `run_each_async`."""
 
 
 class RequestReader:
@@ -226,21 +212,17 @@ class RequestReader:
         """Whether every registered name that is asked for can be used, as far as is known here."""
         return all(self.parts[name].is_confirmed(wanted) for name, wanted in headgate_request.parts.items())
 
-    def confirm(self, headgate_request: HeadgateRequest, client: EngineClient) -> None:
+    def confirm(self, headgate_request: HeadgateRequest) -> PartOperations:
         """Check registered names, asking the engine core about names that are not known here.
 
         Raises:
             RequestError: If one cannot be used.
         """
         for name, wanted in headgate_request.parts.items():
-            self.parts[name].confirm(wanted, client)
+            if not self.parts[name].is_confirmed(wanted):
+                yield name, self.parts[name].confirm(wanted)
 
-    async def confirm_async(self, headgate_request: HeadgateRequest, client: AsyncEngineClient) -> None:
-        """Do as `confirm` for `AsyncLLM`."""
-        for name, wanted in headgate_request.parts.items():
-            await self.parts[name].confirm_async(wanted, client)
-
-    async def confirm_names(self, values: Document, client: AsyncEngineClient) -> None:
+    def confirm_names(self, values: Document) -> PartOperations:
         """Check the registered names in raw fields, before anything else of the request is looked at.
 
         Raises:
@@ -251,22 +233,18 @@ class RequestReader:
             if not given:
                 continue
             opened = self._open(name, part, given)
-            if names := opened.reader.names(given):
-                await opened.confirm_async(PartRequest(wire={}, field=next(iter(given)), names=names), client)
+            wanted = PartRequest(wire={}, field=next(iter(given)), names=opened.reader.names(given))
+            if not opened.is_confirmed(wanted):
+                yield name, opened.confirm(wanted)
 
-    def explain(self, headgate_request: HeadgateRequest, client: EngineClient) -> None:
+    def explain(self, headgate_request: HeadgateRequest) -> PartOperations:
         """The engine core refused a request, for a name that is gone or for want of room: raise why, if it still would.
 
         Raises:
             RequestError: Naming the field.
         """
         for name, wanted in headgate_request.parts.items():
-            self.parts[name].explain(wanted, client)
-
-    async def explain_async(self, headgate_request: HeadgateRequest, client: AsyncEngineClient) -> None:
-        """Do as `explain` for `AsyncLLM`."""
-        for name, wanted in headgate_request.parts.items():
-            await self.parts[name].explain_async(wanted, client)
+            yield name, self.parts[name].explain(wanted)
 
 
 def _owned(found: PartRequest) -> PartRequest:

@@ -30,6 +30,7 @@ from headgate.capture.engine.contracts.vllm_frontend import (
     TokensBody,
 )
 from headgate.capture.engine.contracts.wire_format import CAPTURE
+from headgate.capture.engine.core.core_calls import run_each_async
 from headgate.capture.engine.frontends.metering import check_quota
 from headgate.capture.engine.frontends.prompt_tokens import forget_unsent, looking_up
 from headgate.capture.engine.requests.call_context import (
@@ -407,7 +408,8 @@ def create_responses(original: Function) -> Function:
             params = request.to_sampling_params(1, self.default_sampling_params)
             headgate_request = reader_of(self.engine_client).read(params, request.request_id)
             if headgate_request is not None:
-                await reader_of(self.engine_client).confirm_async(headgate_request, self.engine_client.engine_core)
+                reader, cores = reader_of(self.engine_client), self.engine_client.engine_core
+                await run_each_async(reader.confirm(headgate_request), cores)
         answer = await _serve(original, given, self, request, raw_request, *args, **kwargs)
         return answer_response(answer, call) if _is_answered(given) else answer
 
@@ -512,7 +514,7 @@ async def _check_early(given: Document, handler: Handler, request: Body, raw_req
         if getattr(request, "use_beam_search", False):
             raise RequestError(next(iter(given)), NO_BEAMS)
         client = handler.engine_client
-        await reader_of(client).confirm_names(given, client.engine_core)
+        await run_each_async(reader_of(client).confirm_names(given), client.engine_core)
 
 
 async def _find_chat_messages(handler: ChatHandler, request: ChatBody) -> LocatedChat | None:

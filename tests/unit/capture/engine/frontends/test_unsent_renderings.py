@@ -146,7 +146,7 @@ def test_a_prompt_that_vllm_renders_when_it_makes_the_request_is_forgotten_too(
 
 def test_a_name_that_is_gone_before_its_request_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     class Reader:
-        async def confirm_async(self, asked: object, client: object) -> None:
+        def confirm(self, asked: object) -> None:
             raise RequestError("steering_name", "unknown")
 
     async def outputs() -> AsyncGenerator[Any, None]:
