@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from headgate.capture.capture_process import open_delivery
 from headgate.capture.delivery.delivery import CloseReport, Delivery, MemoryWanted, RequestBegins, RequestEnds
 from headgate.capture.links.network import NetworkKeys
 from headgate.capture.local_delivery import WorkerPlace
@@ -20,7 +21,6 @@ from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.monitoring.step_log import compact
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import PackGroup, StepPlan
-from headgate.capture.process.spread import open_delivery
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, Int64Array, NewRequest
 from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig

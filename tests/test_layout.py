@@ -30,6 +30,7 @@ LAYERS = {
             ["links"],
             ["local_delivery"],
             ["process"],
+            ["capture_process"],
             ["session"],
             ["handles"],
             ["engine"],

@@ -162,6 +162,13 @@ class ResultSender(Protocol):
         """Counters so far."""
         ...
 
+    def close(self, timeout_s: float) -> int:
+        """Wait up to `timeout_s` seconds for what was sent to arrive; return how many messages did not.
+
+        Whatever is sent afterwards is ignored.
+        """
+        ...
+
 
 class ZmqResultSender:
     """`ResultSender` over ZMQ. Opens a channel when an address is first used.
@@ -246,10 +253,7 @@ class ZmqResultSender:
             )
 
     def close(self, timeout_s: float) -> int:
-        """Wait up to `timeout_s` seconds for what was sent to arrive; return how many messages did not.
-
-        Whatever is sent afterwards is ignored. Close the consumers first.
-        """
+        """See `ResultSender.close`. Close the consumers first."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_closed = True

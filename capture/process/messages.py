@@ -154,26 +154,20 @@ class Close(msgspec.Struct, tag=4, array_like=True):
 ToProcess = Begin | Staged | End | WantsMemory | Close
 
 
-class Ready(msgspec.Struct, tag=0, array_like=True):
-    """The process serves; or it does not, for the reason in `error`."""
-
-    error: str | None = None
-
-
-class Done(msgspec.Struct, tag=1, array_like=True):
+class Done(msgspec.Struct, tag=0, array_like=True):
     """Requests whose part here is over: consumer, id and key of each."""
 
     ended: list[tuple[str, str, str]]
 
 
-class Closed(msgspec.Struct, tag=2, array_like=True):
+class Closed(msgspec.Struct, tag=1, array_like=True):
     """The last message: everything was closed, and these are the counters."""
 
     report: CloseReport
     stats: DeliveryStats
 
 
-ToWorker = Ready | Done | Closed
+ToWorker = Done | Closed
 
 
 def _plain(value: object) -> object:

@@ -21,7 +21,7 @@ A package declares its class in the entry-point group ``headgate.controllers``; 
 * `controller`: the class to derive from, and what it is given.
 * `actions`: what it may ask for.
 * `loading`: from the configuration to an object.
-* `controller_thread`: calls it, within a budget of time.
+* `host`: calls it, within a budget of time; `controller_process` does so in another process.
 * `threshold`, `pid`: the two that come with headgate; `one_module` has what they share.
 * `testing`: checks that every controller should pass.
 

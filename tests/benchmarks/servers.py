@@ -69,7 +69,7 @@ class Usage(NamedTuple):
     threads: int = 0
 
 
-ROLES = {"headgate.capture.process": "capture", "headgate.steering.controllers": "controllers"}
+ROLES = {"headgate.capture.capture_process": "capture", "headgate.steering.controllers": "controllers"}
 """Parts of the command lines of headgate's own processes; the others beside the API server are the engine's."""
 
 

@@ -42,7 +42,8 @@ def run(root: Path) -> tuple[Any, Any, list[psutil.Process]]:
         ]
         prompts = [{"prompt_token_ids": [1, 2, 3 + index]} for index in range(NUM_REQUESTS)]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        beside = [child for child in psutil.Process().children() if "headgate.capture.process" in child.cmdline()]
+        children = psutil.Process().children()
+        beside = [child for child in children if "headgate.capture.capture_process" in child.cmdline()]
         (stats,) = llm.collective_rpc("headgate_stats")
     finally:
         stop_llm(llm)

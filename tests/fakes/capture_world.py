@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from headgate.capture.capture_process import DeliveryTarget, SpreadDelivery
 from headgate.capture.delivery.delivery import Delivery
 from headgate.capture.links.sender import ResultSender, SenderStats
 from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.local_delivery import LocalDelivery, WorkerPlace
-from headgate.capture.process.spread import DeliveryTarget, SpreadDelivery
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CaptureConsumer, CapturedRequest, ConsumerContext
@@ -61,6 +61,9 @@ class KeptResults:
         with self._changed:
             self.sent.append(message)
             self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> int:
+        return 0
 
     def wait(self, count: int = 1) -> list[CaptureResult]:
         with self._changed:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from headgate.capture.links.child_process import Connection
+from headgate.capture.capture_process import CaptureProcess, CaptureServer, Ledger
+from headgate.capture.links.child_process import Connection, Started
 from headgate.capture.links.sender import ResultSender
 from headgate.capture.links.shared_memory import SharedRows, SharedStaging, StatsBoard
 from headgate.capture.local_delivery import LocalDelivery, WorkerPlace
-from headgate.capture.process.capture_process import CaptureProcess, Ledger
-from headgate.capture.process.program import CaptureServer, Child
 from headgate.capture.schema.registry import OpenConsumer
 from headgate.capture.schema.sites import Site
 
@@ -47,7 +46,7 @@ def looped_process(
 
     board = StatsBoard(bits)
 
-    def start() -> tuple[Connection, Child]:
+    def start() -> Started:
         ours, theirs = socket.socketpair()
         connection = Connection(theirs)
         rows = SharedRows(memory.shared, reader)

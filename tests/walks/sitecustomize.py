@@ -53,11 +53,11 @@ class Tracer:
 
 
 def _process() -> str:
-    """What the process is for people: the module that it runs, or vLLM's name for it."""
+    """What the process is for people: the program that it runs, or vLLM's name for it."""
     words = sys.orig_argv
-    module = words[words.index("-m") + 1] if "-m" in words else ""
-    if module.startswith("headgate."):
-        return "capture" if module.startswith("headgate.capture") else "controllers"
+    if "headgate.capture.links" in words:
+        program = words[words.index("headgate.capture.links") + 1]
+        return "capture" if program.startswith("headgate.capture") else "controllers"
     import multiprocessing
 
     name = multiprocessing.current_process().name

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headgate.capture.capture_process import deal_out
 from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
 from headgate.capture.engine.compiler.unfused_copy import register_unfused_copy, unfused_copy
 from headgate.capture.engine.contracts.plain_values import Document
@@ -27,7 +28,6 @@ from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.capture.engine.vllm_names import versions
 from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.monitoring.machine_memory import share_of_memory
-from headgate.capture.process.spread import deal_out
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import MIB, CaptureConsumersConfig
 from headgate.capture.schema.errors import ConfigError, SelfTestError

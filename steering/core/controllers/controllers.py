@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headgate.capture.engine.contracts.core_part import Actions, CoreServices, Decided
-from headgate.steering.controllers.hosting.host import ControllerHost
+from headgate.steering.controllers.host import ControllerHost
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
 from headgate.steering.core.controllers.decisions import ActionApplier

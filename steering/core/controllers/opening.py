@@ -9,8 +9,8 @@ from typing import Any
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.config import MAX_DRIVEN, MAX_READ, WHERE, SteeringConfig, first_controller_column
-from headgate.steering.controllers.hosting.host import ControllerHost, LocalHost
-from headgate.steering.controllers.hosting.process_host import ProcessHost
+from headgate.steering.controllers.controller_process import ProcessHost
+from headgate.steering.controllers.host import ControllerHost, LocalHost
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.content import check_programs
 from headgate.steering.core.controllers.actuation import Actuation

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from headgate.capture.probes.probe import Probe
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.steering.controllers.controller_thread import ControllerFigures
-from headgate.steering.controllers.hosting.host import LoadedController
+from headgate.steering.controllers.host import ControllerFigures, LoadedController
 from headgate.steering.controllers.loading import ControllerSpec
 from headgate.steering.core.gates import GateContent
 from headgate.steering.gates.gate import AppliesTo, GateLayout, InlineProbe, ScoreColumn, Selection

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate.capture.links.child_process import Connection, start_module, watch_child
+from headgate.capture.links.child_process import Connection, start_child
 from tests.unit.conftest import TIMEOUT_S
 
 Pair = tuple[Connection, Connection]
@@ -73,15 +73,13 @@ def test_half_a_message_is_none(pair: Pair) -> None:
 
 
 FORKING = """
-import os, socket, sys, time
-from headgate.capture.links.child_process import Connection
+import os, time
 
-connection = Connection(socket.socket(fileno=int(sys.argv[1])))
-connection.receive()
-if child := os.fork():
-    connection.send(str(child).encode())
-    os._exit(1)
-time.sleep(600)
+def serve(connection, settings):
+    if child := os.fork():
+        connection.send(f"{child} {settings}".encode())
+        os._exit(1)
+    time.sleep(600)
 """
 
 
@@ -91,13 +89,13 @@ def test_it_ends_with_the_process_though_a_child_of_that_keeps_its_socket(
     (tmp_path / "forking_program.py").write_text(FORKING)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    connection, child = start_module("forking_program", None)
-    watch_child(child.pid, connection)
+    connection, child = start_child("forking_program", "given", label="Forking")
 
-    grandchild = int(connection.receive() or b"0")
+    grandchild, given = (connection.receive() or b"0 nothing").split()
     try:
         assert connection.receive() is None
         assert child.wait(TIMEOUT_S) == 1
+        assert given == b"given"
     finally:
-        os.kill(grandchild, signal.SIGKILL)
+        os.kill(int(grandchild), signal.SIGKILL)
         connection.close()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from headgate.steering.controllers import Action, Controller, Probe, SetSteering, SetSteeringEach, StepReadings
-from headgate.steering.controllers import controller_thread as module
-from headgate.steering.controllers.controller_thread import ControllerThread
+from headgate.steering.controllers import host as module
+from headgate.steering.controllers.host import ControllerThread
 from tests.deadlines import patience
 
 TIMEOUT_S = patience(30)

@@ -18,10 +18,10 @@ import psutil
 import pytest
 import torch
 
+from headgate.capture.capture_process import deal_out
 from headgate.capture.links.actions import ActionInbox
 from headgate.capture.links.hub import ResultHub
 from headgate.capture.links.shared_memory import SharedStaging
-from headgate.capture.process.spread import deal_out
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
@@ -125,7 +125,7 @@ def result_of(hub: ResultHub, req_id: str):
 
 
 def process_of(it: World) -> psutil.Process:
-    return psutil.Process(it.session._delivery._child.pid)
+    return psutil.Process(it.session._delivery._process.child.pid)
 
 
 def test_rows_and_results_pass_through_a_process_beside_the_worker(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_stopped_process_does_not_hold_up_the_step_thread(tmp_path: Path) -> N
 
 def test_requests_that_begin_are_told_with_their_first_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as (it, hub):
-        connection, sent = it.session._delivery._connection, []
+        connection, sent = it.session._delivery._process._connection, []
         send = connection.send
         monkeypatch.setattr(connection, "send", lambda *messages: sent.append(len(messages)) or send(*messages))
         names = [f"request{number}" for number in range(3)]
@@ -285,9 +285,9 @@ def test_a_consumer_that_cannot_be_opened_refuses_the_start() -> None:
 
 WORKER = """
 import sys
-from tests.unit.capture.process import test_capture_process as tests
+from tests.unit.capture import test_capture_process as tests
 session, staging = tests.open_one()
-print(session._delivery._child.pid, flush=True)
+print(session._delivery._process.child.pid, flush=True)
 sys.stdin.read()
 """
 

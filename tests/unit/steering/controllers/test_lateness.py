@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from headgate.steering.controllers import controller_thread
-from headgate.steering.controllers.controller_thread import HANGS_S
-from headgate.steering.controllers.hosting import process_host
-from headgate.steering.controllers.hosting.messages import Loaded, StepAnswer
-from headgate.steering.controllers.hosting.process_host import ControllerProcess
+from headgate.capture.links.child_process import Ready, encode_ready
+from headgate.steering.controllers import controller_process, host
+from headgate.steering.controllers.controller_process import ControllerProcess, StepAnswer
+from headgate.steering.controllers.host import HANGS_S
 from tests.fakes.hosted_controllers import spec
 
 STEP_S, BUDGET_S = 0.01, 0.005
@@ -56,17 +55,19 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(process_host, "time", clock)
-    monkeypatch.setattr(controller_thread, "time", clock)
+    monkeypatch.setattr(controller_process, "time", clock)
+    monkeypatch.setattr(host, "time", clock)
     return clock
 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> ControllerProcess:
-    said = iter([pickle.dumps(Loaded())])
-    connection = SimpleNamespace(receive=lambda: next(said, None), shut=lambda: None, send=lambda _: True)
-    child = SimpleNamespace(poll=lambda: None, wait=lambda timeout=None: 0)
-    monkeypatch.setattr(process_host, "start_module", lambda *_: (connection, child))
+    said = iter([encode_ready(Ready(content=pickle.dumps({})))])
+    connection = SimpleNamespace(
+        receive=lambda: next(said, None), shut=lambda: None, close=lambda: None, send=lambda _: True
+    )
+    child = SimpleNamespace(wait=lambda timeout=None: 0)
+    monkeypatch.setattr(controller_process, "start_child", lambda *_, **__: (connection, child))
     process = ControllerProcess([spec("any", "one", budget_ms=1000 * BUDGET_S)])
     monkeypatch.setattr(process, "_answers", clock)
     return process

@@ -16,10 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headgate.capture.schema.errors import ConfigError
-from headgate.steering.controllers import SetSteeringEach, Stop
-from headgate.steering.controllers.hosting import process_host
-from headgate.steering.controllers.hosting.host import Answers, LocalHost
-from headgate.steering.controllers.hosting.process_host import ProcessHost
+from headgate.steering.controllers import SetSteeringEach, Stop, controller_process
+from headgate.steering.controllers.controller_process import ProcessHost
+from headgate.steering.controllers.host import Answers, LocalHost
 from headgate.steering.controllers.loading import ControllerSpec
 from tests.deadlines import patience
 from tests.fakes.hosted_controllers import Running, Worker, publish, spec, told_of
@@ -174,7 +173,7 @@ def test_an_action_that_cannot_leave_the_process_is_dropped_alone() -> None:
 
 
 def test_one_that_hangs_costs_a_budget_once_and_is_switched_off_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_host, "HANGS_S", 0.2)
+    monkeypatch.setattr(controller_process, "HANGS_S", 0.2)
     pair = Pair([spec("failing", "all", budget_ms=20, how="hang")], {"all": [0]})
     pair.add("h", 1, ("all",))
     host, found, waited_s = pair.apart, Answers(), []
@@ -209,13 +208,13 @@ ORPHANING = """
 import sys, time
 sys.path[:0] = {path!r}
 from tests.fakes.hosted_controllers import spec
-from tests.unit.steering.controllers.hosting.test_process_host import Pair
+from tests.unit.steering.controllers.test_process_host import Pair
 pair = Pair([spec("failing", "all", budget_ms=500, how="hang")], {{"all": [0]}})
 pair.add("h", 1, ("all",))
 table = pair.worker.step({{"h": 1}})
 pair.apart.read(table, ())
 pair.apart.take()
-print(pair.apart._process._child.pid, flush=True)
+print(pair.apart._process._process.child.pid, flush=True)
 time.sleep(600)
 """
 

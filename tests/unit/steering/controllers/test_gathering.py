@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headgate.steering.controllers import SetGlobal, SetSteering, SetSteeringEach, Stop
 from headgate.steering.controllers.actions import Action, singles
-from headgate.steering.controllers.hosting.program import gathered
+from headgate.steering.controllers.controller_process import gathered
 
 actions = st.one_of(
     st.builds(SetSteering, st.sampled_from("abcdefghz"), module=st.sampled_from("mn"), scale=st.floats(-2, 2)),

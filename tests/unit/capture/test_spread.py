@@ -11,13 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
+from headgate.capture.capture_process import Served, deal_out
 from headgate.capture.links.hub import ResultHub
-from headgate.capture.process.spread import Served, deal_out
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec, parse_config
 from headgate.capture.schema.errors import ConfigError
 from tests.fakes.capture_world import World, want
 from tests.fakes.pipeline import TIMEOUT_S, final_state
-from tests.unit.capture.process.test_capture_process import (
+from tests.unit.capture.test_capture_process import (
     consumers,  # noqa: F401  (a fixture for each test)
     open_configured,
     site_rows,
