@@ -300,7 +300,7 @@ def _read_ready(data: bytes) -> Ready | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Start:
-    """What a child gets first, pickled.
+    """First message to a child, pickled.
 
     Attributes:
         label: What its log lines begin with.
