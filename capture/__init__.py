@@ -19,6 +19,7 @@ from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
     ModelInfo,
+    Readout,
     RequestInfo,
     RowBlock,
     RowSpan,
@@ -28,7 +29,6 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, HeadgateError, RequestError
 from headgate.capture.schema.part_hooks import hookimpl
-from headgate.capture.schema.readout import Readout
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import HookPoint, Site, site_map
 from headgate.capture.schema.spec import CaptureSpec

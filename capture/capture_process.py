@@ -69,8 +69,8 @@ from headgate.capture.process.messages import (
     request_ends,
 )
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.schema.consumer import ReadoutSite, by_consumer
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.readout import ReadoutSite, by_consumer
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site

@@ -29,13 +29,12 @@ from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.delivery.row_packets import BlockPart, Packet, RowPool, Splitter, StepCoalescer, join
 from headgate.capture.links.network import NetworkKeys
 from headgate.capture.links.sender import ResultReporter, ResultWatcher
-from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.planning.step_plan import PackGroup
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import Int32Array
 from headgate.capture.schema.config import END_LINGER_S, HELD_SHARE, CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo
-from headgate.capture.schema.readout import ReadoutSite
+from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo, ReadoutSite
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, open_consumers
 from headgate.capture.staging.host_rows import StagedRows
 

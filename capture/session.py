@@ -24,8 +24,7 @@ from headgate.capture.planning.step_plan import PackGroup, StepPlan
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, Int64Array, NewRequest
 from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
-from headgate.capture.schema.readout import ReadoutSite, by_consumer
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, ReadoutSite, by_consumer
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import SpecReader

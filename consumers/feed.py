@@ -19,12 +19,12 @@ from headgate.capture.schema.consumer import (
     CapturedRequest,
     FinishedRequest,
     ModelInfo,
+    ReadoutFacts,
     RequestInfo,
     RowBlock,
     RowSpan,
     StreamingConsumer,
 )
-from headgate.capture.schema.readout import ReadoutFacts
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 

@@ -25,7 +25,7 @@ from tests.source_tree import (
 
 LAYERS = {
     "headgate.capture": (
-        *(["schema"], ["files"], ["monitoring", "kernels"], ["probes"], ["planning"], ["staging"], ["delivery"]),
+        *(["schema"], ["files"], ["monitoring", "kernels"], ["probe"], ["planning"], ["staging"], ["delivery"]),
         *(
             ["links"],
             ["local_delivery"],
@@ -59,7 +59,7 @@ LAYERS = {
             ["gates"],
             ["spec"],
             ["kernels"],
-            ["controllers", "sae_sources"],
+            ["controllers"],
             ["config"],
             ["flags", "documents"],
             ["files"],
@@ -70,7 +70,7 @@ LAYERS = {
         *(["verify"], ["part"]),
     ),
     "headgate.consumers.datasets": (
-        *(["index"], ["selection"], ["view"], ["batches"], ["mixing"], ["dataset"], ["feeds", "export"]),
+        *(["index"], ["selection"], ["view"], ["mixing"], ["dataset"], ["feeds", "export"]),
     ),
     "headgate.consumers.filesystem": (["storage"], ["formats", "uploading"], ["request_writer"], ["consumer"]),
 }

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.monitoring.stats import QueueCounters
 from headgate.capture.schema.batch import FinalState, Int32Array, Int64Array
-from headgate.capture.schema.consumer import RequestInfo
-from headgate.capture.schema.readout import position_bytes
+from headgate.capture.schema.consumer import RequestInfo, position_bytes
 from headgate.capture.schema.results import CaptureResult
 
 SPARE_POSITIONS = 64

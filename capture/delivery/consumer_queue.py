@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headgate.capture.delivery.completeness import ConsumerRequest, OpenRequests, SendResult, failed
 from headgate.capture.delivery.row_packets import Packet
-from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.monitoring.stats import ConsumerStats, QueueCounters
 from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.config import MIB, CaptureConsumerSpec

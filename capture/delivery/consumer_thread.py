@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, TypeVar
 from headgate.capture.delivery.completeness import ConsumerRequest, SendResult, failed, result_of
 from headgate.capture.delivery.consumer_queue import Abandon, ConsumerQueue, Finish, Item, QueuedRows, SpillFile
 from headgate.capture.delivery.row_packets import Packet
-from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.monitoring.stats import ConsumerStats, figures_of
 from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.config import CaptureConsumerSpec

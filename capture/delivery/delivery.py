@@ -14,8 +14,7 @@ from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.delivery.consumer_thread import UnfinishedWork
 from headgate.capture.monitoring.stats import ConsumerStats
 from headgate.capture.schema.batch import FinalState, NewRequest
-from headgate.capture.schema.consumer import RequestInfo
-from headgate.capture.schema.readout import ReadoutFacts
+from headgate.capture.schema.consumer import ReadoutFacts, RequestInfo
 from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec

@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.files.reading import Wrong, refusing
-from headgate.capture.files.stored_file import ByteSource, ReadInto, StoredBytes, StoredFile
+from headgate.capture.files.reading import ByteSource, ReadInto, StoredBytes, StoredFile, Wrong, refusing
 
 Array = npt.NDArray[Any]
 Index = slice | npt.NDArray[np.int64]

@@ -28,9 +28,8 @@ import zmq
 from torch import Tensor
 
 from headgate.capture.schema.batch import FinalState, Int64Array, SpecWire
-from headgate.capture.schema.consumer import FinishedRequest, RequestInfo, RowBlock, RowSpan
+from headgate.capture.schema.consumer import FinishedRequest, ReadoutFacts, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
-from headgate.capture.schema.readout import ReadoutFacts
 from headgate.capture.schema.results import CaptureResult, Origin
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec

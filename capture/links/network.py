@@ -17,9 +17,9 @@ from pathlib import Path
 import zmq
 import zmq.utils.z85 as z85
 
+from headgate.capture.files.reading import read_secret
 from headgate.capture.schema.config import NetworkConfig
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
-from headgate.capture.schema.secret_files import read_secret
 
 ENVIRONMENT = "HEADGATE_NETWORK_KEYS"
 """The variable that may hold the keys themselves, as `NetworkKeys.text`, in place of a file."""

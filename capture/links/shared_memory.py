@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.delivery.delivery import DeliveryStats
-from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from headgate.capture.staging.device_copy import Copied, DeviceCopier

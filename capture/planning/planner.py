@@ -21,8 +21,8 @@ import numpy as np
 from headgate.capture.planning.step_plan import PackGroup, SiteSet, StepPlan, changes, count_up, prolonged, spans_of
 from headgate.capture.schema.batch import BatchView, BoolArray, Int64Array
 from headgate.capture.schema.config import MAX_CONSUMERS
+from headgate.capture.schema.consumer import ReadoutSite
 from headgate.capture.schema.positions import MAX_POSITION, parts_of
-from headgate.capture.schema.readout import ReadoutSite
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 

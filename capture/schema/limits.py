@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.consumer import ReadoutFacts, position_bytes
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Indices, PositionSelector, parts_of
-from headgate.capture.schema.readout import ReadoutFacts, position_bytes
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 

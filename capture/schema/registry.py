@@ -11,14 +11,17 @@ from typing import get_args
 from headgate.capture.schema.action_sink import MakeSink, NoActions
 from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig, CaptureConsumerSpec, Location
 from headgate.capture.schema.consumer import (
+    MAX_OUTPUTS,
     BatchedConsumer,
     CaptureConsumer,
     ConsumerContext,
     ModelInfo,
+    Readout,
+    ReadoutFacts,
+    ReadoutSite,
     StreamingConsumer,
 )
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.readout import MAX_OUTPUTS, Readout, ReadoutFacts, ReadoutSite
 from headgate.capture.schema.sites import Site, sort_sites
 
 logger = logging.getLogger("headgate")

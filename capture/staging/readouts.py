@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.planning.step_plan import PackGroup, unwanted
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB
+from headgate.capture.schema.consumer import MAX_OUTPUTS, OUTPUT_BYTES, Readout
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.readout import MAX_OUTPUTS, OUTPUT_BYTES, Readout
 
 CHUNK_BYTES = 32 * MIB
 """Size of the widened rows that a readout gets at a time, at most."""

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.monitoring.stats import StagingCounters
 from headgate.capture.planning.step_plan import StepPlan, joined
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import RING_BYTES, RING_SHARE
+from headgate.capture.schema.consumer import OUTPUT_BYTES
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.readout import OUTPUT_BYTES
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.device_copy import Copied, DeviceCopier, copier_of
 from headgate.capture.staging.host_rows import (

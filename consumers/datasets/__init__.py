@@ -9,10 +9,9 @@
 Needs no vLLM; torch where tensors are asked for.
 """
 
-from headgate.consumers.datasets.batches import RowBatch
 from headgate.consumers.datasets.dataset import Dataset, open_dataset
-from headgate.consumers.datasets.index.root import Problem
+from headgate.consumers.datasets.index import Problem
 from headgate.consumers.datasets.mixing import MixedBatches
-from headgate.consumers.datasets.view import RowView
+from headgate.consumers.datasets.view import RowBatch, RowView
 
 __all__ = ["Dataset", "MixedBatches", "Problem", "RowBatch", "RowView", "open_dataset"]

@@ -20,12 +20,18 @@ import numpy.typing as npt
 from headgate.capture.monitoring import notebook
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site, sort_sites
-from headgate.consumers.datasets.batches import RowBatch, plain_batches
-from headgate.consumers.datasets.index.root import IndexedRoot, Problem, digest_of, open_root, store_local
-from headgate.consumers.datasets.index.table import EntryGroup, EntryTable
+from headgate.consumers.datasets.index import (
+    EntryGroup,
+    EntryTable,
+    IndexedRoot,
+    Problem,
+    digest_of,
+    open_root,
+    store_local,
+)
 from headgate.consumers.datasets.mixing import DEFAULT_REQUESTS, DEFAULT_ROWS, MixedBatches
 from headgate.consumers.datasets.selection import Selection, parse_selection, parse_sites
-from headgate.consumers.datasets.view import Files, RangeReader, RowView, fingerprint_of
+from headgate.consumers.datasets.view import Files, RangeReader, RowBatch, RowView, fingerprint_of, plain_batches
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

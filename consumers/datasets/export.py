@@ -21,9 +21,8 @@ from rich.markup import escape
 
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
-from headgate.consumers.datasets.batches import RowBatch, check_positive, plain_batches
 from headgate.consumers.datasets.dataset import Dataset, open_dataset, store_manifest
-from headgate.consumers.datasets.view import RowView, typed
+from headgate.consumers.datasets.view import RowBatch, RowView, check_positive, plain_batches, typed
 from headgate.consumers.filesystem.storage.store import site_file
 
 if TYPE_CHECKING:

@@ -20,8 +20,16 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from headgate.consumers.datasets.batches import RowBatch, check_positive
-from headgate.consumers.datasets.view import Bytes, RowView, Slots, ascending, fingerprint_of, typed
+from headgate.consumers.datasets.view import (
+    Bytes,
+    RowBatch,
+    RowView,
+    Slots,
+    ascending,
+    check_positive,
+    fingerprint_of,
+    typed,
+)
 
 Numbers = npt.NDArray[np.int64]
 

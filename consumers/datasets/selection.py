@@ -13,7 +13,7 @@ import numpy.typing as npt
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.positions import Message, Named, PositionSelector, Span, parse_positions
 from headgate.capture.schema.sites import Site, sort_sites
-from headgate.consumers.datasets.index.table import EntryTable
+from headgate.consumers.datasets.index import EntryTable
 
 Numbers = npt.NDArray[np.int64]
 Ranges = tuple[Numbers, Numbers, Numbers]

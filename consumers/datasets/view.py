@@ -1,4 +1,4 @@
-"""The selected rows of some sites as one long array ``[rows]``, that is read in ranges and never held.
+"""The selected rows of some sites as one long array ``[rows]``, which is read in ranges and never held; and batches.
 
 Row number 0 is the first row of the first request. A row has a value at every site of the view; requests that lack one
 of them are not in it.
@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,13 +21,16 @@ import numpy.typing as npt
 
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
-from headgate.consumers.datasets.index.root import IndexedRoot
-from headgate.consumers.datasets.index.table import EntryTable, StoredUnit
+from headgate.consumers.datasets.index import EntryTable, IndexedRoot, StoredUnit
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, POSITIONS, TOKEN_IDS
 from headgate.consumers.filesystem.formats.raw_layout import DATA_SUFFIX, SIDECAR_SUFFIX
 from headgate.consumers.filesystem.formats.shard_layout import COLUMN_SUFFIX
 from headgate.consumers.filesystem.storage.object_store import open_files
 from headgate.consumers.filesystem.storage.store import site_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 MAX_OPEN = 128
 """Files kept open."""
@@ -486,3 +489,99 @@ def typed(rows: Bytes, dtype: str) -> npt.NDArray[Any]:
     wide = rows.view(np.uint16).astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class RowBatch:
+    """Some rows, with all that is known of them. The memory is the batch's own: it may be written to.
+
+    Attributes:
+        view: Where they are from.
+        numbers: int64 ``[rows]``: their numbers in the view.
+        data: uint8 ``[rows, row_bytes]`` by site.
+    """
+
+    view: RowView
+    numbers: Numbers
+    data: Mapping[str, Bytes]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __repr__(self) -> str:
+        view = self.view
+        return f"<RowBatch: {len(self)} rows of {', '.join(self.data)}, {view.dtype} [{view.hidden_size}]>"
+
+    def torch(self, site: str | None = None) -> Tensor:
+        """``[rows, hidden]`` in the model's dtype; without a copy.
+
+        Args:
+            site: Its name; optional if there is only one.
+        """
+        import torch
+
+        view = self.view
+        data = torch.from_numpy(self.data[self._site(site)])
+        return data.view(getattr(torch, view.dtype)).reshape(len(self), view.hidden_size)
+
+    def numpy(self, site: str | None = None) -> npt.NDArray[Any]:
+        """``[rows, hidden]``: float16 and float32 as they are, bfloat16 as float32, which holds it exactly."""
+        return typed(self.data[self._site(site)], self.view.dtype)
+
+    def float32(self, site: str | None = None) -> npt.NDArray[np.float32]:
+        """float32 ``[rows, hidden]``, which holds every dtype of a model exactly."""
+        return self.numpy(site).astype(np.float32, copy=False)
+
+    @property
+    def positions(self) -> Numbers:
+        """int64 ``[rows]``: the absolute position of each row."""
+        return self.view.positions(self.numbers)
+
+    @property
+    def token_ids(self) -> Numbers:
+        """int64 ``[rows]``: the token whose forward gave each row; read from the files now."""
+        return self.view.token_ids(self.numbers)
+
+    @property
+    def requests(self) -> Numbers:
+        """int64 ``[rows]``: a number for the request of each row, such as groups of a cross-validation."""
+        return self.view.requests(self.numbers)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """``[rows]``: the id of each row's request."""
+        numbers, inverse = np.unique(self.requests, return_inverse=True)
+        names = [self.view.request_id(int(number)) for number in numbers]
+        return [names[place] for place in inverse]
+
+    @property
+    def tags(self) -> list[str]:
+        """``[rows]``: the tag of each row's request."""
+        return [self.view.tag(int(number)) for number in self.requests]
+
+    def _site(self, site: str | None) -> str:
+        if site is not None:
+            return site
+        if len(self.view.sites) > 1:
+            raise ValueError(f"the batch has several sites: name one of {', '.join(self.view.sites)}")
+        return self.view.sites[0]
+
+
+def plain_batches(view: RowView, batch_size: int) -> Iterator[RowBatch]:
+    """All rows in order; the last batch may be smaller.
+
+    Raises:
+        ValueError: If `batch_size` is not at least 1.
+    """
+    check_positive(batch_size, "batch_size")
+    return (
+        RowBatch(view, np.arange(start, stop, dtype=np.int64), view.read(start, stop))
+        for start in range(0, len(view), batch_size)
+        for stop in [min(start + batch_size, len(view))]
+    )
+
+
+def check_positive(value: int, field: str) -> None:
+    """Raise `ValueError` if `value` is below 1."""
+    if value < 1:
+        raise ValueError(f"{field}: must be at least 1, got {value}")

@@ -23,7 +23,6 @@ from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.datasets.selection import parse_sites
 from headgate.consumers.datasets.view import typed
-from headgate.consumers.stream.arrow_rows import Bytes, RequestFacts, RequestRows, decode
 from headgate.consumers.stream.consumer import HOW_TO_INSTALL
 from headgate.consumers.stream.wire import (
     ACKNOWLEDGED,
@@ -33,12 +32,16 @@ from headgate.consumers.stream.wire import (
     HEADER,
     VERSION,
     Address,
+    Bytes,
     Greeting,
     Hello,
+    RequestFacts,
+    RequestRows,
     StreamError,
     StreamGapError,
     StreamRefusedError,
     Welcome,
+    decode,
     keep_alive,
     parse_address,
     read_token,

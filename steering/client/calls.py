@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from headgate.capture.probes.probe import load as load_probe
+from headgate.capture.probe import load as load_probe
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, parse_hook
 from headgate.steering.client.answers import (

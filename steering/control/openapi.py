@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headgate.capture.probes.probe import POOLINGS
+from headgate.capture.probe import POOLINGS
 from headgate.steering.documents.features import EDIT_KEYS
 from headgate.steering.documents.operations import METHOD_ALIASES
 from headgate.steering.gates.gate import PID_KEYS

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
-from headgate.capture.probes.probe import Probe, ProbeError
+from headgate.capture.probe import Probe, ProbeError
 from headgate.capture.schema.errors import EngineStateError, RequestError, shown
 from headgate.steering.core.audit import BY, OPERATOR, Actor, AuditEntry
 from headgate.steering.core.probes import check_fits, open_probe
-from headgate.steering.core.saes.registry import NO_SAES, open_sae
+from headgate.steering.core.saes import NO_SAES, open_sae
 from headgate.steering.documents.features import read_global_features
 from headgate.steering.documents.gates import read_rule
 from headgate.steering.documents.operations import read_site

@@ -28,8 +28,8 @@ A package declares its class in the entry-point group ``headgate.controllers``; 
 Importing this package imports neither vLLM nor torch.
 """
 
-from headgate.capture.probes.probe import Probe, ProbeKind
-from headgate.capture.probes.probe import load as load_probe
+from headgate.capture.probe import Probe, ProbeKind
+from headgate.capture.probe import load as load_probe
 from headgate.steering.controllers.actions import Action, SetGlobal, SetScale, SetSteering, SetSteeringEach, Stop
 from headgate.steering.controllers.controller import Controller, ReadRow, RequestView, StepReadings
 

@@ -1,15 +1,17 @@
-"""Actions of controllers. All act on generated positions only, from the first one whose step was not launched yet.
+"""Actions of controllers, and how they are read from msgpack, in which capture consumers send them. Numpy only.
 
-What one controller sets on a request stays until the same controller sets something else there; what several
-controllers set adds up. Sites that an action writes at are op sites (``--steering-op-sites``). Numpy only.
+All act on generated positions only, from the first one whose step was not launched yet. What one controller sets on a
+request stays until the same controller sets something else there; what several controllers set adds up. Sites that an
+action writes at are op sites (``--steering-op-sites``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -164,3 +166,34 @@ def told(action: SingleAction) -> dict[str, Any]:
     if isinstance(action, SetScale):
         return {"set_scale": action.target, "scale": float(action.scale)}
     return {"stop": action.reason}
+
+
+_KINDS = {kind.__name__: kind for kind in (SetSteering, SetSteeringEach, SetGlobal, SetScale, Stop)}
+
+
+def read_action(encoded: bytes) -> Action:
+    """Return what `headgate.capture.schema.action_sink.encode_action` made of an action.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        name, fields = msgspec.msgpack.decode(encoded, type=tuple[str, dict[str, Any]], strict=False)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"expected an action: {error}") from error
+    if name not in _KINDS:
+        raise ValueError(f"expected one of {', '.join(_KINDS)}, got {name!r}")
+    try:
+        if name == SetSteeringEach.__name__:
+            return _read_each(fields)
+        action = cast(Action, msgspec.convert(fields, _KINDS[name]))
+    except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from error
+    return action
+
+
+def _read_each(fields: dict[str, Any]) -> SetSteeringEach:
+    requests = msgspec.convert(fields["requests"], list[str])
+    at = None if fields.get("at") is None else np.array(fields["at"], np.int64)
+    scales = np.array(fields["scales"], np.float64)
+    return SetSteeringEach(requests, msgspec.convert(fields["module"], str), scales, at)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.probes.probe import Probe
+from headgate.capture.probe import Probe
 from headgate.steering.controllers.actions import Action
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from headgate.capture.engine.contracts.core_part import RequestProgress
 from headgate.capture.links.child_process import Connection, Ready, Supervisor, encode_ready, start_child, watch_parent
-from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.controllers.actions import Action, SetSteering, SetSteeringEach
 from headgate.steering.controllers.host import (

@@ -23,7 +23,7 @@ from weakref import finalize, ref
 
 import numpy as np
 
-from headgate.capture.probes.probe import Probe
+from headgate.capture.probe import Probe
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.steering.controllers.actions import Action, SetGlobal, SetScale, SetSteering, SetSteeringEach, Stop
 from headgate.steering.controllers.controller import Controller, RequestView, StepReadings

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headgate.capture.probes.probe import Probe, ProbeError
+from headgate.capture.probe import Probe, ProbeError
 from headgate.capture.schema.config import parse_pairs
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.controllers.controller import Controller

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.probes.probe import Probe, load
+from headgate.capture.probe import Probe, load
 from headgate.steering.controllers.actions import Action, SetSteeringEach
 from headgate.steering.controllers.controller import Controller, RequestView, StepReadings
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.probes.probe import ProbeError
+from headgate.capture.probe import ProbeError
 from headgate.steering.controllers.actions import Action, SetGlobal
 from headgate.steering.controllers.controller import StepReadings
 from headgate.steering.controllers.one_module import CountedRows, OneModuleController

@@ -9,9 +9,8 @@ from typing import NamedTuple
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Demand, Load
-from headgate.steering.programs.codes import CODE, CODE_MASK, Code, is_of_feature
+from headgate.steering.programs.codes import CODE, CODE_MASK, SCORE_KIND_MASK, Code, ScoreKind, is_of_feature
 from headgate.steering.programs.feature_edits import too_many_changes
-from headgate.steering.programs.gate_codes import SCORE_KIND_MASK, ScoreKind
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import SteeringSpec, content_key_of
 from headgate.steering.vectors.dtypes import StoredType

@@ -8,14 +8,14 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from headgate.capture.probes.probe import Probe
+from headgate.capture.probe import Probe
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.content import Limits, check_phases, check_programs
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import NO_LATCHES, NOTHING_BROUGHT, Brought, Module, Resolved, resolved_of
 from headgate.steering.core.rules.registry import KeptRule, kept_rule
-from headgate.steering.core.saes.registry import KeptPrograms, SaeRegistry, bytes_of
+from headgate.steering.core.saes import KeptPrograms, SaeRegistry, bytes_of
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.gates.conversations import Conversation, ConversationLatches, LatchKey
 from headgate.steering.gates.gate import FeatureReading, Gate, GatesWire, ModuleThen, NamedProbe, Rule, gates_to_wire

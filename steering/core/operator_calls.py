@@ -16,7 +16,7 @@ from headgate.steering.core.probes import ProbeCalls
 from headgate.steering.core.resolved import Module
 from headgate.steering.core.rules.calls import RuleCalls
 from headgate.steering.core.rules.step_readings import RequestReadings
-from headgate.steering.core.saes.registry import SaeCalls
+from headgate.steering.core.saes import SaeCalls
 from headgate.steering.core.state import PROGRAMS, GlobalTiers, SteeringState
 from headgate.steering.spec import SteeringSpec, SteeringWire, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name

@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from headgate.capture.probes.probe import Probe, ProbeError, load
+from headgate.capture.probe import Probe, ProbeError, load
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.gates.gate import probe_key
 from headgate.steering.probes.wire import ProbeWire, from_wire, to_wire

@@ -33,7 +33,7 @@ from headgate.steering.core.resolved import (
     resolved_of,
 )
 from headgate.steering.core.rules.registry import RuleRegistry
-from headgate.steering.core.saes.registry import SaeRegistry
+from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.documents.features import MODULE_FEATURES
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.gate import COLUMNS_PER_GATE, GatesWire

@@ -16,22 +16,21 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices, Decided
-from headgate.capture.monitoring.rate_limited_log import SparseLog
-from headgate.capture.probes.probe import ProbeError
+from headgate.capture.monitoring.logs import SparseLog
+from headgate.capture.probe import ProbeError
 from headgate.capture.schema.config import MIB
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.steering.config import WHERE, SteeringConfig, has_controllers, parse_config
+from headgate.steering.config import WHERE, SaeSource, SteeringConfig, has_controllers, parse_config
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import Audit
 from headgate.steering.core.content import Limits
 from headgate.steering.core.controllers.contents import NOTHING, Static
-from headgate.steering.core.controllers.controllers import Controllers
-from headgate.steering.core.controllers.opening import open_controllers
+from headgate.steering.core.controllers.controllers import Controllers, open_controllers
 from headgate.steering.core.operator_calls import OperatorCalls
 from headgate.steering.core.probes import open_probe
 from headgate.steering.core.resolved import Resolved, SteeredBlocks
 from headgate.steering.core.rules.step_readings import RequestReadings
-from headgate.steering.core.saes.registry import open_sae, warn_of_other_model
+from headgate.steering.core.saes import open_sae, warn_of_other_model
 from headgate.steering.core.state import SteeringState
 from headgate.steering.documents.gates import load_rules
 from headgate.steering.features.sparse_coder import gathered
@@ -40,7 +39,6 @@ from headgate.steering.files.vector_files import VectorFileError, load
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import Note, Trace, join_notes
-from headgate.steering.sae_sources import SaeSource
 from headgate.steering.spec import PROGRAM_KEYS, from_wire, programs_to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable

@@ -58,7 +58,7 @@ from headgate.steering.gates.gate import (
     fields_of_rule,
     layout_of,
 )
-from headgate.steering.programs.gate_codes import (
+from headgate.steering.programs.codes import (
     GATE_COLUMNS,
     LEAF_COLUMNS,
     NODE_COLUMNS,

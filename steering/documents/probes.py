@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from headgate.capture.probes.probe import MAX_CLASSES, MAX_UNITS, FloatArray, HiddenLayer, Probe, ProbeError
+from headgate.capture.probe import MAX_CLASSES, MAX_UNITS, FloatArray, HiddenLayer, Probe, ProbeError
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.steering.documents.operations import read_site
 from headgate.steering.documents.vectors import check_scale, packed_rows, packed_type, read_single

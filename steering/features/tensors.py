@@ -20,8 +20,7 @@ from weakref import finalize
 
 import numpy as np
 
-from headgate.capture.files.reading import refusing
-from headgate.capture.files.stored_file import Bytes, ReadInto, StoredFile, read_whole
+from headgate.capture.files.reading import Bytes, ReadInto, StoredFile, read_whole, refusing
 from headgate.capture.files.tensors import (
     MAX_NPY_HEADER,
     SAFETENSORS,

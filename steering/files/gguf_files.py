@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from headgate.capture.files.stored_file import StoredFile
+from headgate.capture.files.reading import StoredFile
 from headgate.capture.files.tensors import LazyTensor
 from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import HookPoint, Site

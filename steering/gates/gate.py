@@ -21,8 +21,7 @@ import numpy as np
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site, sort_sites
-from headgate.steering.programs.feature_edits import FeatureEdit, edits_from_wire, edits_to_wire, sae_key
-from headgate.steering.programs.gate_codes import (
+from headgate.steering.programs.codes import (
     GATE_COLUMNS,
     LEAF_COLUMNS,
     NODE_COLUMNS,
@@ -32,6 +31,7 @@ from headgate.steering.programs.gate_codes import (
     Mode,
     Pool,
 )
+from headgate.steering.programs.feature_edits import FeatureEdit, edits_from_wire, edits_to_wire, sae_key
 from headgate.steering.programs.operations import (
     Float32Row,
     ModuleVector,

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from headgate.capture.probes.probe import Activation, Probe, ProbeKind
+from headgate.capture.probe import Activation, Probe, ProbeKind
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.sites import Site, sort_sites
@@ -40,23 +40,26 @@ from headgate.steering.gates.gate import (
     layout_of,
     num_columns,
 )
-from headgate.steering.programs.codes import CODE_MASK, EVERYWHERE, Code, Flag, change_index, with_change
-from headgate.steering.programs.feature_edits import FeatureEdit
-from headgate.steering.programs.feature_lowering import reading_entry
-from headgate.steering.programs.gate_codes import (
+from headgate.steering.programs.codes import (
+    CODE_MASK,
     EARLY,
+    EVERYWHERE,
     NODE_COLUMNS,
+    Code,
     Combine,
+    Flag,
     GateFlag,
     ScoreKind,
     UnitFunction,
+    change_index,
     gate_column,
     gate_field,
+    with_change,
 )
-from headgate.steering.programs.lowering import lower, lower_entries
+from headgate.steering.programs.feature_edits import FeatureEdit, reading_entry
+from headgate.steering.programs.lowering import StoredVector, StoredVectors, lower, lower_entries, store, vectors_of
 from headgate.steering.programs.operations import Float32Row, Lookup, Method, ModuleVector, Operation
 from headgate.steering.programs.program import Entry, Program, entries_of, moved
-from headgate.steering.programs.stored_vectors import StoredVector, StoredVectors, store, vectors_of
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 

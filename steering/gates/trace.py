@@ -17,8 +17,7 @@ import numpy.typing as npt
 from headgate.capture.monitoring.notebook import HeatMap, TextTable, page
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.gates.gate import FOLLOWING, GateLayout, NamedProbe, layout_of
-from headgate.steering.programs.codes import GROUP
-from headgate.steering.programs.gate_codes import EARLY, gate_column
+from headgate.steering.programs.codes import EARLY, GROUP, gate_column
 from headgate.steering.programs.program import Program
 from headgate.steering.vectors.dtypes import Float32Rows
 

@@ -1,6 +1,6 @@
 """Activations of features of sparse autoencoders, how far an edit moves a row of the stream along them, and scores.
 
-Formulas: `headgate.steering.programs.codes`, and `gate_codes` for scores. Arguments that are named in the singular may
+Formulas: `headgate.steering.programs.codes`. Arguments that are named in the singular may
 also be blocks.
 """
 
@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 
 from headgate.steering.programs import codes as program_codes
-from headgate.steering.programs import gate_codes
-from headgate.steering.programs.codes import Code, Edit, FeatureActivation, Flag, InputNorm
-from headgate.steering.programs.gate_codes import ScoreKind, UnitFunction
+from headgate.steering.programs.codes import Code, Edit, FeatureActivation, Flag, InputNorm, ScoreKind, UnitFunction
 
 _CODE_MASK = tl.constexpr(program_codes.CODE_MASK)
 _READ_FEATURE = tl.constexpr(int(Code.READ_FEATURE))
@@ -32,11 +30,11 @@ _PLUS = tl.constexpr(int(Edit.PLUS))
 _TIMES = tl.constexpr(int(Edit.TIMES))
 _AT_LEAST = tl.constexpr(int(Edit.AT_LEAST))
 _AT_MOST = tl.constexpr(int(Edit.AT_MOST))
-_SCORE_KIND_MASK = tl.constexpr(gate_codes.SCORE_KIND_MASK)
+_SCORE_KIND_MASK = tl.constexpr(program_codes.SCORE_KIND_MASK)
 _COSINE = tl.constexpr(int(ScoreKind.COSINE))
 _ACTIVATION = tl.constexpr(int(ScoreKind.ACTIVATION))
 _UNIT = tl.constexpr(int(ScoreKind.UNIT))
-_UNIT_MASK = tl.constexpr(gate_codes.UNIT_MASK)
+_UNIT_MASK = tl.constexpr(program_codes.UNIT_MASK)
 _GELU = tl.constexpr(int(UnitFunction.GELU))
 _SILU = tl.constexpr(int(UnitFunction.SILU))
 _SUM = tl.constexpr(int(UnitFunction.SUM))

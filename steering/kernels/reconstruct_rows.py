@@ -5,12 +5,13 @@ Shape suffixes: T tokens of the step, N listed rows, F features, D hidden size. 
 
 Four launches: rows are normed; encoded by tiles of rows and features; decoded by tiles of rows and columns, for each of
 `_splits` ranges of features; and what these decoded is added up. Tiles after the last listed row return at once. The
-first and the last also add up how well rows are reconstructed.
+first and the last also add up how well rows are reconstructed: the sums of `headgate.steering.programs.codes.NUM_SUMS`,
+by atomic additions in fp64, so the last bits of a sum depend on their order; nothing but figures is made of them.
 
 Activations are stored, for `CHUNK` rows at a time. A kernel that decodes at once what it encodes would add to rows as
 wide as the stream, which registers do not hold: its sums for each tile of features would take more memory than the
-activations, or be added in an order that depends on the batch. Rows and activations in bfloat16 come in pairs, a value
-and what its rounding lost, so that they are as good as fp32.
+activations, or be added in an order that depends on the batch. Rows and activations in bfloat16 come in `PARTS`: a
+value, and what its rounding lost, so that they are as good as fp32.
 """
 
 from __future__ import annotations
@@ -20,12 +21,160 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headgate.steering.kernels.coder_tiles import decode_kernel, encode_kernel, store_parts
+from headgate.steering.features.check import LARGEST_NORM
 from headgate.steering.kernels.feature_values import norm_of_row
 from headgate.steering.kernels.program_entries import cut_change, stream_row
-from headgate.steering.kernels.reconstruction_figures import add_figures, add_length
 from headgate.steering.programs import codes as program_codes
 from headgate.steering.programs.codes import NUM_NUMBERS, NUM_SUMS, InputNorm
+
+_NUM_SUMS = tl.constexpr(program_codes.NUM_SUMS)
+_ROW_COUNT = tl.constexpr(program_codes.SUM_ROWS)
+_ERRORS = tl.constexpr(program_codes.SUM_ERRORS)
+_SQUARES = tl.constexpr(program_codes.SUM_SQUARES)
+_LOGS = tl.constexpr(program_codes.SUM_LOGS)
+_LENGTHS = tl.constexpr(program_codes.SUM_LENGTHS)
+_LARGEST_NORM = tl.constexpr(LARGEST_NORM)
+_LAYER_NORM = tl.constexpr(int(InputNorm.LAYER_NORM))
+_CONSTANT_NORM = tl.constexpr(int(InputNorm.CONSTANT_NORM))
+_LAYER_NORM_EPS = tl.constexpr(program_codes.LAYER_NORM_EPS)
+
+
+@triton.jit
+def store_parts(pointers, stride, values, mask, PARTS: tl.constexpr):
+    """Store values in the dtype of the pointers, and what rounding lost `stride` further."""
+    stored = values.to(pointers.dtype.element_ty)
+    tl.store(pointers, stored, mask=mask)
+    if PARTS == 2:
+        tl.store(pointers + stride, (values - stored.to(tl.float32)).to(stored.dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first", "N"])
+def encode_kernel(
+    rows_ptr,
+    encoder_ptr,
+    numbers_ptr,
+    count_ptr,
+    activations_ptr,
+    part_stride,
+    first,
+    N,
+    F,
+    D,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Write the activations of a tile of rows and features; rows are counted from `first`."""
+    count = tl.minimum(tl.load(count_ptr) - first, N)
+    if tl.program_id(0) * ROWS >= count:
+        return
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    features = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    row_mask, feature_mask = (rows < count)[:, None], features < F
+    depth = tl.arange(0, DEPTH)
+    p = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, D, DEPTH):
+        columns = start + depth
+        column_mask = (columns < D)[None, :]
+        encoder_ptrs = encoder_ptr + features[:, None] * D + columns[None, :]
+        encoder = tl.trans(tl.load(encoder_ptrs, mask=feature_mask[:, None] & column_mask, other=0.0))
+        for part in tl.static_range(PARTS):
+            row_ptrs = rows_ptr + part * part_stride + rows[:, None] * D + columns[None, :]
+            p = _add_product(tl.load(row_ptrs, mask=row_mask & column_mask, other=0.0), encoder, p)
+    a = _activations(p, numbers_ptr, features, feature_mask, F)
+    stored = activations_ptr + rows[:, None] * F + features[None, :]
+    store_parts(stored, N.to(tl.int64) * F, a, row_mask & feature_mask[None, :], PARTS)
+
+
+@triton.jit
+def _activations(p, numbers_ptr, features, mask, F):
+    """Return activations of a tile of products, ``[rows, features]``."""
+    bias = tl.load(numbers_ptr + features, mask=mask, other=0.0)
+    threshold = tl.load(numbers_ptr + F + features, mask=mask, other=0.0)
+    scale = tl.load(numbers_ptr + 2 * F + features, mask=mask, other=0.0)
+    magnitude_bias = tl.load(numbers_ptr + 3 * F + features, mask=mask, other=0.0)
+    a = tl.maximum(p * scale[None, :] + magnitude_bias[None, :], 0.0)
+    return tl.where(p + bias[None, :] > threshold[None, :], a, 0.0)
+
+
+@triton.jit
+def _add_product(left, right, total):
+    """Return ``total + left . right``; products of fp32 are as good as fp32: three of TF32."""
+    if _IS_INTERPRETED:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="tf32x3")
+
+
+@triton.jit(do_not_specialize=["first", "N"])
+def decode_kernel(
+    activations_ptr,
+    decoder_ptr,
+    count_ptr,
+    decoded_ptr,
+    first,
+    N,
+    F,
+    D,
+    SPLIT,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Write what one range of `SPLIT` features decodes at a tile of rows and columns."""
+    count = tl.minimum(tl.load(count_ptr) - first, N)
+    if tl.program_id(0) * ROWS >= count:
+        return
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row_mask, column_mask = (rows < count)[:, None], (columns < D)[None, :]
+    depth = tl.arange(0, DEPTH)
+    split = tl.program_id(2)
+    y = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, F), DEPTH):
+        features = (start + depth).to(tl.int64)
+        decoder_ptrs = decoder_ptr + features[:, None] * D + columns[None, :]
+        decoder = tl.load(decoder_ptrs, mask=(features < F)[:, None] & column_mask, other=0.0)
+        for part in tl.static_range(PARTS):
+            a_ptrs = activations_ptr + part * N.to(tl.int64) * F + rows[:, None] * F + features[None, :]
+            y = _add_product(tl.load(a_ptrs, mask=row_mask & (features < F)[None, :], other=0.0), decoder, y)
+    decoded_ptrs = decoded_ptr + (split * N.to(tl.int64) + rows[:, None]) * D + columns[None, :]
+    tl.store(decoded_ptrs, y, mask=row_mask & column_mask)
+
+
+_IS_INTERPRETED = tl.constexpr(not isinstance(encode_kernel, triton.JITFunction))
+"""Triton's interpreter multiplies the bits of bfloat16 as if they were integers."""
+
+
+@triton.jit
+def add_length(sums_ptr, h):
+    """Add a row's length to the sums that decide which rows are very long; rows of zeros and non-finite rows add
+    nothing.
+
+    To be called for all rows of a step before `add_figures` is for any.
+    """
+    length = norm_of_row(h)
+    if (length > 0) & (length < float("inf")):
+        tl.atomic_add(sums_ptr + _LOGS, tl.log(length).to(tl.float64), sem="relaxed")
+        tl.atomic_add(sums_ptr + _LENGTHS, 1.0, sem="relaxed")
+
+
+@triton.jit
+def add_figures(sums_ptr, h, error, columns, mask):
+    """Add a row and the error of its reconstruction, unless it is very long, zero or not finite."""
+    log = tl.load(sums_ptr + _LOGS) / tl.load(sums_ptr + _LENGTHS)
+    limit = (tl.exp(log.to(tl.float32)) * _LARGEST_NORM).to(tl.float64)
+    wide = tl.where(mask, h, 0.0).to(tl.float64)
+    square = tl.sum(wide * wide)
+    off = tl.where(mask, error, 0.0).to(tl.float64)
+    residual = tl.sum(off * off)
+    if (square > 0) & (square <= limit * limit) & (residual < float("inf")):
+        tl.atomic_add(sums_ptr + _ROW_COUNT, 1.0, sem="relaxed")
+        tl.atomic_add(sums_ptr + _ERRORS, residual, sem="relaxed")
+        tl.atomic_add(sums_ptr + _SQUARES, square, sem="relaxed")
+        tl.atomic_add(sums_ptr + _NUM_SUMS + columns, wide, mask=mask, sem="relaxed")
+
 
 CHUNK = 256
 """Rows whose activations are stored at a time: ``2 * CHUNK * F`` values of the encoder's dtype."""
@@ -39,10 +188,6 @@ _PROGRAMS = 132
 _MAX_SPLITS = 8
 _VALUES_PER_THREAD = 32
 _MAX_WARPS = 16
-
-_LAYER_NORM = tl.constexpr(int(InputNorm.LAYER_NORM))
-_CONSTANT_NORM = tl.constexpr(int(InputNorm.CONSTANT_NORM))
-_LAYER_NORM_EPS = tl.constexpr(program_codes.LAYER_NORM_EPS)
 
 
 def reconstruction_deltas(

@@ -18,24 +18,22 @@ from headgate.steering.kernels.feature_values import (
     norm_of_row,
     statistics_of_row,
 )
-from headgate.steering.kernels.program_arguments import (
+from headgate.steering.kernels.program_entries import (
     Gates,
     check_gates,
     check_lengths,
     check_rows,
     check_shift,
     check_tables,
-    num_changes,
-    strides_of,
-)
-from headgate.steering.kernels.program_entries import (
     cut_change,
     fields_of_entry,
+    num_changes,
     numbers_of_features,
     numbers_of_operation,
     row_of_entry,
     rows_of_entries,
     stream_row,
+    strides_of,
 )
 from headgate.steering.kernels.scan_gates import gates_of_row, scan_gates
 from headgate.steering.programs import codes as program_codes

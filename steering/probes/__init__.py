@@ -9,7 +9,7 @@
     probe.scores(rows)                        # float64 [n, classes] of rows [n, hidden]
     probes.save("anger.safetensors", probe)   # for --probes anger=anger.safetensors
 
-* `Probe`, with the reference for scores, and its files are in ``headgate.capture.probes``: consumers read them, too.
+* `Probe`, with the reference for scores, and its files are in ``headgate.capture.probe``: consumers read them, too.
 * ``wire``: probes as plain values.
 * ``examples``: labels, and labelled rows, of captures or arrays.
 * ``fitting``: `fit`, `from_sklearn` and `from_direction`.
@@ -20,7 +20,7 @@
 
 from __future__ import annotations
 
-from headgate.capture.probes.probe import Activation, HiddenLayer, Pooling, Probe, ProbeError, ProbeKind, load, save
+from headgate.capture.probe import Activation, HiddenLayer, Pooling, Probe, ProbeError, ProbeKind, load, save
 from headgate.steering.probes.examples import read_labels
 from headgate.steering.probes.fitting import fit, from_direction, from_sklearn
 from headgate.steering.probes.judging import Evaluation, evaluate

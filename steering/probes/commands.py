@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from headgate.capture.probes.probe import POOLINGS, ProbeError, load, save
+from headgate.capture.probe import POOLINGS, ProbeError, load, save
 from headgate.capture.schema.errors import HeadgateError
 from headgate.steering.features.commands import fail
 from headgate.steering.probes.examples import read_labels

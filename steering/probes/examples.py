@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from headgate.capture.engine.contracts.parts import StoredRequest, stored_requests
 from headgate.capture.files.reading import read_text, refusing
-from headgate.capture.probes.probe import FloatArray, Pooling, ProbeError
+from headgate.capture.probe import FloatArray, Pooling, ProbeError
 from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site
 

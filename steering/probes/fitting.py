@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.probes.probe import POOLINGS, Pooling, Probe, ProbeError, ProbeKind, Scores
+from headgate.capture.probe import POOLINGS, Pooling, Probe, ProbeError, ProbeKind, Scores
 from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site
 from headgate.steering.probes.examples import Captures, Examples, Labels, examples_of, positive_of

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.engine.contracts.parts import StoredRequest, stored_requests
-from headgate.capture.probes.probe import POOLINGS, FloatArray, ProbeError
+from headgate.capture.probe import POOLINGS, FloatArray, ProbeError
 from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.steering.probes.examples import Captures, Examples, RowPooling, finite, pooled

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.probes.probe import Probe, ProbeError, Scores
+from headgate.capture.probe import Probe, ProbeError, Scores
 from headgate.steering.probes.examples import Captures, Examples, Labels, examples_of, positive_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from headgate.capture.probes.probe import Activation, HiddenLayer, Pooling, Probe, ProbeKind
+from headgate.capture.probe import Activation, HiddenLayer, Pooling, Probe, ProbeKind
 from headgate.capture.schema.sites import Site
 
 

@@ -24,6 +24,7 @@ from headgate.steering.programs.codes import (
     CODE,
     CODE_MASK,
     EVERYWHERE,
+    GROUP_MASK,
     MAX_GROUPS,
     NO_ROW,
     NUM_CODES,
@@ -35,11 +36,11 @@ from headgate.steering.programs.codes import (
     WRITE,
     WRITE_SCALE,
     Code,
+    GateFlag,
     change_index,
     is_of_feature,
     with_change,
 )
-from headgate.steering.programs.gate_codes import GROUP_MASK, GateFlag
 from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType
 from headgate.steering.vectors.sums import round_to
 
@@ -97,7 +98,7 @@ class Entry(NamedTuple):
         write: The same for the row that is written.
         params: Up to `NUM_PARAMS` numbers, `read_scale` and `write_scale` first; the others are 0.
         group: Index of a selector, counted from 1, or `EVERYWHERE`; with the entry's gate, if it has one
-            (`headgate.steering.programs.gate_codes.gate_field`).
+            (`headgate.steering.programs.codes.gate_field`).
     """
 
     site: Site

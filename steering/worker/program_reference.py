@@ -20,6 +20,7 @@ from headgate.steering.programs.codes import (
     EDIT_MASK,
     EVERYWHERE,
     GROUP,
+    GROUP_MASK,
     INPUT_NORM_MASK,
     LAYER_NORM_EPS,
     MAX_CHANGE,
@@ -44,7 +45,6 @@ from headgate.steering.programs.codes import (
     is_of_feature,
     is_of_gate,
 )
-from headgate.steering.programs.gate_codes import GROUP_MASK
 from headgate.steering.worker.gates.reference import EntryFactors, GateTensors, evaluate, gate_entries
 
 

@@ -41,7 +41,7 @@ from headgate.steering.programs.codes import (
     SUM_SQUARES,
     InputNorm,
 )
-from headgate.steering.programs.feature_lowering import INPUT_NORMS
+from headgate.steering.programs.feature_edits import INPUT_NORMS
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import cut_change, program_deltas_reference
 
@@ -76,7 +76,7 @@ class EncodedSae(NamedTuple):
 
     @property
     def tensors(self) -> SaeTensors:
-        """The tensors, in the order in which `headgate.steering.worker.program_ops` takes them."""
+        """The tensors, in the order in which `headgate.steering.worker.program_action` takes them."""
         return self[:7]
 
     @property

@@ -14,16 +14,16 @@ from headgate.steering.programs.program import Program
 from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steered
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
+from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.gates.readings import SignalReadings
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import StepGates
+from headgate.steering.worker.placed_programs import ActingRule
 from headgate.steering.worker.reconstruction import EncodedSae, ReconstructionFigures
 from headgate.steering.worker.rows.row_table import RowTable, rows_needed
-from headgate.steering.worker.rows.rule_programs import ActingRule
 from headgate.steering.worker.rows.step_rows import RowResolver, StepSequence
 from headgate.steering.worker.rows.vector_pool import SlotPool
-from headgate.steering.worker.tables.device_tables import DeviceTables
-from headgate.steering.worker.tables.uploads import inference_mode
+from headgate.steering.worker.transfers import inference_mode
 
 
 def is_in_one_stage(sites: Sequence[Site], facts: WorkerFacts) -> bool:

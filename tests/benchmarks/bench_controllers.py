@@ -34,10 +34,10 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering import PhaseVectors, probes
 from headgate.steering.config import parse_config
-from headgate.steering.core.controllers.opening import open_controllers
+from headgate.steering.core.controllers.controllers import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.gate import AppliesTo, Gate, InlineProbe, Leaf, ModuleThen, Rule, Then
-from headgate.steering.programs.gate_codes import GateScope
+from headgate.steering.programs.codes import GateScope
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.steering_part import SteeringPart

@@ -45,7 +45,7 @@ from headgate.capture.engine.server.loop_threads import in_turn, run_in_thread
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.steering.config import SteeringConfig
-from headgate.steering.core.saes.registry import Sae, open_sae
+from headgate.steering.core.saes import Sae, open_sae
 from headgate.steering.core.steering_core import GATHERED_BYTES, SteeringCore
 from headgate.steering.documents.request import FIELD_DOCS, SteeringReader
 from headgate.steering.features.sparse_coder import gathered

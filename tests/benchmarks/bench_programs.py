@@ -35,9 +35,10 @@ from headgate.steering.programs.codes import (
     FeatureActivation,
     Flag,
     InputNorm,
+    TokenFlag,
+    gate_field,
     with_change,
 )
-from headgate.steering.programs.gate_codes import TokenFlag, gate_field
 from headgate.steering.worker.gates.reference import GateTensors
 
 CACHE_BYTES = 128 * 2**20

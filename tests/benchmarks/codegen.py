@@ -28,12 +28,14 @@ from headgate.capture.engine.compiler.inductor_heuristics import excluded, regis
 from headgate.capture.engine.compiler.rewrites import REWRITES
 from headgate.steering.worker.gates.step_gates import no_gates
 from headgate.steering.worker.program_action import (
+    NO_SAE,
     add_selected,
     add_selected_unfused,
+    program_deltas,
+    program_deltas_and_state,
     register_add_selected,
     register_program_deltas,
 )
-from headgate.steering.worker.program_ops import NO_SAE, program_deltas, program_deltas_and_state
 from headgate.steering.worker.site_action import (
     add_excluded,
     add_pooled,

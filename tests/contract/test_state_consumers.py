@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from headgate.capture.probes.probe import Probe, save
+from headgate.capture.probe import Probe, save
 from headgate.capture.schema.consumer import CapturedRequest
 from headgate.capture.schema.sites import Site
 from headgate.consumers.moments import MomentsConsumer, open_moments

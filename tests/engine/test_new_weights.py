@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.capture.probes.probe import Probe, save
+from headgate.capture.probe import Probe, save
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.moments import open_moments
 from headgate.consumers.stream import StreamReader

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from headgate.capture.monitoring.step_log import STEP_LOG, compact
-from headgate.capture.probes.probe import HiddenLayer, Probe, save
+from headgate.capture.probe import HiddenLayer, Probe, save
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.reader import open_captures

@@ -17,7 +17,7 @@ from headgate.steering.controllers import (
     Action,
     StepReadings,
 )
-from headgate.steering.core.controllers.opening import open_controllers
+from headgate.steering.core.controllers.controllers import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.coefficient_changes import CoefficientChange
 from headgate.steering.spec import SteeringSpec

@@ -16,7 +16,7 @@ from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import parse_config
-from headgate.steering.core.saes.registry import SaeRegistry, open_sae
+from headgate.steering.core.saes import SaeRegistry, open_sae
 from headgate.steering.documents.request import read_steering
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.worker.steering_part import SteeringPart

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headgate.capture.planning.step_plan import PackGroup
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.readout import Readout, ReadoutFacts, ReadoutSite
+from headgate.capture.schema.consumer import Readout, ReadoutFacts, ReadoutSite
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.readouts import BoundReadout, bind
 from tests.fakes.pipeline import HIDDEN, SITES, row_values

@@ -11,7 +11,7 @@ import pytest
 
 from headgate.capture.engine.access.access_key import digest_of
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.core.saes import registry as sae_calls
+from headgate.steering.core import saes as sae_calls
 from headgate.steering.features.tensors import FeatureFileError
 from tests.fakes.saes import TinySae
 from tests.fakes.transcoders import TinyTranscoder

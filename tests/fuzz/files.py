@@ -30,10 +30,10 @@ import pyarrow.parquet
 import safetensors.numpy
 import torch
 
+from headgate.capture import probe as probe_files
 from headgate.capture.engine.access.caller import Usage
 from headgate.capture.engine.access.key_ring import read_keys
-from headgate.capture.probes import probe as probe_files
-from headgate.capture.probes.probe import Probe
+from headgate.capture.probe import Probe
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.sites import Site
@@ -42,7 +42,7 @@ from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Fe
 from headgate.consumers.harvest.prompts import open_prompts
 from headgate.consumers.moments import MomentsConsumer, open_moments
 from headgate.consumers.reader import open_captures
-from headgate.consumers.reward.consumer import read_direction
+from headgate.consumers.reward import read_direction
 from headgate.steering import load
 from headgate.steering.features.canonical import write_coder
 from headgate.steering.features.importing import open_coder, read_source

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.steering.worker.gates.pinned_copies import PinnedCopies
 from headgate.steering.worker.gates.readings import SignalRows, ToldColumns, WrittenCounts
 from headgate.steering.worker.gates.requests import GatedRequest, GateSlots
+from headgate.steering.worker.transfers import PinnedCopies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from headgate.steering.worker import device_tables
+from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.gates.step_gates import GateWrites, StepGates
-from headgate.steering.worker.tables import device_tables
-from headgate.steering.worker.tables.device_tables import DeviceTables
-from headgate.steering.worker.tables.uploads import NUM_BUFFERS, PinnedValues, value_upload
+from headgate.steering.worker.transfers import NUM_BUFFERS, PinnedValues, value_upload
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

@@ -10,9 +10,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headgate.steering.programs.codes import NUM_PARAMS, Code, Flag, with_change
-from headgate.steering.programs.gate_codes import (
+from headgate.steering.programs.codes import (
+    NUM_PARAMS,
+    Code,
     Combine,
+    Flag,
     GateFlag,
     GateScope,
     Mode,
@@ -20,6 +22,7 @@ from headgate.steering.programs.gate_codes import (
     ScoreKind,
     TokenFlag,
     gate_field,
+    with_change,
 )
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headgate.steering.programs.codes import Code, Flag, with_change
-from headgate.steering.programs.gate_codes import (
+from headgate.steering.programs.codes import (
+    Code,
     Combine,
+    Flag,
     GateFlag,
     GateScope,
     Mode,
@@ -26,6 +27,7 @@ from headgate.steering.programs.gate_codes import (
     ScoreKind,
     TokenFlag,
     UnitFunction,
+    with_change,
 )
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from examples.model import ensure_model
-from headgate.capture.probes import probe as probe_files
-from headgate.capture.probes.probe import Probe
+from headgate.capture import probe as probe_files
+from headgate.capture.probe import Probe
 from headgate.capture.schema.sites import Site
 from tests.environment import set_environment
 from tests.fakes.server import Server, serving

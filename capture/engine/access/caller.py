@@ -24,7 +24,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 from headgate.capture.engine.access.access_key import AccessKey
-from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.schema.errors import ConfigError, QuotaError, UncountedError
 
 BUSY_S = 0.5

@@ -21,9 +21,8 @@ import msgspec
 
 from headgate.capture.engine.access.access_key import ADMIN, ENVIRONMENT, ROLES, AccessKey, digest_of, role_of
 from headgate.capture.engine.contracts.parts import collect
-from headgate.capture.files.reading import refusing
+from headgate.capture.files.reading import read_secret, refusing
 from headgate.capture.schema.errors import ConfigError, ForbiddenError
-from headgate.capture.schema.secret_files import read_secret
 
 Version = tuple[int, int, int]
 """A file's modification time in nanoseconds, inode and size: if none has changed, neither has the content."""

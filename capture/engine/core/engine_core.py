@@ -56,11 +56,10 @@ from headgate.capture.engine.core.step_notes import StepNotes, check_carrier, no
 from headgate.capture.engine.core.steps_in_flight import StepsInFlight
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.hosts import SETUP_RPC, action_target, check_agreement
-from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import check_servable
 from headgate.capture.links.actions import ActionInbox
-from headgate.capture.monitoring.rate_limited_log import ReasonLog
+from headgate.capture.monitoring.logs import ReasonLog, speak_through_vllm
 from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
 from headgate.capture.schema.errors import ForbiddenError, OverloadedError, RequestError, UnsupportedError
 

@@ -33,10 +33,9 @@ from headgate.capture.links.hub import HubStats, ResultHub
 from headgate.capture.links.messages import DTYPES
 from headgate.capture.links.network import Listening
 from headgate.capture.schema.config import CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, by_consumer
 from headgate.capture.schema.errors import RequestError, UnsupportedError
 from headgate.capture.schema.limits import CaptureLimits, CaptureUse, use_of
-from headgate.capture.schema.readout import by_consumer
 from headgate.capture.schema.registry import load_readouts
 from headgate.capture.schema.results import (
     CaptureResult,

@@ -41,8 +41,8 @@ from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
 from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 from headgate.capture.engine.setup.cli_flags import read_server_args
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
-from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import OUR_KEY
+from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.schema.config import server_config
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.results import KeptRequest

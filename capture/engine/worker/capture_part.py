@@ -30,9 +30,9 @@ from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.monitoring.machine_memory import share_of_memory
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import MIB, CaptureConsumersConfig
+from headgate.capture.schema.consumer import ReadoutSite
 from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.part_hooks import hookimpl
-from headgate.capture.schema.readout import ReadoutSite
 from headgate.capture.schema.registry import load_configured, load_readouts
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.session import CaptureSession, open_session

@@ -24,10 +24,10 @@ from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
 from headgate.capture.engine.setup.hosts import SETUP_RPC, action_target, network_keys, worker_setup
-from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import compiler_config, model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import refuse_unsupported_settings
 from headgate.capture.engine.worker.runner import RunnerAdapter
+from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.monitoring.step_log import open_step_log
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import UnsupportedError

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headgate.consumers.datasets.batches import RowBatch
-from headgate.consumers.datasets.view import RowView
+from headgate.consumers.datasets.view import RowBatch, RowView
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headgate.consumers.datasets.batches import RowBatch
-from headgate.consumers.datasets.view import RowView
+from headgate.consumers.datasets.view import RowBatch, RowView
 
 
 class LabelledRows(NamedTuple):

@@ -18,8 +18,7 @@ from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.content import Limits, check_programs
-from headgate.steering.core.controllers.contents import FIELD, Static
-from headgate.steering.core.controllers.drives import Drive, Drives
+from headgate.steering.core.controllers.contents import FIELD, Drive, Drives, Static
 from headgate.steering.gates.coefficient_changes import (
     CoefficientChange,
     CoefficientChanges,

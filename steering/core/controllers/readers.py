@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from headgate.capture.probes.probe import Probe
+from headgate.capture.probe import Probe
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.controllers.host import ControllerFigures, LoadedController
 from headgate.steering.controllers.loading import ControllerSpec
@@ -42,7 +42,7 @@ class ControllerProbes(NamedTuple):
         return self.applies_to.acts(self.name, selection)
 
     def to_worker(self) -> dict[str, Any]:
-        """Return plain values for `headgate.steering.worker.rows.rule_programs.ActingRule`."""
+        """Return plain values for `headgate.steering.worker.placed_programs.ActingRule`."""
         wire, columns = self.program.to_wire(), sorted(self.scores.values())
         return {
             "name": self.name,

@@ -14,7 +14,7 @@ from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Module
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.core.rules.step_readings import RequestReadings
-from headgate.steering.core.saes.registry import SaeRegistry
+from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.gates.gate import Rule, fields_of_rule, rule_key
 from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
@@ -156,7 +156,7 @@ class RuleCalls:
         """Have the workers know programs of controllers beside the rules, in place of earlier ones.
 
         Args:
-            programs: Each as `headgate.steering.worker.rows.rule_programs.ActingRule.from_wire` reads it.
+            programs: Each as `headgate.steering.worker.placed_programs.ActingRule.from_wire` reads it.
 
         Raises:
             Exception: What a worker raised. Nothing has changed.

@@ -11,7 +11,7 @@ from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load
 from headgate.steering.gates.gate import PID_KEYS, WHO_KNOWS_RULES, Gate, GateLayout, Rule, layout_of, rule_key
 from headgate.steering.gates.trace import GateSource
-from headgate.steering.programs.gate_codes import GateScope, Mode
+from headgate.steering.programs.codes import GateScope, Mode
 from headgate.steering.programs.program import Program
 
 _PREFIX = b"headgate rule\n"

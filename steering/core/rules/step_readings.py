@@ -3,18 +3,439 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from headgate.capture.schema.batch import Int64Array
 from headgate.steering.core.resolved import Resolved
-from headgate.steering.core.rules.registry import RuleRegistry
-from headgate.steering.core.rules.step_counts import CountedRequest, RowCounts, StepCounts
+from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.gates.conversations import ConversationLatches
-from headgate.steering.gates.gate import FOLLOWING, Gate
-from headgate.steering.gates.step_table import StepTable, ToldCounts
+from headgate.steering.gates.gate import COUNT, FOLLOWING, Gate, layout_of
+from headgate.steering.gates.step_table import RequestSignals, StepTable, ToldCounts
 from headgate.steering.gates.trace import BEFORE, NEVER, GateSource, Note, TraceLog, TraceWriter
 from headgate.steering.vectors.dtypes import Float32Rows
+
+MAX_NAMES = 256
+"""Names of gates that are counted apart: clients choose them."""
+OTHERS = "(others)"
+
+
+class RowCounts:
+    """How many rows gates and rules wrote, as far as workers reported them. Engine thread only.
+
+    Attributes:
+        rules: By the names of rules; of one that observes, rows on which it would have acted.
+        gates: By the names of requests' gates; beyond `MAX_NAMES` names all others together.
+    """
+
+    def __init__(self) -> None:
+        self.rules: Counter[str] = Counter()
+        self.gates: Counter[str] = Counter()
+
+    def name_of(self, gate: str) -> str:
+        """Return the name under which a request's gate is counted, from now on at the latest, by its own."""
+        name = gate if gate in self.gates or len(self.gates) < MAX_NAMES else OTHERS
+        self.gates[name] += 0
+        return name
+
+    def add_gates(self, gates: Sequence[str], written: Iterable[int]) -> None:
+        """Count rows that a request's own gates wrote, given in the order of their names."""
+        for gate, count in zip(gates, written, strict=True):
+            self.gates[self.name_of(gate)] += count
+
+    def add_rules(self, rules: Sequence[KeptRule], signals: Float32Rows) -> None:
+        """Count rows on which the same rules act: float32 ``[rows, columns]``."""
+        strengths = np.nan_to_num(signals[:, [rule.counted_column for rule in rules]])
+        for rule, count in zip(rules, np.count_nonzero(strengths, axis=0).tolist(), strict=True):
+            self.rules[rule.name] += count
+
+
+class Written:
+    """Counts the rows of one request that some gates wrote, where a strength may act on the row after.
+
+    Args:
+        source: The gates.
+        num_prompt: Tokens of its prompt.
+    """
+
+    def __init__(self, source: GateSource, num_prompt: int) -> None:
+        self._source = source
+        self._num_prompt = num_prompt
+        self._last: Float32Rows | None = None
+        """Signals ``[1, columns]`` of the last row."""
+
+    def count(self, rows: RequestSignals) -> list[int]:
+        """Return how many of a step's rows each gate wrote."""
+        signals = rows.signals
+        first = np.zeros_like(signals[:1]) if self._last is None or not rows.first else self._last
+        before, self._last = np.concatenate([first, signals[:-1]]), signals[-1:].copy()
+        num_prompt, source = max(self._num_prompt - rows.first, 0), self._source
+        strengths = [source.applied(column, num_prompt, signals, before) for column in source.columns]
+        return [int(np.count_nonzero(each)) for each in strengths]
+
+    @property
+    def last(self) -> Float32Rows | None:
+        """Signals ``[1, columns]`` of the last row; None before the first."""
+        return self._last
+
+    def follow(self, last: Float32Rows) -> None:
+        """Continue after rows that were counted elsewhere, from the signals ``[1, columns]`` of the last one."""
+        self._last = last
+
+
+class CountedGates:
+    """The gates of a request whose rows a worker counts by itself. It holds nothing that gates bring.
+
+    Args:
+        names: Names of the gates.
+        columns: Each gate's column of the strength that acts.
+    """
+
+    def __init__(self, names: Sequence[str], columns: Sequence[int]) -> None:
+        self.names = tuple(names)
+        self._columns = [column + COUNT for column in columns]
+        self._told = [0] * len(columns)
+
+    def more(self, states: Float32Rows, *, is_last: bool) -> list[int]:
+        """Return how many more rows each gate wrote.
+
+        Args:
+            states: The request's states, float32 ``[columns]``, as they are now.
+            is_last: Whether its counts begin anew after this.
+        """
+        counts = [int(count) for count in np.nan_to_num(states[self._columns]).tolist()]
+        more = [count - told for count, told in zip(counts, self._told, strict=True)]
+        self._told = [0] * len(counts) if is_last else counts
+        return more
+
+
+class CountedRequest:
+    """A request with gates of its own.
+
+    Args:
+        gates: The gates.
+        resolved: Their programs, and the keys of the ones that go on in a conversation.
+        num_prompt: Tokens of its prompt.
+    """
+
+    def __init__(self, gates: Sequence[Gate], resolved: Resolved, num_prompt: int) -> None:
+        self.source = GateSource.of(layout_of(gates), resolved.own)
+        self.latches = {
+            key: column.column
+            for column in self.source.layout.gates
+            if (key := resolved.latch_keys.get(column.gate.name)) is not None
+        }
+        self.num_prompt = num_prompt
+        self._columns = self.source.columns
+        self.counted = CountedGates([gate.name for gate in gates], self._columns)
+        self.apart = None if self.source.is_written_late else Written(self.source, num_prompt)
+        """Counts rows, if what acts is not what is written."""
+
+    @property
+    def is_countable(self) -> bool:
+        """Whether rows need not be sent: workers can count what is written, and nothing else reads the rows."""
+        decode = self.source.decode
+        return bool(self._columns) and not self.latches and decode.early.isdisjoint(self._columns)
+
+    def written(self, rows: RequestSignals) -> list[int]:
+        """Return how many of a step's rows each gate wrote."""
+        if self.apart is not None:
+            return self.apart.count(rows)
+        signals = rows.signals
+        if len(signals) == 1:
+            return [int(signals[0, column] != 0) for column in self._columns]
+        return [int(count) for count in np.count_nonzero(signals[:, self._columns], axis=0)]
+
+
+class _Places(NamedTuple):
+    """Signals of a step that say what some gates wrote on generated rows.
+
+    Attributes:
+        rows: int64 ``[n]``: of the step.
+        columns: int64 ``[n]``.
+        names: int64 ``[n]``: of the gates, by their numbers.
+    """
+
+    rows: Int64Array
+    columns: Int64Array
+    names: Int64Array
+
+    @classmethod
+    def of(cls, places: Sequence[tuple[int, int, int]]) -> _Places:
+        """Make it of row, column and name of each."""
+        return cls(*np.array(places, np.int64).reshape(-1, 3).T)
+
+    def __bool__(self) -> bool:
+        return len(self.rows) > 0
+
+    def values(self, signals: Float32Rows) -> Float32Rows:
+        """Return the strengths, float32 ``[n]``."""
+        found: Float32Rows = signals[self.rows, self.columns]
+        return found
+
+
+class ActingGates(NamedTuple):
+    """Gates of one row of a step: a request's own, or a rule.
+
+    Attributes:
+        at: The row.
+        since: Position from which they act.
+        num_prompt: Tokens of the prompt of the row's request.
+        source: The gates.
+        apart: Counts their rows one by one, if what acts is not what is written.
+        rule: The rule; None for a request's own.
+    """
+
+    at: int
+    since: int
+    num_prompt: int
+    source: GateSource
+    apart: Written | None
+    rule: KeptRule | None = None
+
+
+class DecodedRows:
+    """Counts what gates and rules wrote on one generated row of each of the same requests, step by step.
+
+    Args:
+        ids: The requests.
+        acting: The gates of their rows.
+        counts: Counts of rows.
+    """
+
+    def __init__(self, ids: Sequence[str], acting: Sequence[ActingGates], counts: RowCounts) -> None:
+        self._ids = ids
+        self._at = np.array([each.at for each in acting], np.int64)
+        self._since = np.array([max(each.since, each.num_prompt) for each in acting], np.int64)
+        self._apart = [(each.at, each.apart) for each in acting if each.apart is not None]
+        self._rule_counts = counts.rules
+        self._names: dict[tuple[bool, str], int] = {}
+        """By whether it is a rule's, and name."""
+        self._counters: list[tuple[Counter[str], str]] = []
+        late: list[tuple[int, int, int]] = []
+        finite: list[tuple[int, int, int]] = []
+        early: list[tuple[int, int, int]] = []
+        self._handing_on: list[Written] = []
+        """The counter of the rows before, for each place in `early`."""
+        for each in acting:
+            if each.rule is not None and each.apart is None:
+                finite.append((each.at, each.rule.counted_column, self._name(counts.rules, each.rule.name)))
+                continue
+            for gate in each.source.layout.gates:
+                counter, name = counts.rules, each.rule.name if each.rule is not None else ""
+                if each.rule is None:
+                    counter, name = counts.gates, counts.name_of(gate.gate.name)
+                if gate.column in each.source.decode.late:
+                    late.append((each.at, gate.column, self._name(counter, name)))
+                elif gate.column in each.source.decode.early and each.apart is not None:
+                    self._handing_on.append(each.apart)
+                    early.append((each.at, gate.column + FOLLOWING, self._name(counter, name)))
+        self._late, self._finite, self._early = map(_Places.of, (late, finite, early))
+        self._before: Float32Rows | None = None
+        """Signals of the last step, whose strengths may act on the rows of this one."""
+
+    def counts(self, step: StepTable) -> bool:
+        """Whether it counts a step: one of a generated row for each of its requests, on which all gates act."""
+        is_ours = step.has_one_row_each and self._ids == step.ids
+        return is_ours and not np.count_nonzero(step.firsts[self._at] < self._since)
+
+    def count(self, signals: Float32Rows) -> None:
+        """Count a step that it counts, by its signals, which are not changed."""
+        found = [self._late.names[self._late.values(signals) != 0]]
+        if self._finite:
+            found.append(self._finite.names[np.nan_to_num(self._finite.values(signals)) != 0])
+        if self._early:
+            strengths = self._strengths_before() if self._before is None else self._early.values(self._before)
+            found.append(self._early.names[np.nan_to_num(strengths, nan=0.0) != 0])
+        self._before = signals
+        for number, count in enumerate(np.bincount(np.concatenate(found), minlength=len(self._counters)).tolist()):
+            if count:
+                counter, name = self._counters[number]
+                counter[name] += count
+
+    def leave(self) -> None:
+        """Let requests go on that others count."""
+        if (before := self._before) is not None:
+            for at, written in self._apart:
+                written.follow(before[at : at + 1].copy())
+
+    def _name(self, counter: Counter[str], name: str) -> int:
+        """Return the number of a name in a counter."""
+        key = counter is self._rule_counts, name
+        if key not in self._names:
+            self._names[key] = len(self._counters)
+            self._counters.append((counter, name))
+        return self._names[key]
+
+    def _strengths_before(self) -> Float32Rows:
+        """Return the strengths that others found on the row before, float32 ``[n]``: 0 where they found none."""
+        lasts = [written.last for written in self._handing_on]
+        columns = self._early.columns.tolist()
+        found = [0.0 if last is None else last[0, column] for last, column in zip(lasts, columns, strict=True)]
+        return np.array(found, np.float32)
+
+
+MAX_ENDED = 4096
+"""Requests that ended whose counts may still come; requests that never ran, or whose rows were sent, are among them."""
+_AT_ONCE = 7
+"""Steps of generated rows that are counted together: one by one, each would find the processor's caches cold. Blocks
+have a power of two of tokens, and a step in which requests need new ones is long enough."""
+
+
+class StepCounts:
+    """Counts rows from what steps read. Input thread adds requests, engine thread does everything else.
+
+    Args:
+        rules: Rules of the engine core.
+    """
+
+    def __init__(self, rules: RuleRegistry) -> None:
+        self._counts = RowCounts()
+        self._uncounted: list[StepTable] = []
+        """The last steps; whatever acts on their rows acts still."""
+        self._rules = rules
+        self._own: dict[str, CountedRequest] = {}
+        """Requests with gates of their own."""
+        self._ended: OrderedDict[str, CountedGates] = OrderedDict()
+        """The last ones that ended, since what workers have counted of them comes later."""
+        self._apart: dict[str, dict[bytes, Written]] = {}
+        """By request and rule, for rules whose strength may act on the row after."""
+        self._since: dict[str, int] = {}
+        """Positions from which the present rules act, of requests that met a change."""
+        self._known = object()
+        """Another one whenever a request is added or forgotten, on whatever thread, and whenever rules change."""
+        self._decoded: tuple[object, DecodedRows] | None = None
+        """`_known`, and whatever counts steps of generated rows, of the last step if that was one."""
+
+    @property
+    def counts(self) -> RowCounts:
+        """Counts of rows, including the last step."""
+        self.settle()
+        return self._counts
+
+    @property
+    def awaits_counts(self) -> bool:
+        """Whether workers may have counted rows that they did not send."""
+        return bool(self._own or self._ended)
+
+    @property
+    def num_gated(self) -> int:
+        """Requests with gates of their own."""
+        return len(self._own)
+
+    def own(self, req_id: str) -> CountedRequest | None:
+        """Return the gates of a request's own; None if it has none."""
+        return self._own.get(req_id)
+
+    def add(self, req_id: str, own: CountedRequest | None) -> None:
+        """Add a request, with or without gates of its own. Input thread."""
+        if own is not None:
+            self._own[req_id] = own
+        self._known = object()
+
+    def take_counts(self, counts: Iterable[ToldCounts]) -> None:
+        """Take what workers have counted by themselves."""
+        for req_id, states, is_last, has_ended in counts:
+            own = self._own.get(req_id)
+            gates = self._ended.get(req_id) if own is None else own.counted
+            if gates is not None:
+                self._counts.add_gates(gates.names, gates.more(states, is_last=is_last))
+            if has_ended:
+                self._ended.pop(req_id, None)
+
+    def settle(self) -> None:
+        """Count the steps that were not counted yet; to be called before something acts no more, or acts anew."""
+        steps, self._uncounted = self._uncounted, []
+        for step in steps:
+            self._count(step)
+
+    def change_rules(self, firsts: Mapping[str, int]) -> None:
+        """Let the present rules act on each request from a position on."""
+        self._known = object()
+        acting = {rule.source.key for rule in self._rules.all()}
+        for known in self._apart.values():
+            for key in known.keys() - acting:
+                del known[key]
+        self._since.update(firsts)
+
+    def begin_again(self, req_id: str) -> None:
+        """Let the present rules act on a request from its first row on."""
+        if self._since.pop(req_id, None) is not None:
+            self._known = object()
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request, if it is known; one that ran is to be settled before."""
+        own = self._own.pop(req_id, None)
+        if own is not None and own.is_countable:
+            self._ended[req_id] = own.counted
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+        self._known = object()
+        self._apart.pop(req_id, None)
+        self._since.pop(req_id, None)
+
+    def take(self, step: StepTable) -> None:
+        """Take a step in, to count it soon."""
+        if self._own or self._rules.all():
+            self._uncounted.append(step)
+            if not step.has_one_row_each or len(self._uncounted) == _AT_ONCE:
+                self.settle()
+
+    def _count(self, step: StepTable) -> None:
+        """Count what gates and rules wrote; a step of one row each costs little, since it comes for each token."""
+        known = self._known
+        if self._decoded is not None and not (self._decoded[0] is known and self._decoded[1].counts(step)):
+            self._decoded[1].leave()
+            self._decoded = None
+        if self._decoded is None and step.has_one_row_each:
+            decoded = DecodedRows(step.ids, [*self._acting(step.ids)], self._counts)
+            self._decoded = (known, decoded) if decoded.counts(step) else None
+        if self._decoded is not None:
+            self._decoded[1].count(step.signals)
+            return
+        for rows in step.rows(self._own):
+            if (own := self._own.get(rows.req_id)) is not None and len(rows.signals):
+                self._counts.add_gates(own.counted.names, own.written(rows))
+        if self._rules.all():
+            self._count_rules(step)
+
+    def _acting(self, req_ids: Sequence[str]) -> Iterator[ActingGates]:
+        """Yield the gates and rules of the rows of a step in which each request has one."""
+        for at, req_id in enumerate(req_ids):
+            if (own := self._own.get(req_id)) is not None:
+                yield ActingGates(at, 0, own.num_prompt, own.source, own.apart)
+            for rule in self._rules.acting(req_id):
+                since, num_prompt = self._since.get(req_id, 0), self._rules.num_prompt(req_id)
+                apart = self._written(rule, req_id) if rule.is_counted_apart else None
+                yield ActingGates(at, since, num_prompt, rule.source, apart, rule)
+
+    def _count_rules(self, step: StepTable) -> None:
+        """Count the rows of a step; those computed again from before a change are passed over, one by one."""
+        groups: dict[int, tuple[tuple[KeptRule, ...], list[RequestSignals]]] = {}
+        end = 0
+        for req_id, first, count in zip(step.ids, step.firsts.tolist(), step.counts.tolist(), strict=True):
+            end += count
+            rules, since = self._rules.acting(req_id), max(self._since.get(req_id, 0), first)
+            if rules and since < first + count:
+                told = RequestSignals(req_id, since, step.signals[end - (first + count - since) : end])
+                groups.setdefault(id(rules), (rules, []))[1].append(told)
+        for rules, members in groups.values():
+            are_all = sum(len(told.signals) for told in members) == len(step.signals)
+            rows = step.signals if are_all else np.concatenate([told.signals for told in members])
+            self._counts.add_rules([rule for rule in rules if not rule.is_counted_apart], rows)
+            for rule in (rule for rule in rules if rule.is_counted_apart):
+                for told in members:
+                    self._counts.rules[rule.name] += sum(self._written(rule, told.req_id).count(told))
+
+    def _written(self, rule: KeptRule, req_id: str) -> Written:
+        """Return the counter of a request's rows for a rule whose strength may act on the row after."""
+        known = self._apart.setdefault(req_id, {})
+        if (written := known.get(rule.source.key)) is None:
+            written = known[rule.source.key] = Written(rule.source, self._rules.num_prompt(req_id))
+        return written
 
 
 class DecodedTraces:

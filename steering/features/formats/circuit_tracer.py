@@ -17,9 +17,17 @@ import yaml  # type: ignore[import-untyped]
 from headgate.capture.files.reading import read_text, refusing
 from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site
-from headgate.steering.features.formats.tensor_names import MATRICES, Names, expect_only, place_of_reads, read_weights
 from headgate.steering.features.hook_names import site_of
-from headgate.steering.features.source_coder import CoderKind, Hints, SourceCoder
+from headgate.steering.features.source_coder import (
+    MATRICES,
+    CoderKind,
+    Hints,
+    Names,
+    SourceCoder,
+    expect_only,
+    place_of_reads,
+    read_weights,
+)
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
 
 CONFIG = "config.yaml"

@@ -10,8 +10,18 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.schema.sites import HOOK_NAMES, Site
-from headgate.steering.features.formats.tensor_names import LINEAR, MATRICES, Names, expect_only, read_weights
-from headgate.steering.features.source_coder import CoderKind, Hints, SourceCoder, one_of, read_json
+from headgate.steering.features.source_coder import (
+    LINEAR,
+    MATRICES,
+    CoderKind,
+    Hints,
+    Names,
+    SourceCoder,
+    expect_only,
+    one_of,
+    read_json,
+    read_weights,
+)
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
 
 CONFIG, WEIGHTS = "config.json", "ae.pt"

@@ -16,15 +16,19 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.features.formats.tensor_names import (
+from headgate.steering.features.hook_names import site_of
+from headgate.steering.features.source_coder import (
     BEFORE_GAIN,
     MATRICES,
+    CoderKind,
+    Hints,
+    SourceCoder,
+    Vector,
     expect_only,
     place_of_reads,
+    read_json,
     read_weights,
 )
-from headgate.steering.features.hook_names import site_of
-from headgate.steering.features.source_coder import CoderKind, Hints, SourceCoder, Vector, read_json
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
 
 FIRST, SECOND, CONFIG = "params.npz", "params.safetensors", "config.json"

@@ -13,9 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from headgate.steering.features.formats.tensor_names import LINEAR, Names, read_weights
 from headgate.steering.features.hook_names import site_of
-from headgate.steering.features.source_coder import CoderKind, Hints, Norm, SourceCoder, one_of, read_json
+from headgate.steering.features.source_coder import (
+    LINEAR,
+    CoderKind,
+    Hints,
+    Names,
+    Norm,
+    SourceCoder,
+    one_of,
+    read_json,
+    read_weights,
+)
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
 
 FIRST, FIRST_WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"

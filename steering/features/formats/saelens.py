@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.schema.sites import Site
-from headgate.steering.features.formats.tensor_names import expect_only
 from headgate.steering.features.hook_names import site_of
-from headgate.steering.features.source_coder import CoderKind, Hints, Norm, SourceCoder, one_of, read_json
+from headgate.steering.features.source_coder import CoderKind, Hints, Norm, SourceCoder, expect_only, one_of, read_json
 from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"

@@ -6,9 +6,17 @@ import re
 from pathlib import Path
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.features.formats.tensor_names import LINEAR, expect_only, read_weights
 from headgate.steering.features.hook_names import site_of
-from headgate.steering.features.source_coder import CoderKind, Hints, SourceCoder, one_of, read_json
+from headgate.steering.features.source_coder import (
+    LINEAR,
+    CoderKind,
+    Hints,
+    SourceCoder,
+    expect_only,
+    one_of,
+    read_json,
+    read_weights,
+)
 from headgate.steering.features.tensors import FeatureFileError, open_tensors
 
 CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"

@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.features.formats.tensor_names import LINEAR, MATRICES, Names, read_weights
-from headgate.steering.features.source_coder import CoderKind, Hints, Norm, SourceCoder
+from headgate.steering.features.source_coder import (
+    LINEAR,
+    MATRICES,
+    CoderKind,
+    Hints,
+    Names,
+    Norm,
+    SourceCoder,
+    read_weights,
+)
 from headgate.steering.features.tensors import TORCH, FeatureFileError, TensorFile, open_tensors
 
 _QWEN = MATRICES._replace(encodes_by_rows=True, decodes_by_rows=False)

@@ -2,7 +2,7 @@
 
 A coefficient has a column, like the strength of a gate, but nothing on the device evaluates it: the host writes it into
 the state of the request where it changes. Rows that are computed again, several in a forward, find theirs in the
-signals, as `headgate.steering.programs.gate_codes` has it for entries that act early. Numpy only.
+signals, as `headgate.steering.programs.codes` has it for entries that act early. Numpy only.
 
 Letters in shape comments: G requests with gates in a step, N their rows, K requests that are driven, n requests or
 changes.
@@ -17,7 +17,7 @@ import numpy as np
 
 from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.steering.gates.coefficient_changes import CoefficientChanges, ColumnChanges
-from headgate.steering.programs.gate_codes import TokenFlag
+from headgate.steering.programs.codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.requests import GatedBatch, GateRows
 

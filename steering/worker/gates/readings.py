@@ -22,11 +22,10 @@ from torch import Tensor
 from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.steering.gates.gate import FOLLOWING
 from headgate.steering.gates.step_table import ToldCounts, spread
-from headgate.steering.programs.gate_codes import TokenFlag
+from headgate.steering.programs.codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
-from headgate.steering.worker.gates.pinned_copies import PinnedCopies, PinnedCopy, sent
 from headgate.steering.worker.gates.requests import GatedBatch, GatedRequest, GateRows, GateSlots
-from headgate.steering.worker.tables.uploads import inference_mode
+from headgate.steering.worker.transfers import PinnedCopies, PinnedCopy, inference_mode, sent
 
 
 @dataclass(frozen=True, slots=True, eq=False)

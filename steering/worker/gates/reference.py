@@ -1,7 +1,7 @@
 """The definition of gates on rows of the stream, in plain PyTorch: what a forward on a CPU runs, too.
 
 Shape suffixes: T tokens of the step, N tokens that share a program, C columns, Q slots of requests, D hidden size, E
-entries of a program at the site. Codes and columns: `headgate.steering.programs.gate_codes`.
+entries of a program at the site. Codes and columns: `headgate.steering.programs.codes`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from headgate.steering.programs.codes import (
     ACTIVATION_MASK,
     CODE,
     CODE_MASK,
+    COMBINE_MASK,
+    EARLY,
     GROUP,
     INPUT_NORM_MASK,
     LAYER_NORM_EPS,
+    LEAST_HYSTERESIS,
+    MODE_MASK,
     NO_ROW,
     P0,
     P1,
@@ -27,35 +31,29 @@ from headgate.steering.programs.codes import (
     P3,
     P4,
     P5,
+    POOL_MASK,
     READ,
     READ_SCALE,
-    WRITE,
-    WRITE_SCALE,
-    Code,
-    FeatureActivation,
-    Flag,
-    InputNorm,
-    change_index,
-    is_of_gate,
-)
-from headgate.steering.programs.gate_codes import (
-    COMBINE_MASK,
-    EARLY,
-    LEAST_HYSTERESIS,
-    MODE_MASK,
-    POOL_MASK,
     SCOPE_MASK,
     SCORE_KIND_MASK,
     UNIT_MASK,
+    WRITE,
+    WRITE_SCALE,
+    Code,
     Combine,
+    FeatureActivation,
+    Flag,
     GateFlag,
     GateScope,
+    InputNorm,
     Mode,
     Pool,
     ScoreKind,
     TokenFlag,
     UnitFunction,
+    change_index,
     gate_column,
+    is_of_gate,
 )
 from headgate.steering.vectors.dtypes import Float32Rows
 

@@ -14,10 +14,9 @@ import numpy as np
 
 from headgate.capture.schema.batch import BatchView, BoolArray, Int32Array, Int64Array
 from headgate.steering.gates.gate import Selection
-from headgate.steering.programs.codes import CODE_MASK, Code, change_index
-from headgate.steering.programs.gate_codes import EARLY, GATE_COLUMNS, TokenFlag, gate_column
+from headgate.steering.programs.codes import CODE_MASK, EARLY, GATE_COLUMNS, Code, TokenFlag, change_index, gate_column
 from headgate.steering.programs.program import Program
-from headgate.steering.worker.rows.rule_programs import ActingRule
+from headgate.steering.worker.placed_programs import ActingRule
 
 NO_SLOT = 0
 """Slot of batch rows without gates."""

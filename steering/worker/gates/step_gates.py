@@ -14,7 +14,6 @@ from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.driven import DrivenStrengths, Places
-from headgate.steering.worker.gates.pinned_copies import PinnedCopies
 from headgate.steering.worker.gates.readings import (
     GateHistory,
     SignalCopier,
@@ -32,7 +31,8 @@ from headgate.steering.worker.gates.requests import (
     gated_request,
     slots_needed,
 )
-from headgate.steering.worker.rows.rule_programs import ActingRule, acting_of
+from headgate.steering.worker.placed_programs import ActingRule, acting_of
+from headgate.steering.worker.transfers import PinnedCopies
 
 _NO_TOKENS: Int32Array = np.empty((0, 2), np.int32)
 _NO_SLOTS: Int32Array = np.empty(0, np.int32)

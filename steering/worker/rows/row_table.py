@@ -22,8 +22,7 @@ from headgate.capture.schema.sites import Site
 from headgate.steering.gates.gate import Selection
 from headgate.steering.spec import Steered
 from headgate.steering.vectors.sums import Vectors
-from headgate.steering.worker.placed_programs import ProgramTable, ProgramWrites
-from headgate.steering.worker.rows.rule_programs import ActingRule, acting_of
+from headgate.steering.worker.placed_programs import ActingRule, ProgramTable, ProgramWrites, acting_of
 from headgate.steering.worker.rows.vector_pool import (
     NO_SUMS,
     UNSTEERED_ROW,

@@ -20,8 +20,7 @@ from headgate.steering.programs.program import Program
 from headgate.steering.spec import Steered
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
 from headgate.steering.vectors.sums import Vectors, effective, is_zero
-from headgate.steering.worker.placed_programs import PlacedProgram, place
-from headgate.steering.worker.rows.rule_programs import ActingRule, RulePrograms, key_of
+from headgate.steering.worker.placed_programs import ActingRule, PlacedProgram, RulePrograms, key_of, place
 
 ZERO_SLOT = 0
 """Holds the zero vector for ever."""

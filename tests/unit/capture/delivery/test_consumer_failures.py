@@ -13,7 +13,7 @@ import pytest
 from headgate.capture.delivery import completeness, consumer_queue
 from headgate.capture.delivery.consumer_queue import ConsumerQueue
 from headgate.capture.delivery.consumer_thread import UnfinishedWork
-from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.schema.config import CaptureConsumerSpec
 from tests.fakes.pipeline import (
     TIMEOUT_S,

@@ -27,10 +27,9 @@ from headgate.capture.links.messages import (
     select_spans,
 )
 from headgate.capture.schema.batch import FinalState
-from headgate.capture.schema.consumer import FinishedRequest, RequestInfo, RowBlock, RowSpan
+from headgate.capture.schema.consumer import FinishedRequest, ReadoutFacts, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.positions import Named
-from headgate.capture.schema.readout import ReadoutFacts
 from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from headgate.capture.monitoring.rate_limited_log import MAX_REASONS, REASON_S, ReasonLog
+from headgate.capture.monitoring.logs import MAX_REASONS, REASON_S, ReasonLog
 
 
 def test_a_reason_is_logged_once_a_second_and_others_beside_it(caplog: pytest.LogCaptureFixture) -> None:

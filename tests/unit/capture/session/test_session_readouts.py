@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from headgate.capture.schema.consumer import ReadoutFacts
 from headgate.capture.schema.positions import Indices, Named
-from headgate.capture.schema.readout import ReadoutFacts
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec

@@ -110,7 +110,7 @@ def test_selectors_select_what_they_say(
 
 @given(start=st.integers(-9, 9), length=st.integers(1, 9), num_prompt=st.integers(1, 8), rows=st.integers(0, 12))
 def test_spans_select_as_the_capture_does(start: int, length: int, num_prompt: int, rows: int) -> None:
-    from headgate.consumers.datasets.index.table import COLUMNS, EntryTable
+    from headgate.consumers.datasets.index import COLUMNS, EntryTable
     from headgate.consumers.datasets.selection import Selection
 
     stop = start + length if (start < 0) == (start + length < 0) else None

@@ -13,7 +13,7 @@ import pytest
 
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
 from headgate.consumers.datasets import open_dataset
-from headgate.consumers.datasets.index.root import index_path
+from headgate.consumers.datasets.index import index_path
 from tests.deadlines import patience
 from tests.fakes.captured_roots import SITE, expected_facts, facts_of, write_root
 from tests.fakes.sparse_shards import make_sparse

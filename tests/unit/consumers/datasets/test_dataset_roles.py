@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.consumers.datasets import open_dataset
-from headgate.consumers.datasets.index import root
-from headgate.consumers.datasets.index.root import index_path
+from headgate.consumers.datasets import index, open_dataset
+from headgate.consumers.datasets.index import index_path
 from headgate.consumers.feed import ExampleRequest
 from headgate.consumers.filesystem.formats.layout import MessagePlace
 from headgate.consumers.reader import open_captures
@@ -135,7 +134,7 @@ def test_files_and_indexes_of_before_are_read(tmp_path: Path, monkeypatch: pytes
         document = json.loads(sidecar.read_text())
         assert document.pop("messages") == chat_of(0)
         sidecar.write_text(json.dumps(document))
-    monkeypatch.setattr(root, "VERSION", 1)
+    monkeypatch.setattr(index, "VERSION", 1)
     open_dataset(tmp_path)
     monkeypatch.undo()
 
@@ -143,6 +142,6 @@ def test_files_and_indexes_of_before_are_read(tmp_path: Path, monkeypatch: pytes
 
     assert data.roots[0].num_opened == 1  # the index was made anew
     assert open_dataset(tmp_path).roots[0].num_opened == 0
-    assert np.frombuffer(Path(index_path(str(tmp_path))).read_bytes()[16:20], "<u4") == root.VERSION
+    assert np.frombuffer(Path(index_path(str(tmp_path))).read_bytes()[16:20], "<u4") == index.VERSION
     assert next(iter(open_captures(tmp_path))).messages is None
     assert data.num_rows == {SITE: PROMPT + 3}

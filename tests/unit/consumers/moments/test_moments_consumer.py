@@ -22,7 +22,7 @@ from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.capture.schema.errors import CaptureFileError, ConfigError
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from headgate.consumers.moments import MomentsConsumer, SiteMoments, open_moments
-from headgate.consumers.moments.live_state import HOLD_ROWS
+from headgate.consumers.moments.consumer import HOLD_ROWS
 from headgate.consumers.moments.state_file import OwnedFile
 
 CONTEXT = ConsumerContext(instance_name="moments", model=EXAMPLE_MODEL)

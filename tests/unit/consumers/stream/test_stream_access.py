@@ -15,7 +15,7 @@ import pytest
 from headgate.capture.schema.consumer import SpecContext
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.consumers.feed import EXAMPLE_MODEL
-from headgate.consumers.stream import StreamConsumer, StreamReader, StreamRefusedError, listener, wire
+from headgate.consumers.stream import StreamConsumer, StreamReader, StreamRefusedError, consumer, wire
 from headgate.consumers.stream.wire import TOKEN_VARIABLE, parse_address
 from tests.deadlines import patience
 from tests.fakes.streams import SITE, expected_facts, facts, streaming
@@ -111,21 +111,21 @@ def test_what_a_reader_said_cannot_be_said_again(token_file: str) -> None:
 @pytest.mark.parametrize("said", [b"", b"\0"])
 def test_a_crowd_of_strangers_keeps_no_reader_waiting(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold every place, have an hour each to say something, and the reader is there before they are let go."""
-    monkeypatch.setattr(listener, "HANDSHAKE_S", 3600.0)
-    monkeypatch.setattr(listener, "FIRST_BYTES_S", 3600.0)
+    monkeypatch.setattr(consumer, "HANDSHAKE_S", 3600.0)
+    monkeypatch.setattr(consumer, "FIRST_BYTES_S", 3600.0)
     with streaming() as stream, ExitStack() as strangers:
         sent = stream.send("one")
-        for _ in range(3 * listener.MAX_GUESTS):
+        for _ in range(3 * consumer.MAX_GUESTS):
             stranger = strangers.enter_context(parse_address(stream.address).connect())
             stranger.sendall(said)
         with StreamReader(stream.address, sites=SITE) as reader:
             assert facts([next(reader)]) == expected_facts([sent])
         names = [thread.name for thread in threading.enumerate()]
-    assert names.count("headgate-stream-guest") <= listener.MAX_GUESTS
+    assert names.count("headgate-stream-guest") <= consumer.MAX_GUESTS
 
 
 def test_a_stranger_that_says_nothing_is_let_go_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "FIRST_BYTES_S", 0.05)
+    monkeypatch.setattr(consumer, "FIRST_BYTES_S", 0.05)
     with streaming() as stream, parse_address(stream.address).connect() as stranger:
         deadline = time.monotonic() + 10
         wire.receive_text(stranger, wire.Greeting, None, "", deadline)
@@ -137,7 +137,7 @@ def test_a_stranger_that_says_nothing_is_let_go_after_a_second(monkeypatch: pyte
     "said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 9, b"\0\0\0\2{}" + bytes(32), b"\0\0\0\1[" + bytes(32)]
 )
 def test_strangers_do_not_keep_the_reader_out(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(consumer, "HANDSHAKE_S", 0.2)
     with streaming() as stream:
         sent = stream.send("one")
         with parse_address(stream.address).connect() as stranger:

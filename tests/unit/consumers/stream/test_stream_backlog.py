@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headgate.capture.schema.errors import ConsumerError
-from headgate.consumers.stream.listener import Backlog
+from headgate.consumers.stream.consumer import Backlog
 
 MAX_BYTES, MAX_AWAY_S = 40, 10.0
 

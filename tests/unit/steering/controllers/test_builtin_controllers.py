@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.capture.probes.probe import ProbeError, save
+from headgate.capture.probe import ProbeError, save
 from headgate.capture.schema.sites import Site
 from headgate.steering.controllers import Controller, Probe, SetGlobal, SetSteering
 from headgate.steering.controllers.pid import PidController

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.capture.probes.probe import Activation, HiddenLayer, Probe, ProbeKind
+from headgate.capture.probe import Activation, HiddenLayer, Probe, ProbeKind
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import parse_config
@@ -29,8 +29,7 @@ from headgate.steering.gates.gate import (
 )
 from headgate.steering.gates.lowering import lower_gates
 from headgate.steering.gates.trace import join_notes
-from headgate.steering.programs.codes import CODE, CODE_MASK, Code
-from headgate.steering.programs.gate_codes import UNIT_MASK, GateScope, Pool, UnitFunction
+from headgate.steering.programs.codes import CODE, CODE_MASK, UNIT_MASK, Code, GateScope, Pool, UnitFunction
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire

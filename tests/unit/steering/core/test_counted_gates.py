@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.steering.core.rules import step_counts
+from headgate.steering.core.rules import step_readings
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.gate import COUNT, Gate, InlineProbe, ModuleThen, Then, layout_of
 from headgate.steering.gates.trace import GateSource
-from headgate.steering.programs.codes import CODE, CODE_MASK, Code
-from headgate.steering.programs.gate_codes import GateFlag, GateScope
+from headgate.steering.programs.codes import CODE, CODE_MASK, Code, GateFlag, GateScope
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import SteeringSpec, to_wire
 from tests.unit.steering.core.test_core_gates import (
@@ -166,7 +165,7 @@ def test_workers_are_asked_only_where_they_may_have_counted(core, workers):
 
 
 def test_of_requests_that_ended_nothing_piles_up(core, monkeypatch):
-    monkeypatch.setattr(step_counts, "MAX_ENDED", 2)
+    monkeypatch.setattr(step_readings, "MAX_ENDED", 2)
     one = (gate(name="one"),)
     for req_id in "abc":
         accept(core, req_id, *one)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headgate.capture.schema.sites import Site
-from headgate.steering.core.saes.registry import KeptPrograms, bytes_of
+from headgate.steering.core.saes import KeptPrograms, bytes_of
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code
 from headgate.steering.programs.program import Entry, Program
 

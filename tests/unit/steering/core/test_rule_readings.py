@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate.steering.core.rules import step_counts
+from headgate.steering.core.rules import step_readings
 from headgate.steering.core.rules.registry import MAX_SELECTIONS
-from headgate.steering.core.rules.step_counts import OTHERS
-from headgate.steering.core.rules.step_readings import RequestReadings
+from headgate.steering.core.rules.step_readings import OTHERS, RequestReadings
 from headgate.steering.documents.gates import read_gates
 from headgate.steering.gates.gate import Gate
 from headgate.steering.gates.step_table import StepTable
@@ -270,7 +269,7 @@ def test_steps_of_single_rows_are_counted_and_traced_as_others_are(
 
 
 def test_names_of_gates_in_one_step_are_limited(rules: Rules, steps: RequestReadings, monkeypatch: Any) -> None:
-    monkeypatch.setattr(step_counts, "MAX_NAMES", 1)
+    monkeypatch.setattr(step_readings, "MAX_NAMES", 1)
     gate = {key: value for key, value in document().items() if key != "applies_to"}
     for name in ("one", "two", "three"):
         add(rules, steps, name, gates=read_gates([{"name": name, **gate}], STEERABLE))
@@ -283,7 +282,7 @@ def test_names_of_gates_in_one_step_are_limited(rules: Rules, steps: RequestRead
 def test_names_of_gates_that_are_counted_apart_are_limited(
     rules: Rules, steps: RequestReadings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_counts, "MAX_NAMES", 1)
+    monkeypatch.setattr(step_readings, "MAX_NAMES", 1)
     gate = {key: value for key, value in document().items() if key != "applies_to"}
     for name in ("one", "two", "three"):
         add(rules, steps, name, gates=read_gates([{"name": name, **gate}], STEERABLE))

@@ -26,8 +26,7 @@ from headgate.steering.gates.gate import (
     gates_to_wire,
     layout_of,
 )
-from headgate.steering.programs.codes import Edit
-from headgate.steering.programs.gate_codes import GateScope, Mode, Pool
+from headgate.steering.programs.codes import Edit, GateScope, Mode, Pool
 from headgate.steering.programs.operations import Method, ModuleVector
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
 from tests.fakes.gate_forms import (

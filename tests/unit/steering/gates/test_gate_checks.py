@@ -9,7 +9,7 @@ import pytest
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, Site
 from headgate.steering.gates.gate import Always, Gate, Then, check_reads, check_this_token, is_reached
-from headgate.steering.programs.gate_codes import GateScope
+from headgate.steering.programs.codes import GateScope
 
 GATE = Gate(name="g", when=Always(), then=Then(observes=True), where="steering_gates[2]")
 

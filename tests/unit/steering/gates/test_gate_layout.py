@@ -25,8 +25,7 @@ from headgate.steering.gates.gate import (
 )
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource, Note, TraceWriter, join_notes
-from headgate.steering.programs.codes import EVERYWHERE, Code
-from headgate.steering.programs.gate_codes import Combine, gate_field
+from headgate.steering.programs.codes import EVERYWHERE, Code, Combine, gate_field
 from headgate.steering.programs.program import Entry, Program
 
 SITE = Site(1, HookPoint.POST_MLP)

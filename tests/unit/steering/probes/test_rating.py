@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.probes.probe import ProbeError
+from headgate.capture.probe import ProbeError
 from headgate.steering.probes.judging import roc, threshold_at
 
 metrics = pytest.importorskip("sklearn.metrics", exc_type=ImportError)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.steering.programs.stored_vectors import StoredVector, StoredVectors, store
+from headgate.steering.programs.lowering import StoredVector, StoredVectors, store
 from headgate.steering.vectors.dtypes import StoredType, widen
 from headgate.steering.vectors.sums import round_to
 

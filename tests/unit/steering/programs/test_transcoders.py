@@ -13,7 +13,7 @@ import torch
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site, sort_sites
-from headgate.steering.core.saes.registry import SaeRegistry, open_sae
+from headgate.steering.core.saes import SaeRegistry, open_sae
 from headgate.steering.documents.features import REQUEST_FEATURES, read_features
 from headgate.steering.features.canonical import write_coder
 from headgate.steering.features.importing import read_source

@@ -18,8 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tqdm import tqdm
 
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS
-from headgate.steering.worker.program_action import add_selected
-from headgate.steering.worker.program_ops import program_deltas
+from headgate.steering.worker.program_action import add_selected, program_deltas
 from headgate.steering.worker.site_action import add_pooled
 
 

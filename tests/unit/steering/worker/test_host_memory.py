@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headgate.steering.worker.tables import uploads
+from headgate.steering.worker import transfers
 
 
 def refuse(*_: Any, **__: Any) -> Tensor:
@@ -27,7 +27,7 @@ def test_a_torch_that_has_no_such_tensors_is_found_out_at_once(
 ) -> None:
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
     with caplog.at_level("INFO", "headgate"):
-        assert uploads.seen_by_gpu(np.zeros((2, 3)), torch.device("cpu")) is None
+        assert transfers.seen_by_gpu(np.zeros((2, 3)), torch.device("cpu")) is None
 
     assert reason in caplog.text
     assert "and more" not in caplog.text
@@ -36,7 +36,7 @@ def test_a_torch_that_has_no_such_tensors_is_found_out_at_once(
 def test_pinned_memory_is_described_as_an_array_of_the_gpu() -> None:
     pinned = np.zeros((16, 3), np.float32)
 
-    described = uploads._PinnedArray(pinned).__cuda_array_interface__
+    described = transfers._PinnedArray(pinned).__cuda_array_interface__
 
     assert described == {
         **{"shape": (16, 3), "typestr": "<f4", "strides": None, "version": 3},

@@ -6,8 +6,12 @@ from tqdm import tqdm
 
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code, Edit, with_change
 from headgate.steering.worker.gates.step_gates import no_gates
-from headgate.steering.worker.program_action import steered_rows_and_state
-from headgate.steering.worker.program_ops import NO_SAE, program_deltas, program_deltas_and_state
+from headgate.steering.worker.program_action import (
+    NO_SAE,
+    program_deltas,
+    program_deltas_and_state,
+    steered_rows_and_state,
+)
 
 NO_GATES = no_gates(torch.device("cpu"))
 

@@ -26,7 +26,7 @@ from headgate.steering.programs.codes import (
     InputNorm,
 )
 from headgate.steering.worker.gates.step_gates import no_gates
-from headgate.steering.worker.program_ops import program_deltas_and_state
+from headgate.steering.worker.program_action import program_deltas_and_state
 from headgate.steering.worker.program_reference import program_deltas_reference
 from headgate.steering.worker.reconstruction import reconstructed_deltas_reference, reconstruction_deltas_reference
 from headgate.steering.worker.steering_part import SteeringPart

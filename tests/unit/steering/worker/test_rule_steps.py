@@ -9,7 +9,7 @@ import torch
 
 from headgate.capture.engine.contracts.worker_hooks import SiteValue
 from headgate.capture.engine.model import forward_wrappers
-from headgate.steering.programs.gate_codes import TokenFlag
+from headgate.steering.programs.codes import TokenFlag
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.spec import SteeringSpec, to_wire

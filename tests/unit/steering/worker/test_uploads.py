@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS
+from headgate.steering.worker import device_tables
+from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.placed_programs import ProgramWrites
 from headgate.steering.worker.rows.row_table import TableWrites
 from headgate.steering.worker.rows.step_rows import StepRows
 from headgate.steering.worker.rows.vector_pool import SlotWrites
-from headgate.steering.worker.tables import device_tables
-from headgate.steering.worker.tables.device_tables import DeviceTables
-from headgate.steering.worker.tables.uploads import pack, packed_size, unpack
+from headgate.steering.worker.transfers import pack, packed_size, unpack
 
 RNG = np.random.default_rng(0)
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from headgate.steering.worker import transfers
+from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.gates.step_gates import GateWrites, StepGates
 from headgate.steering.worker.rows.step_rows import StepRows
-from headgate.steering.worker.tables import uploads
-from headgate.steering.worker.tables.device_tables import DeviceTables
-from headgate.steering.worker.tables.uploads import NUM_BUFFERS, HostValues, PinnedValues
+from headgate.steering.worker.transfers import NUM_BUFFERS, HostValues, PinnedValues
 
 NUM_PLACES, MOST = 12, 5
 
@@ -104,7 +104,7 @@ def test_a_gpu_that_is_a_few_steps_behind_is_never_waited_for() -> None:
 def test_a_forward_on_the_host_reads_the_array() -> None:
     flat = torch.zeros(4)
 
-    upload = uploads.value_upload(flat, 4)
+    upload = transfers.value_upload(flat, 4)
     assert isinstance(upload, HostValues)
     upload.write(torch.tensor([3, 1]), np.array([1.0, 2.0], np.float32))
 

@@ -20,9 +20,8 @@ from headgate.steering.config import parse_config
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors, weighted_sum
 from headgate.steering.worker import site_action
-from headgate.steering.worker.self_test import check_steering
-from headgate.steering.worker.steering_part import SteeringPart
-from headgate.steering.worker.tables.device_tables import DeviceTables
+from headgate.steering.worker.device_tables import DeviceTables
+from headgate.steering.worker.steering_part import SteeringPart, check_steering
 from tests.fakes.transcoders import TinyTranscoder
 
 HIDDEN = 16

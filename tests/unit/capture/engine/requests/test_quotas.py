@@ -11,11 +11,10 @@ import pytest
 from headgate.capture.engine.requests.call_context import HttpCall, enter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec, parse_config
-from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
+from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, Readout, SpecContext
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.limits import count_rows
 from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
-from headgate.capture.schema.readout import Readout
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from tests.fakes.driver_consumers import no_drivers

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.capture.probes.probe import Activation, HiddenLayer, ProbeKind
+from headgate.capture.probe import Activation, HiddenLayer, ProbeKind
 from headgate.capture.schema.action_sink import Submitted, encode_action
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import Site

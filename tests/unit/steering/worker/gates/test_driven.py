@@ -13,12 +13,11 @@ from headgate.steering.gates.coefficient_changes import (
     ColumnChanges,
     by_column,
 )
-from headgate.steering.programs.codes import EVERYWHERE, Code
-from headgate.steering.programs.gate_codes import TokenFlag, gate_field
+from headgate.steering.programs.codes import EVERYWHERE, Code, TokenFlag, gate_field
 from headgate.steering.programs.program import Entry, Program
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import GateWrites, StepGates
-from headgate.steering.worker.rows.rule_programs import ActingRule
+from headgate.steering.worker.placed_programs import ActingRule
 from headgate.steering.worker.rows.step_rows import StepSequence
 from tests.unit.steering.worker.gates.test_step_gates import COLUMNS, SITE, view
 

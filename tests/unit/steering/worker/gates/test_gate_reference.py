@@ -25,7 +25,7 @@ from headgate.steering.gates.gate import (
     layout_of,
 )
 from headgate.steering.gates.lowering import lower_gates
-from headgate.steering.programs.gate_codes import (
+from headgate.steering.programs.codes import (
     Combine,
     GateScope,
     Mode,

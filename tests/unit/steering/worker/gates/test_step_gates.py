@@ -10,13 +10,12 @@ from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.gate import AppliesTo
 from headgate.steering.gates.step_table import StepTable
-from headgate.steering.programs.codes import EVERYWHERE, Code, with_change
-from headgate.steering.programs.gate_codes import GateScope, TokenFlag, gate_field
+from headgate.steering.programs.codes import EVERYWHERE, Code, GateScope, TokenFlag, gate_field, with_change
 from headgate.steering.programs.program import Entry, Program
 from headgate.steering.worker.gates import readings as gate_readings
 from headgate.steering.worker.gates.requests import NO_SLOT, GateSlots, OwnGates, gated_request
 from headgate.steering.worker.gates.step_gates import StepGates
-from headgate.steering.worker.rows.rule_programs import ActingRule
+from headgate.steering.worker.placed_programs import ActingRule
 
 COLUMNS = 4
 SITE = Site(0, HookPoint.POST_MLP)

@@ -11,7 +11,7 @@ import torch
 from headgate.steering.gates.gate import COUNT, AppliesTo
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import StepGates
-from headgate.steering.worker.rows.rule_programs import ActingRule
+from headgate.steering.worker.placed_programs import ActingRule
 from tests.unit.steering.worker.gates.test_step_gates import COLUMNS, program, view
 
 COUNTED = OwnGates(2, (program(1, is_early=False),), is_counted=True)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from headgate.capture.schema.batch import BatchView
 from headgate.steering.vectors.phase_vectors import PhaseVectors
+from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.rows.row_table import RowTable
 from headgate.steering.worker.rows.step_rows import RowResolver
-from headgate.steering.worker.tables.device_tables import DeviceTables
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, Device, expected, summed, table, view
 from tests.strategies import Step, schedules
 

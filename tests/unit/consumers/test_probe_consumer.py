@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.capture.probes.probe import HiddenLayer, Probe, save
+from headgate.capture.probe import HiddenLayer, Probe, save
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.sites import Site

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.probes.probe import Activation, HiddenLayer, Probe, ProbeError
-from headgate.capture.probes.readout import ProbeReadout
+from headgate.capture.probe import Activation, HiddenLayer, Probe, ProbeError, ProbeReadout
 from headgate.capture.schema.sites import Site
 
 WIDTH = 12

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from headgate.capture.probes.probe import MAX_UNITS, POOLINGS
+from headgate.capture.probe import MAX_UNITS, POOLINGS
 from headgate.capture.schema.sites import Site
 from headgate.steering.probes import Activation, HiddenLayer, Probe, ProbeError, ProbeKind, load, save
 from headgate.steering.probes.wire import from_wire, to_wire

@@ -15,8 +15,7 @@ from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
 from headgate.consumers.memory import MemoryConsumer
-from headgate.consumers.reward import RewardConsumer
-from headgate.consumers.reward.consumer import read_direction
+from headgate.consumers.reward import RewardConsumer, read_direction
 
 HIDDEN = EXAMPLE_MODEL.hidden_size
 SITE = EXAMPLE_MODEL.sites[5]

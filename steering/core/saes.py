@@ -17,14 +17,13 @@ from typing import Any, Generic, TypeVar
 from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
+from headgate.steering.config import cross_stages, sae_site
 from headgate.steering.features.importing import open_coder
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.gates.gate import is_reached
-from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
-from headgate.steering.programs.feature_lowering import feature_entries
+from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, feature_entries, sae_key
 from headgate.steering.programs.program import Entry, Program
-from headgate.steering.sae_sources import cross_stages, sae_site
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 

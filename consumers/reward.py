@@ -22,6 +22,7 @@ from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
     ModelInfo,
+    Readout,
     RequestInfo,
     RowBlock,
     SpecContext,
@@ -30,7 +31,6 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.positions import Named
-from headgate.capture.schema.readout import Readout
 from headgate.capture.schema.sites import HookPoint, Site, parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 

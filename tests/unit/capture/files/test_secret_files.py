@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from headgate.capture.engine.access.key_ring import read_keys
+from headgate.capture.files.reading import MAX_SECRET_BYTES, read_secret
 from headgate.capture.links import network
 from headgate.capture.schema.config import NetworkConfig
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.secret_files import MAX_BYTES, read_secret
 from headgate.consumers.stream.wire import read_token
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -48,7 +48,7 @@ def test_it_belongs_to_this_user_or_to_root(secret: Path, kind: str, monkeypatch
         found[4] = os.geteuid() + 1
         return os.stat_result(found)
 
-    monkeypatch.setattr("headgate.capture.schema.secret_files.os.fstat", of_another)
+    monkeypatch.setattr("headgate.capture.files.reading.os.fstat", of_another)
 
     with pytest.raises(ConfigError, match=f"belongs to the user {os.geteuid() + 1}.* run chown {os.geteuid()}"):
         READERS[kind](secret)
@@ -63,9 +63,9 @@ def test_its_group_may_read_it(secret: Path, mode: int) -> None:
 
 
 def test_what_is_no_file_of_secrets_is_refused(secret: Path) -> None:
-    secret.write_bytes(bytes(MAX_BYTES + 1))
+    secret.write_bytes(bytes(MAX_SECRET_BYTES + 1))
 
-    with pytest.raises(ConfigError, match=f"secret {secret}: has more than {MAX_BYTES} bytes"):
+    with pytest.raises(ConfigError, match=f"secret {secret}: has more than {MAX_SECRET_BYTES} bytes"):
         read_secret(secret, "secret")
     with pytest.raises(ConfigError, match="Is a directory"):
         read_secret(secret.parent, "secret")

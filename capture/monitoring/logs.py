@@ -1,4 +1,4 @@
-"""Logging of what may happen thousands of times a second."""
+"""headgate's log: lines shown where vLLM's own are shown, and few of what may happen thousands of times a second."""
 
 from __future__ import annotations
 
@@ -79,3 +79,17 @@ class ReasonLog:
             self._seen[reason] = (now + REASON_S, 0)
         more = f" ({left_out} more for that reason since the last line)" if left_out else ""
         logger.info("%s: %s%s", self._who, text, more)
+
+
+def speak_through_vllm() -> None:
+    """Give headgate's logger vLLM's handlers and level, unless the application has set up either itself.
+
+    vLLM configures its own logger only; without this, what a server's sites cost and that they passed the self-test
+    would not be seen. Idempotent.
+    """
+    ours, theirs = logging.getLogger("headgate"), logging.getLogger("vllm")
+    if ours.handlers or logging.getLogger().handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())

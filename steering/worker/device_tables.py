@@ -26,7 +26,7 @@ from headgate.steering.worker.placed_programs import ProgramWrites
 from headgate.steering.worker.reconstruction import EncodedSae
 from headgate.steering.worker.rows.row_table import TableWrites
 from headgate.steering.worker.rows.step_rows import StepRows
-from headgate.steering.worker.tables.uploads import (
+from headgate.steering.worker.transfers import (
     ALIGNMENT,
     ENTRIES,
     UPLOAD_BYTES,

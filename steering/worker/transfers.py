@@ -1,13 +1,16 @@
-"""How arrays come to the device: packed, so that all that a step changes is mostly one copy.
+"""How arrays travel between the host and the device: what a step changes comes packed, mostly as one copy, and small
+results return through pinned memory that is used again.
 
 Numbers for places that the device knows come without a copy (`ValueUpload`): they are the only write of most steps that
 a controller follows. Each call into the driver costs the host 20 to 50 us once other work has pushed its code out of
-the processor's caches. So there is one: a kernel that reads the numbers in the memory of the host.
+the processor's caches. So there is one: a kernel that reads the numbers in the memory of the host. For the same reason,
+steps allocate no pinned memory and make no event for what returns: that would cost some ten such calls.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS
 from headgate.steering.vectors.dtypes import Float32Rows
@@ -244,3 +248,74 @@ class Write(NamedTuple):
 def inference_mode() -> AbstractContextManager[object]:
     """Return a context in which tensors may be written that were made in inference mode; nothing if it is on."""
     return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
+
+
+_MAX_KEPT = 8
+"""Buffers of each size that wait to be used again; steps overlap by two or three."""
+_MAX_KEPT_NUMBERS = 1 << 18
+"""Numbers in the largest buffer that is kept: one for a prompt's rows comes seldom."""
+
+
+def sent(index: Int64Array, device: torch.device) -> Tensor:
+    """Return an index on a device. From memory that is not pinned, the copy would wait for all that was launched."""
+    if device.type != "cuda":
+        return torch.from_numpy(index)
+    return torch.from_numpy(index).pin_memory().to(device, non_blocking=True)
+
+
+class PinnedCopies:
+    """Buffers in pinned memory, each with an event. One thread starts copies, any thread takes them."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, deque[_PinnedBuffer]] = {}
+
+    def start(self, source: Tensor) -> PinnedCopy:
+        """Start to copy float32 `source`, in the memory of a GPU, on the current stream."""
+        size = 1 << max(source.numel() - 1, 0).bit_length()
+        free = self._free.get(size)
+        if free is None:
+            free = self._free[size] = deque(maxlen=_MAX_KEPT if size <= _MAX_KEPT_NUMBERS else 0)
+        try:
+            buffer = free.popleft()
+        except IndexError:
+            buffer = _PinnedBuffer(size)
+        view = buffer.view(source)
+        view.copy_(source, non_blocking=True)
+        buffer.done.record()
+        return PinnedCopy(buffer, view, free)
+
+
+class _PinnedBuffer:
+    """Pinned memory for `size` numbers."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = torch.empty(size, dtype=torch.float32, pin_memory=True)
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._view = self._memory[:0]
+
+    def view(self, source: Tensor) -> Tensor:
+        """Return the memory in the shape of `source`; mostly that is the shape of the last one."""
+        if self._view.shape != source.shape:
+            self._view = self._memory[: source.numel()].view(source.shape)
+        return self._view
+
+
+class PinnedCopy:
+    """A copy that was started."""
+
+    def __init__(self, buffer: _PinnedBuffer, view: Tensor, free: deque[_PinnedBuffer]) -> None:
+        self._buffer = buffer
+        self._view = view
+        self._free = free
+
+    @property
+    def is_there(self) -> bool:
+        """Whether `take` waits for nothing."""
+        return bool(self._buffer.done.query())  # type: ignore[no-untyped-call]
+
+    def take(self) -> Float32Rows:
+        """Return the numbers, which are the caller's, and give the buffer back. To be called once; waits for them."""
+        self._buffer.done.synchronize()
+        found: Float32Rows = self._view.numpy().copy()
+        self._free.append(self._buffer)
+        return found

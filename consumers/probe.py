@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headgate.capture.probes.probe import Probe, ProbeError, Scores, load
-from headgate.capture.probes.readout import ProbeReadout, keys_of
+from headgate.capture.probe import Probe, ProbeError, ProbeReadout, Scores, keys_of, load
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
     ModelInfo,
+    Readout,
     RequestInfo,
     RowBlock,
     SpecContext,
@@ -27,7 +27,6 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.positions import parse_positions
-from headgate.capture.schema.readout import Readout
 from headgate.capture.schema.sites import Site, site_map, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 

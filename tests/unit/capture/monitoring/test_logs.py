@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from headgate.capture.engine.setup.logs import speak_through_vllm
+from headgate.capture.monitoring.logs import speak_through_vllm
 
 
 @pytest.fixture
