@@ -5,7 +5,7 @@ A condition is a tree of `Leaf`, `ConditionGroup`, `Negation` and `Always`. The 
 them, looks them up when it lowers (`headgate.steering.gates.lowering`). Numpy only.
 
 The columns of a row's numbers (`layout_of`) follow from the gates alone, before any name in them is looked up, so the
-front end that reads a trace and the engine core that lowers the gates need not tell each other.
+front end that reads a trace and the engine core that lowers the gates need not exchange it.
 """
 
 from __future__ import annotations

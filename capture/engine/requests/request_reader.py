@@ -94,7 +94,7 @@ class OpenPart:
 
 
 PartOperations = Iterator[tuple[str, Operation[None]]]
-"""What each part asks the engine cores, by its name: for `run_each` or `run_each_async`."""
+"""Questions to the engine cores, by the name of the part that asks them: for `run_each` or `run_each_async`."""
 
 
 class RequestReader:
