@@ -66,7 +66,13 @@ def test_a_harvest_has_the_tokens_of_a_chat(templated: Any, name: str) -> None:
     tokens = VllmEngine(templated).tokens(copy.deepcopy(given))
 
     params = SamplingParams(max_tokens=1)
-    (output,) = templated.chat(copy.deepcopy(given), params, use_tqdm=False, add_generation_prompt=is_open)
+    (output,) = templated.chat(
+        copy.deepcopy(given),
+        params,
+        use_tqdm=False,
+        add_generation_prompt=is_open,
+        chat_template=templated.chat_template,  # which vLLM 0.26 does not look up by itself
+    )
     assert tokens == output.prompt_token_ids
     assert HELD[name] in templated.get_tokenizer().decode(tokens)
 

@@ -129,8 +129,9 @@ def _render(llm: Any, prompt: str | Sequence[Document], add_generation_prompt: b
 def _known_tokens(llm: Any, token_ids: Sequence[int], field: str) -> list[int]:
     """Refuse ids beyond the vocabulary: without a tokenizer vLLM does not, and its engine core dies of them."""
     num_known = llm.model_config.get_vocab_size()
-    if llm.renderer.tokenizer is not None:
-        num_known = max(num_known, llm.renderer.tokenizer.max_token_id + 1)
+    if llm.renderer.tokenizer is not None and token_ids and max(token_ids) >= num_known:
+        # Not the tokenizer's `max_token_id`, which is one too many where it counts the vocabulary (vLLM 0.26).
+        num_known = max(num_known, 1 + max(llm.renderer.tokenizer.get_vocab().values()))
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < num_known:
         unknown = next(token for token in token_ids if not 0 <= token < num_known)
         raise RequestError(field, f"expected token ids from 0 to {num_known - 1}, got {unknown}")
@@ -138,7 +139,10 @@ def _known_tokens(llm: Any, token_ids: Sequence[int], field: str) -> list[int]:
 
 
 def _template_of(llm: Any) -> str | None:
-    """The chat template that an `LLM` was given in place of the tokenizer's; an `AsyncLLM` has none."""
+    """The chat template that an `LLM` was given in place of the tokenizer's; an `AsyncLLM` has none.
+
+    In vLLM 0.26 ``LLM.chat`` itself does not use it, unless it is passed as an argument.
+    """
     return cast("str | None", getattr(llm, "chat_template", None))
 
 
