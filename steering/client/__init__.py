@@ -24,15 +24,21 @@ from headgate.steering.client.answers import (
     Capturable,
     Choice,
     Consumer,
-    GlobalUpdate,
-    Layers,
     ServerError,
     inline_rows,
 )
 from headgate.steering.client.calls import packed_fields
 from headgate.steering.client.http import AsyncClient, Client
 from headgate.steering.client.sweep import Cell, PatchSweep
-from headgate.steering.control.operations import ModuleStatus, ProbeStatus, RuleStatus, SaeStatus, SteeringStatus
+from headgate.steering.control.operations import (
+    GlobalUpdate,
+    Layers,
+    ModuleStatus,
+    ProbeStatus,
+    RuleStatus,
+    SaeStatus,
+    SteeringStatus,
+)
 
 __all__ = [
     "Answer",

@@ -186,40 +186,6 @@ def _captures(document: Any) -> tuple[Captures | None, ...]:
     return tuple(msgspec.convert(listed, list[Captures | None]))
 
 
-class GlobalUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """The places that a change of the global vectors named.
-
-    Attributes:
-        hook_points: In the order of the request.
-        layers_updated: Ascending.
-    """
-
-    hook_points: tuple[str, ...]
-    layers_updated: tuple[int, ...]
-
-
-class Layers(msgspec.Struct, frozen=True, kw_only=True):
-    """The sites that can be steered.
-
-    Attributes:
-        hook_points: Layers of each; the final norm has none.
-        op_hook_points: The hook points where operations can act.
-        num_layers: Decoder layers of the model.
-        hidden_size: Values of a vector.
-        dtype: Element type of the model, to which sums of vectors are rounded.
-        max_vectors_per_request: One for each site and phase, counted once if both phases are alike.
-        max_ops_per_site: Operations of one request at one site in one phase.
-    """
-
-    hook_points: dict[str, list[int]]
-    num_layers: int
-    hidden_size: int
-    dtype: str
-    max_vectors_per_request: int
-    op_hook_points: dict[str, list[int]] = {}
-    max_ops_per_site: int = 0
-
-
 class Consumer(msgspec.Struct, frozen=True, kw_only=True):
     """A consumer of captured activations.
 

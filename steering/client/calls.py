@@ -24,13 +24,13 @@ from headgate.capture.schema.sites import HookPoint, parse_hook
 from headgate.steering.client.answers import (
     Answer,
     Capturable,
-    GlobalUpdate,
-    Layers,
     ServerError,
     read_answer,
     read_status,
 )
 from headgate.steering.control.operations import (
+    GlobalUpdate,
+    Layers,
     ModuleStatus,
     ProbeSource,
     ProbeStatus,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import headgate.steering.client.calls as calls
 from headgate.capture.schema.shared_methods import Awaited, Blocking, shared
-from headgate.steering.client.answers import Answer, Capturable, GlobalUpdate, Layers, read_answer
+from headgate.steering.client.answers import Answer, Capturable, read_answer
 from headgate.steering.client.calls import (
     Generation,
     Lines,
@@ -22,6 +22,8 @@ from headgate.steering.client.calls import (
 )
 from headgate.steering.client.sweep import PatchSweep, SweepOptions, check_kept, collect, plan_sweep
 from headgate.steering.control.operations import (
+    GlobalUpdate,
+    Layers,
     ModuleStatus,
     ProbeSource,
     ProbeStatus,

@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
 from headgate.capture.probe import Probe, ProbeError
@@ -22,10 +24,11 @@ from headgate.steering.core.audit import BY, OPERATOR, Actor, AuditEntry
 from headgate.steering.core.probes import check_fits, open_probe
 from headgate.steering.core.saes import NO_SAES, open_sae
 from headgate.steering.documents.features import read_global_features
-from headgate.steering.documents.gates import read_rule
+from headgate.steering.documents.gates import RuleScope, Strength, Whom, read_rule
 from headgate.steering.documents.operations import read_site
-from headgate.steering.documents.probes import read_probe
+from headgate.steering.documents.probes import Pooling, read_probe
 from headgate.steering.documents.request import MODULE_FIELDS, read_global_ops, read_module, sum_tiers
+from headgate.steering.documents.schema import Amount, Count, Name, has
 from headgate.steering.documents.vectors import read_update
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import load
@@ -65,7 +68,7 @@ class ModuleStatus:
     name: str
     prefill: PhaseContent
     decode: PhaseContent
-    version: int
+    version: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +85,7 @@ class GlobalStatus:
     tiers: Mapping[str, tuple[str, ...]]
     prefill: PhaseContent
     decode: PhaseContent
-    version: int
+    version: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +98,9 @@ class SlotStatus:
         waiting: Requests that wait for slots.
     """
 
-    capacity: int
-    reserved: int
-    waiting: int
+    capacity: Count
+    reserved: Count
+    waiting: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,19 +139,19 @@ class SaeStatus:
         is_encoded: Whether ``sae_reconstruction`` can name it: the operator's ``--sae-encode``.
         format: Format of its files.
         model: Name of the model that it was trained on, if its files give it.
-        source: Path of its files.
+        source: Path of its files; over HTTP its last name alone, without the role ``steer``.
         sha256: Hash of the files that it was published as, in hex.
     """
 
     name: str
     site: str
     write_sites: tuple[str, ...]
-    width: int
-    num_features: int
-    activation: str
+    width: Count
+    num_features: Count
+    activation: Literal["relu", "jumprelu", "gated", "topk", "groupmax"]
     k: int | None
-    norm: str
-    decision: str
+    norm: Literal["none", "layer_norm", "constant_norm_rescale"]
+    decision: Literal["exact", "threshold", "none"]
     has_max_act: bool
     is_encoded: bool
     format: str
@@ -161,6 +164,53 @@ class SaeStatus:
         """Make it from an engine core's description, which may say more."""
         values = {field.name: described[field.name] for field in fields(cls)}
         return cls(**{**values, "write_sites": tuple(described["write_sites"])})
+
+
+class GlobalUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """The places that a change of the global vectors named.
+
+    Attributes:
+        hook_points: In the order of the request.
+        layers_updated: Ascending.
+    """
+
+    hook_points: tuple[str, ...]
+    layers_updated: tuple[int, ...]
+
+
+class Layers(msgspec.Struct, frozen=True, kw_only=True):
+    """The sites that can be steered.
+
+    Attributes:
+        hook_points: Layers of each; the final norm has none.
+        op_hook_points: The hook points where operations can act.
+        num_layers: Decoder layers of the model.
+        hidden_size: Values of a vector.
+        dtype: Element type of the model, to which sums of vectors are rounded.
+        max_vectors_per_request: One for each site and phase, counted once if both phases are alike.
+        max_ops_per_site: Operations of one request at one site in one phase.
+    """
+
+    hook_points: dict[str, list[int]]
+    num_layers: Count
+    hidden_size: Count
+    dtype: str
+    max_vectors_per_request: Count
+    op_hook_points: dict[str, list[int]] = {}
+    max_ops_per_site: Count = 0
+
+
+class SaeDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body that registers an SAE.
+
+    Attributes:
+        path: A file or folder below the server's --sae-root.
+        site: Where it acts, if the files do not say so; not for transcoders.
+    """
+
+    name: Name
+    path: str
+    site: str | None = None
 
 
 def set_global(
@@ -423,11 +473,11 @@ class ProbeStatus:
 
     name: str
     at: str
-    kind: str
+    kind: Literal["linear", "cosine", "mlp"]
     classes: tuple[str, ...]
-    hidden_size: int
+    hidden_size: Count
     threshold: float | None
-    pooling: str
+    pooling: Pooling
     model: str | None
     metadata: Mapping[str, str]
     sha256: str
@@ -492,9 +542,9 @@ class RuleStatus:
     """
 
     name: str
-    applies_to: str
-    scope: str
-    strength: str | Mapping[str, float | Mapping[str, float]]
+    applies_to: Whom
+    scope: RuleScope
+    strength: Strength
     probes: tuple[str, ...]
     sites: tuple[str, ...]
     observes: bool
@@ -519,9 +569,9 @@ class RuleActivity:
     """
 
     name: str
-    applies_to: str
+    applies_to: Whom
     observes: bool
-    rows: int
+    rows: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -545,14 +595,14 @@ class ControllerActivity:
 
     name: str
     entry_point: str
-    applies_to: str
+    applies_to: Whom
     probes: tuple[str, ...]
-    budget_ms: float
-    steps: int
-    skipped: int
-    over_budget: int
-    seconds: float
-    actions: Mapping[str, int]
+    budget_ms: Amount
+    steps: Count
+    skipped: Count
+    over_budget: Count
+    seconds: Amount
+    actions: Mapping[str, Count]
     error: str | None
 
     @classmethod
@@ -585,11 +635,11 @@ class DynamicStatus:
 
     probes: tuple[str, ...]
     rules: tuple[RuleActivity, ...]
-    gates: Mapping[str, int]
-    requests_with_gates: int
+    gates: Mapping[str, Count]
+    requests_with_gates: Count
     controllers: tuple[ControllerActivity, ...] = ()
-    latches: Mapping[str, int] = field(default_factory=dict)
-    queue: Mapping[str, int] | None = None
+    latches: Annotated[Mapping[str, int], has(conversations=Count, bytes=Count)] = field(default_factory=dict)
+    queue: Annotated[Mapping[str, int], has(waiting=Count, dropped=Count)] | None = None
 
 
 def dynamic() -> Operation[DynamicStatus]:

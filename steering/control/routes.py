@@ -21,7 +21,7 @@ from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, parse_hook
 from headgate.steering.control import openapi
 from headgate.steering.control.handle import AsyncSteering
-from headgate.steering.control.operations import SteeringStatus
+from headgate.steering.control.operations import SaeDocument, SteeringStatus
 from headgate.steering.core.audit import SIZE, Actor
 from headgate.steering.documents.features import (
     MODULE_FEATURES,
@@ -392,7 +392,7 @@ class SteeringRoutes(_Routes):
         """
         handle = self._handle()
         with self._services.client_errors():
-            document = await self._read(request, ("name", "path", "site"))
+            document = await self._read(request, SaeDocument.__struct_fields__)
             path = within_root(document.get("path"), handle.sae_root)
             sae = await handle.register_sae(name_in(document), path, document.get("site"), by=self._actor(request))
         return {"status": "ok", **dataclasses.asdict(sae)}

@@ -16,8 +16,9 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
+import msgspec
 from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import StreamingResponse
 
@@ -27,8 +28,9 @@ from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.results import FindKept, KeptRequest
 from headgate.capture.schema.sites import Site
 from headgate.steering.control.handle import AsyncSteering
-from headgate.steering.control.openapi import PATCH_SWEEP
+from headgate.steering.control.openapi import patch_sweep
 from headgate.steering.documents.operations import REQUEST_FIELDS, RowSource, float32_row, read_at, read_source
+from headgate.steering.documents.schema import Count, one_of
 from headgate.steering.documents.vectors import check_scale
 from headgate.steering.programs.operations import Float32Row, Method
 from headgate.steering.vectors.phase_vectors import Steerable
@@ -39,8 +41,40 @@ MAX_CELLS = 4096
 MAX_IN_FLIGHT = 16
 """Generations of one sweep at a time, so that others' requests find room beside them."""
 
-FIELDS = ("prompt", "source", "at", "positions", "metric", "answer", "foil", "alpha", "model")
 METRICS = ("logprob", "logit_diff", "recovered")
+
+
+class KeptRun(msgspec.Struct, forbid_unknown_fields=True):
+    """A request that has kept its rows, and which of its samples."""
+
+    request: str
+    sample: Count = 0
+
+
+class SweepDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a sweep.
+
+    Attributes:
+        prompt: The corrupted prompt, or its tokens.
+        source: The clean run: the name under which it has kept its rows.
+        at: Sites, as an operation has them.
+        positions: Positions of the prompt, as captures select them.
+        answer: The token whose logprob counts.
+        foil: The token it is compared with.
+    """
+
+    prompt: Annotated[Any, one_of(str, list[Count])]
+    source: Annotated[Any, one_of(str, KeptRun)]
+    at: Any
+    positions: Any = "all_prompt"
+    metric: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(METRICS)})] = METRICS[0]
+    answer: Annotated[Any, one_of(str, Count)]
+    foil: Annotated[Any, one_of(str, Count, None)] = None
+    alpha: float = 1.0
+    model: str | None = None
+
+
+FIELDS = SweepDocument.__struct_fields__
 
 Score = Callable[[Sequence[int], Sequence[int], Mapping[str, Any]], Awaitable[Sequence[float]]]
 """Scores one generation: tokens of the prompt, tokens to score, fields of the request. Returns their logprobs."""
@@ -320,7 +354,9 @@ def open_sweep_route(services: RouteServices) -> APIRouter:
     """Return the router of ``/v1/patch_sweep``."""
     router = APIRouter(prefix="/v1", tags=["steering"])
     route = SweepRoute(services)
-    router.add_api_route("/patch_sweep", route.sweep, methods=["POST"], response_model=None, **PATCH_SWEEP)
+    router.add_api_route(
+        "/patch_sweep", route.sweep, methods=["POST"], response_model=None, **patch_sweep(SweepDocument)
+    )
     return router
 
 

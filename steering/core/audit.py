@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from headgate.capture.schema.errors import ConfigError, ForbiddenError
+from headgate.steering.documents.schema import Count
 
 logger = logging.getLogger("headgate")
 
@@ -22,7 +23,7 @@ SIZE = 1000
 """Changes that are remembered; a file keeps all."""
 BY = "by"
 """Argument of a call in which its `Actor` travels."""
-_ACTIONS = {
+ACTIONS = {
     **{"set_global": "set", "clear_global": "clear", "register": "register", "unregister": "unregister"},
     **{name: name for name in ("register_sae", "unregister_sae", "register_probe", "unregister_probe")},
     **{name: name for name in ("register_rule", "unregister_rule")},
@@ -70,15 +71,24 @@ OPERATOR = Actor()
 
 
 class AuditEntry(TypedDict):
-    """One change: what was done to which module, SAE, probe or the global vectors, by whose key, from where and when.
+    """One change.
 
-    `address` is that of the connection; `forwarded_for` is what the request says, a proxy's word at best.
-
-    The hashes are those of the content that acts afterwards in each phase; of `unregister`, of the content removed.
+    Attributes:
+        time: Date and time of ISO 8601, in UTC.
+        engine: Index of the engine core.
+        action: One of the values of `ACTIONS`.
+        key: Name of the client's key; null if it needed none.
+        address: The other end of the connection.
+        forwarded_for: The header X-Forwarded-For, as a proxy or the client itself wrote it.
+        name: The module, SAE, probe or rule; null for global vectors.
+        prefill: Hash of the content that acts afterwards at prompt positions, or that was removed.
+        decode: The same for generated positions.
+        version: Grows with every change in the engine core.
+        is_undo: Whether it takes back what another engine core refused.
     """
 
     time: str
-    engine: int
+    engine: Count
     action: str
     key: str | None
     address: str | None
@@ -86,7 +96,7 @@ class AuditEntry(TypedDict):
     name: str | None
     prefill: str | None
     decode: str | None
-    version: int
+    version: Count
     is_undo: bool
 
 
@@ -142,7 +152,7 @@ class Audit:
             by: The client.
             answer: The method's.
         """
-        if method not in _ACTIONS:
+        if method not in ACTIONS:
             return
         of = OWNED.get(method)
         if of is not None and name is not None:
@@ -154,7 +164,7 @@ class Audit:
         entry = AuditEntry(
             time=now.replace("+00:00", "Z"),
             engine=self._engine,
-            action=_ACTIONS[method],
+            action=ACTIONS[method],
             key=by.key,
             address=by.address,
             forwarded_for=by.forwarded,

@@ -7,11 +7,14 @@ by `headgate.steering.programs.feature_edits.check_edits`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
 
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import Site, parse_hook
 from headgate.steering.documents.operations import layer_site
+from headgate.steering.documents.schema import Count
 from headgate.steering.documents.vectors import check_scale
 from headgate.steering.programs.codes import Edit
 from headgate.steering.programs.feature_edits import FeatureEdit, reconstruction, sae_key
@@ -63,7 +66,33 @@ EDIT_ALIASES: dict[str, str] = {"pin": "set", "nudge": "add", "strength": "add",
 """Names of other tools."""
 
 _EDITS = {**EDIT_KEYS, **{alias: EDIT_KEYS[name] for alias, name in EDIT_ALIASES.items()}}
-_KEYS = ("sae", "feature", *EDIT_KEYS, "unit", "only_if_active")
+
+
+class EditDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An edit of one feature: exactly one of set, add, scale, min and max. All edits act after all operations, at once.
+
+    Attributes:
+        sae: Name of an SAE of the server.
+        unit: Of the value: the activation itself, or the largest activation that the SAE declares.
+    """
+
+    sae: str
+    feature: Count
+    set: float | None = None
+    add: float | None = None
+    scale: float | None = None
+    min: float | None = None
+    max: float | None = None
+    unit: Literal["raw", "max_act"] = "raw"
+    only_if_active: bool = False
+
+
+Edits = list[EditDocument] | None
+Reconstructions = Annotated[
+    list[str] | None,
+    msgspec.Meta(description="Names of SAEs of the server's --sae-encode; the reconstruction's error is dropped."),
+]
+_KEYS = EditDocument.__struct_fields__
 _UNITS = {"raw": False, "max_act": True}
 _KINDS = {"absolute": Edit.SET, "additive": Edit.PLUS}
 _PHASES = {"both": 0, "prefill": 1, "decode": 2}

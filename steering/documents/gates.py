@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
+import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from headgate.capture.schema.errors import ConfigError, RequestError, shown
@@ -33,6 +34,7 @@ from headgate.steering.documents.operations import (
     read_reference,
     read_site,
 )
+from headgate.steering.documents.schema import Name, one_of
 from headgate.steering.documents.vectors import check_scale, read_rows, read_tier
 from headgate.steering.gates.gate import (
     COLUMNS_PER_GATE,
@@ -493,7 +495,7 @@ def _pid(value: object, where: str) -> Pid:
     if value.get("setpoint") is None:
         raise RequestError(f"{where}.setpoint", "is missing: the score that the loop holds")
     given = {key: check_scale(value[key], f"{where}.{key}") for key in PID_KEYS if value.get(key) is not None}
-    pid = Pid(**{{"min": "least", "max": "largest"}.get(key, key): number for key, number in given.items()})
+    pid = msgspec.convert(given, Pid)
     _checked_factor(pid.least, f"{where}.min")
     _checked_factor(pid.largest, f"{where}.max")
     if pid.least > 0:
@@ -706,7 +708,47 @@ def _old_then(value: object, steerable: Steerable, where: str) -> Then:
     return Then(operations=_additions(_needed(vector, "packed", place), scale, steerable, inner))
 
 
-RULE_FIELDS = ("applies_to", "when", "then", "strength", "scope")
+class Proportional(msgspec.Struct, forbid_unknown_fields=True):
+    """A strength that grows with the score up to a gain."""
+
+    proportional: float
+
+
+class Sigmoid(msgspec.Struct, forbid_unknown_fields=True):
+    """A strength between 0 and 1, with its sharpness."""
+
+    sigmoid: float
+
+
+class PidDocument(msgspec.Struct, forbid_unknown_fields=True):
+    """A control loop, which holds a score."""
+
+    pid: Pid
+
+
+Whom = Literal["all", "opt_in", "opt_out"]
+Strength = Annotated[Any, one_of(Literal["binary"], Proportional, Sigmoid, PidDocument)]
+RuleScope = Literal["this_token", "next_token", "rest_of_request"]
+
+
+class RuleDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A rule: a gate with a name, and the requests that it acts on.
+
+    Attributes:
+        applies_to: opt_in: requests whose steering_rules name it; opt_out: beside these all without that field.
+        when: The condition, as of a gate in steering_gates.
+        then: As of a gate, without attenuate: module, vectors, ops or features.
+    """
+
+    name: Name
+    applies_to: Whom
+    when: Annotated[Any, one_of(str, dict[str, Any])]
+    then: Annotated[Any, one_of(Literal["observe"], dict[str, Any])]
+    strength: Annotated[Any, one_of(Strength, None)] = "binary"
+    scope: RuleScope | None = "this_token"
+
+
+RULE_FIELDS = RuleDocument.__struct_fields__[1:]
 """The fields of a rule's document beside its ``name``."""
 
 _MAX_NAMED = 1024

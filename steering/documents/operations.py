@@ -18,8 +18,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 
 from headgate.capture.schema.batch import BoolArray
@@ -36,14 +37,52 @@ from headgate.capture.schema.sites import (
     parse_sites,
     sort_sites,
 )
-from headgate.steering.documents.vectors import check_scale, packed_rows, packed_type, read_single
+from headgate.steering.documents.schema import Count, one_of
+from headgate.steering.documents.vectors import PackedVector, Row, check_scale, packed_rows, packed_type, read_single
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Float32Row, Method, ModuleVector, Operation, named_modules
 from headgate.steering.programs.program import Program
 from headgate.steering.vectors.dtypes import StoredType, widen
 from headgate.steering.vectors.phase_vectors import MAX_NAME, Steerable, check_name
 
-_SOURCE_KEYS = ("request", "site", "position", "sample")
+
+class SiteChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """Sites of one hook point, with layers as captures select them."""
+
+    hook: str
+    layers: Any = None
+
+
+class ModuleReference(msgspec.Struct, forbid_unknown_fields=True):
+    """The vector of a registered module.
+
+    Attributes:
+        site: Whose vector it is; the operation's own if absent.
+    """
+
+    module: str
+    site: str | None = None
+
+
+class SourceDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A kept row of an earlier request.
+
+    Attributes:
+        request: Name under which it is kept.
+        site: Where it was captured; where the operation acts if absent.
+        position: A negative one counts from the end of the prompt.
+        sample: Which sample of that request.
+    """
+
+    request: str
+    site: str | None = None
+    position: int
+    sample: Count = 0
+
+
+At = Annotated[Any, one_of(str, SiteChoice)]
+OpVector = Annotated[Any, one_of(Row, str, ModuleReference, PackedVector)]
+_SOURCE_KEYS = SourceDocument.__struct_fields__
 
 
 class RowSource(NamedTuple):
@@ -162,6 +201,46 @@ METHOD_ALIASES: dict[str, Method] = {
 }
 """Names of other tools, in lower case with underscores; any case and hyphens are read."""
 
+
+MethodName = Annotated[str, msgspec.Meta(extra_json_schema={"enum": [*map(str, Method), *METHOD_ALIASES]})]
+
+
+class OperationDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An operation at sites. The keys that a method takes are its own.
+
+    Attributes:
+        at: A site, such as "12.post_mlp", or a hook point with layers as captures select them; or a list of these.
+        vector: A vector, or the name of a module, whose vector at the site it is.
+        source: A kept row of an earlier request in place of the vector.
+        strength: Another name of scale, and of alpha for the method replace.
+        mask: Indices of the values that are replaced, or 0 and 1 for each.
+        positions: Rows it acts on, as captures select positions; all of the phase if absent.
+    """
+
+    at: Annotated[Any, one_of(At, list[At])]
+    method: MethodName
+    vector: OpVector = None
+    source: SourceDocument | None = None
+    target: OpVector = None
+    reference: OpVector = None
+    mean: OpVector = None
+    plane: Annotated[list[OpVector], msgspec.Meta(min_length=2, max_length=2)] | None = None
+    scale: float | None = None
+    strength: float | None = None
+    min: float | None = None
+    max: float | None = None
+    value: float | None = None
+    alpha: float | None = None
+    max_ratio: float | None = None
+    degrees: float | None = None
+    mask: list[int] | None = None
+    positions: Any = None
+    only_if_positive: bool = False
+    preserve_norm: bool = False
+
+
+Operations = list[OperationDocument] | None
+Clamps = dict[str, Any] | None
 _METHODS: dict[str, Method] = {**{method.value: method for method in Method}, **METHOD_ALIASES}
 
 _COMMON = ("at", "method", "positions", "preserve_norm")

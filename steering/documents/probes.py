@@ -4,18 +4,62 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 
-from headgate.capture.probe import MAX_CLASSES, MAX_UNITS, FloatArray, HiddenLayer, Probe, ProbeError
+from headgate.capture.probe import MAX_CLASSES, MAX_UNITS, POOLINGS, FloatArray, HiddenLayer, Probe, ProbeError
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.steering.documents.operations import read_site
-from headgate.steering.documents.vectors import check_scale, packed_rows, packed_type, read_single
+from headgate.steering.documents.schema import Name, one_of
+from headgate.steering.documents.vectors import PackedVector, check_scale, packed_rows, packed_type, read_single
 from headgate.steering.vectors.dtypes import StoredType, widen
 
-PROBE_FIELDS = ("at", "weight", "bias", "kind", "threshold", "classes", "pooling", "model", "hidden")
-_HIDDEN_FIELDS = ("weight", "bias", "activation")
+Numbers = list[float]
+Weights = Annotated[Any, one_of(Numbers, list[Annotated[Any, one_of(Numbers, PackedVector)]], PackedVector)]
+Pooling = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(POOLINGS)})]
+
+
+class HiddenDocument(msgspec.Struct, forbid_unknown_fields=True):
+    """The first layer of an MLP.
+
+    Attributes:
+        weight: A row of the hidden size for each unit.
+        bias: A number for each unit.
+    """
+
+    weight: Weights
+    bias: Numbers
+    activation: Literal["relu", "gelu", "silu"]
+
+
+class ProbeDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A probe.
+
+    Attributes:
+        at: A site where operations can act, such as 12.post_mlp.
+        weight: One row of the hidden size, or one for each class; of an MLP a value for each of its units.
+        threshold: Of the score, for a probe of one row.
+        classes: A name for each row.
+        pooling: The rows that it was made for; gates choose for themselves.
+        hidden: The first layer of an MLP.
+    """
+
+    name: Name
+    at: str
+    weight: Weights
+    bias: Annotated[Any, one_of(float, Numbers, None)] = None
+    kind: Literal["linear", "cosine", "mlp"] | None = "linear"
+    threshold: float | None = None
+    classes: list[Name] | None = None
+    pooling: Pooling | None = "token"
+    model: Name | None = None
+    hidden: HiddenDocument | None = None
+
+
+PROBE_FIELDS = ProbeDocument.__struct_fields__[1:]
+_HIDDEN_FIELDS = HiddenDocument.__struct_fields__
 
 
 def read_probe(document: Mapping[str, Any], hidden: int) -> Probe:

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, cast
+from typing import Annotated, Any, Generic, NamedTuple, TypedDict, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -28,14 +28,19 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.results import FindKept
 from headgate.steering.config import parse_config
-from headgate.steering.documents.features import MODULE_FEATURES, REQUEST_FEATURES, PhaseFeatures, read_features
+from headgate.steering.documents.features import (
+    MODULE_FEATURES,
+    REQUEST_FEATURES,
+    Edits,
+    PhaseFeatures,
+    Reconstructions,
+    read_features,
+)
 from headgate.steering.documents.gates import GATES, PREDECESSOR, RULES, read_gate_fields, read_selection
 from headgate.steering.documents.operations import MODULE_FIELDS as MODULE_OPS
-from headgate.steering.documents.operations import REQUEST_FIELDS, PhaseOps, has_sources, read_ops
-from headgate.steering.documents.vectors import (
-    check_scale,
-    read_tier,
-)
+from headgate.steering.documents.operations import REQUEST_FIELDS, Clamps, Operations, PhaseOps, has_sources, read_ops
+from headgate.steering.documents.schema import one_of
+from headgate.steering.documents.vectors import Vectors, check_scale, read_tier
 from headgate.steering.gates.gate import WHO_KNOWS_RULES, names_of, probe_key, rule_key
 from headgate.steering.gates.trace import RETURN_TRACE, TRACE, SteeringTrace, join_notes, read_asked
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
@@ -81,20 +86,20 @@ class SteeringDocument(TypedDict, total=False):
         decode_sae_reconstruction: SAEs whose reconstructions replace rows at generated positions.
     """
 
-    prefill_vectors: Any
-    decode_vectors: Any
-    ops: Any
-    prefill_ops: Any
-    decode_ops: Any
-    clamps: Any
-    prefill_clamps: Any
-    decode_clamps: Any
-    features: Any
-    prefill_features: Any
-    decode_features: Any
-    sae_reconstruction: Any
-    prefill_sae_reconstruction: Any
-    decode_sae_reconstruction: Any
+    prefill_vectors: Vectors
+    decode_vectors: Vectors
+    ops: Annotated[Any, one_of(Operations)]
+    prefill_ops: Annotated[Any, one_of(Operations)]
+    decode_ops: Annotated[Any, one_of(Operations)]
+    clamps: Annotated[Any, one_of(Clamps)]
+    prefill_clamps: Annotated[Any, one_of(Clamps)]
+    decode_clamps: Annotated[Any, one_of(Clamps)]
+    features: Annotated[Any, one_of(Edits)]
+    prefill_features: Annotated[Any, one_of(Edits)]
+    decode_features: Annotated[Any, one_of(Edits)]
+    sae_reconstruction: Annotated[Any, one_of(Reconstructions)]
+    prefill_sae_reconstruction: Annotated[Any, one_of(Reconstructions)]
+    decode_sae_reconstruction: Annotated[Any, one_of(Reconstructions)]
 
 
 DOCUMENT_FIELDS = (*MODULE_FIELDS, *MODULE_OPS.all, *MODULE_FEATURES.all)

@@ -12,15 +12,67 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import pybase64
 
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, parse_hook, parse_layers, site_map
+from headgate.steering.documents.schema import Count, one_of
 from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, peaks, widen
 from headgate.steering.vectors.phase_vectors import MAX_NAME, PhaseVectors, Steerable
+
+PackedType = Literal["float32", "float16", "bfloat16", "float64"]
+Row = Annotated[list[float], msgspec.Meta(description="As many numbers as the model's hidden size.")]
+
+
+class ScaledVector(msgspec.Struct, forbid_unknown_fields=True):
+    """A vector, and its factor."""
+
+    vector: Row
+    scale: float = 1.0
+
+
+class PackedRows(msgspec.Struct, forbid_unknown_fields=True):
+    """Vectors of several layers.
+
+    Attributes:
+        shape: [number of layers, hidden size]
+        data: The rows, little-endian: base64 in JSON, raw bytes in msgpack.
+        scales: One for each layer; 1.0 if absent.
+    """
+
+    dtype: PackedType
+    shape: list[Count]
+    layer_indices: list[int]
+    data: str
+    scales: list[float] | None = None
+
+
+class PackedVector(msgspec.Struct, forbid_unknown_fields=True):
+    """One vector, or the rows of one probe.
+
+    Attributes:
+        shape: [hidden size], or [rows, hidden size]
+        data: The rows, little-endian: base64 in JSON, raw bytes in msgpack.
+    """
+
+    dtype: PackedType
+    shape: list[Count]
+    data: str
+
+
+Vector = Annotated[Any, one_of(Row, ScaledVector)]
+Vectors = Annotated[
+    Any,
+    one_of(None, dict[str, Annotated[Any, one_of(PackedRows, dict[str, Vector])]]),
+]
+"""``{hook point: {layer: vector}}``, or ``{hook point: packed rows}``; ``final_norm`` has a vector itself."""
+
+_PACKED_KEYS = frozenset(PackedRows.__struct_fields__)
+_SINGLE_KEYS = frozenset(PackedVector.__struct_fields__)
 
 
 class FieldVector(NamedTuple):
@@ -74,8 +126,6 @@ PACKED_TYPES["float64"] = np.dtype("<f8")
 """Element types that packed data, arrays and tensors may have."""
 
 _STORED: dict[str, StoredType] = {"<f4": "float32", "<f2": "float16"}
-_PACKED_KEYS = {"dtype", "shape", "layer_indices", "data", "scales"}
-_SINGLE_KEYS = {"dtype", "shape", "data"}
 _MAX_SCALE = float(np.finfo(np.float32).max)
 _INTEGER = re.compile(r"-?[0-9]{1,9}")
 _FORMS = (

@@ -17,6 +17,7 @@ from enum import Enum
 from itertools import product
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from headgate.capture.schema.errors import RequestError
@@ -149,11 +150,7 @@ class Then:
     observes: bool = False
 
 
-PID_KEYS = ("setpoint", "kp", "ki", "kd", "min", "max")
-"""The fields of `Pid`, in their order, as clients write them."""
-
-
-class Pid(NamedTuple):
+class Pid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"least": "min", "largest": "max"}):
     """A control loop, which holds the pooled score of a gate's one comparison at a set point: `Mode.PID`.
 
     Attributes:
@@ -171,6 +168,10 @@ class Pid(NamedTuple):
     kd: float = 0.0
     least: float = -4.0
     largest: float = 4.0
+
+
+PID_KEYS = Pid.__struct_encode_fields__
+"""The fields of `Pid`, in their order, as clients write them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -518,7 +519,7 @@ def gates_to_wire(gates: Sequence[Gate]) -> GatesWire:
             "then": _then(gate.then),
             "mode": int(gate.mode),
             "amount": gate.amount,
-            "pid": None if gate.pid is None else list(gate.pid),
+            "pid": msgspec.to_builtins(gate.pid),
             "scope": int(gate.scope),
             "conversation": gate.conversation,
             "where": gate.where,
@@ -536,7 +537,7 @@ def gates_from_wire(wire: Iterable[dict[str, Any]]) -> tuple[Gate, ...]:
             then=_read_then(given["then"]),
             mode=Mode(given["mode"]),
             amount=given["amount"],
-            pid=None if given["pid"] is None else Pid(*given["pid"]),
+            pid=msgspec.convert(given["pid"], Pid | None),
             scope=GateScope(given["scope"]),
             conversation=given["conversation"],
             where=given["where"],

@@ -511,8 +511,9 @@ class _Evaluation:
 
 def _leaf(gate: Gate, leaf: Leaf, column: int, score: int, read: Score, site: Site) -> Entry:
     if gate.pid is not None:
-        setpoint, kp, ki, kd, *limits = gate.pid
-        params: tuple[float, ...] = (*limits, setpoint, kp, ki, leaf.alpha, float(score), kd)
+        loop = gate.pid
+        shape = loop.setpoint, loop.kp, loop.ki
+        params: tuple[float, ...] = (loop.least, loop.largest, *shape, leaf.alpha, float(score), loop.kd)
         return Entry(site, with_change(Code.LEAF | gate.mode | leaf.pool, column), None, None, params)
     threshold = leaf.threshold if leaf.threshold is not None else read.threshold
     if threshold is None:

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load
-from headgate.steering.gates.gate import PID_KEYS, WHO_KNOWS_RULES, Gate, GateLayout, Rule, layout_of, rule_key
+from headgate.steering.gates.gate import WHO_KNOWS_RULES, Gate, GateLayout, Rule, layout_of, rule_key
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.programs.codes import GateScope, Mode
 from headgate.steering.programs.program import Program
@@ -296,7 +298,7 @@ class RuleRegistry:
 def _strength(gate: Gate) -> str | dict[str, Any]:
     """Return the strength of a gate as clients write it."""
     if gate.pid is not None:
-        return {"pid": dict(zip(PID_KEYS, gate.pid, strict=True))}
+        return {"pid": msgspec.to_builtins(gate.pid)}
     name = gate.mode.name.lower()
     return name if gate.mode is Mode.BINARY else {name: gate.amount}
 

@@ -98,7 +98,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[threading.Thread]]
     for kind, (short, long) in plugin_routes._DECODERS.items():
         monkeypatch.setitem(plugin_routes._DECODERS, kind, (noting("short", short), noting("decode", long)))
     for module, name in ((routes, "read_tier"), (routes, "read_update"), (operations, "read_update")):
-        monkeypatch.setattr(module, name, noting("read", getattr(request, name)))
+        monkeypatch.setattr(module, name, noting("read", getattr(module, name)))
     monkeypatch.setattr(request, "read_tier", noting("read", request.read_tier))
     for module in (operations, request):
         monkeypatch.setattr(module, "sum_tiers", noting("add up", module.sum_tiers))
