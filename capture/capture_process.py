@@ -73,7 +73,7 @@ from headgate.capture.schema.consumer import ReadoutSite, by_consumer
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape
 from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.host_rows import Lease, StagedRows, StagingMemory
 
@@ -166,6 +166,7 @@ class CaptureServer:
         connection: To the worker.
         board: Where counters are shown.
         readouts: The readouts that the worker computes.
+        shapes: Of the sites whose rows are not those of the stream.
     """
 
     def __init__(
@@ -178,9 +179,11 @@ class CaptureServer:
         board: StatsBoard,
         *,
         readouts: Sequence[ReadoutSite] = (),
+        shapes: Mapping[Site, SiteShape] = NO_SHAPES,
     ) -> None:
         self._sites = (*sites, *(each.site for each in readouts))
-        self._num_outputs = (*[0] * len(sites), *(each.facts.num_outputs for each in readouts))
+        self._num_sites = len(sites)
+        self._row_shapes = (*map(shapes.get, sites), *(each.facts.shape for each in readouts))
         self._readouts = by_consumer(readouts)
         self._specs = SpecReader(sites)
         self._bits = dict(bits)
@@ -250,7 +253,7 @@ class CaptureServer:
                 self._site_sets.clear()
             ids = numbers(group.site_ids)
             sites = tuple(self._sites[index] for index in ids)
-            site_set = SiteSet(sites, ids, self._num_outputs[ids[0]])
+            site_set = SiteSet(sites, ids, self._row_shapes[ids[0]], bool(ids[0] >= self._num_sites))
             self._site_sets[group.site_ids] = site_set
         return pack_group(group, site_set, self._requests)
 
@@ -281,11 +284,12 @@ def serve(connection: Connection, settings: Settings, memory_fd: int, freed_fd: 
     torch.set_num_threads(settings.num_threads)
     watch_parent(connection.shut)
     place = settings.place
-    shared = SharedMemory(settings.num_rows * place.row_bytes, settings.num_readers, (memory_fd, freed_fd))
+    shared = SharedMemory(settings.num_rows * place.model.stream.row_bytes, settings.num_readers, (memory_fd, freed_fd))
     rows_AD = shared.rows(place.model.hidden_size, getattr(torch, place.model.dtype))
     board = StatsBoard(place.served, board_fd)
     rows = SharedRows(shared, settings.reader)
-    server = CaptureServer(settings.sites, place.served, rows_AD, rows, connection, board, readouts=place.readouts)
+    about = settings.sites, place.served, rows_AD, rows, connection, board
+    server = CaptureServer(*about, readouts=place.readouts, shapes=place.model.stored_shapes)
     server.serve(partial(open_local_delivery, place), place.config.close_timeout_s)
 
 

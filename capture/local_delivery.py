@@ -193,7 +193,6 @@ class WorkerPlace:
     Attributes:
         config: As configured.
         model: The model being served.
-        row_bytes: Bytes of one row at one site.
         staging_bytes: Size of the staging memory.
         linger_s: The shortest time that rows of any consumer may wait for others, in seconds.
         pp_rank: Pipeline stage of the worker.
@@ -207,7 +206,6 @@ class WorkerPlace:
 
     config: CaptureConsumersConfig
     model: ModelInfo
-    row_bytes: int
     staging_bytes: int
     linger_s: float = 0.0
     pp_rank: int = 0
@@ -309,7 +307,7 @@ class LocalDelivery:
             consumer.spec,
             Assembler(instance) if isinstance(instance, BatchedConsumer) else instance,
             partial(self._reporter.report, consumer.spec.instance),
-            row_bytes=place.row_bytes,
+            model=place.model,
             spill_dir=place.config.spill_dir,
             accepts_empty=instance.location == "driver",
         )

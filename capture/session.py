@@ -26,7 +26,7 @@ from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, I
 from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, ReadoutSite, by_consumer
 from headgate.capture.schema.registry import load_configured
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape
 from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
@@ -95,6 +95,7 @@ class CaptureSession:
         bits: Of each consumer, by its instance: its bit in a row's mask.
         linger_s: Seconds that rows of each consumer may wait for others, by its bit: see `lingers`.
         readouts: The readouts that consumers get in place of rows, in the order of the ring.
+        shapes: Of the sites whose rows are not those of the stream.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class CaptureSession:
         bits: Mapping[str, int],
         linger_s: Mapping[int, float],
         readouts: Sequence[ReadoutSite] = (),
+        shapes: Mapping[Site, SiteShape] = NO_SHAPES,
     ) -> None:
         self._specs = SpecReader(sites)
         self._bits = dict(bits)
@@ -118,7 +120,7 @@ class CaptureSession:
         self._ends: dict[str, RequestEnds] = {}  # requests that have ended, while rows are left in the ring
         self._plan: StepPlan | None = None
         self._step_thread: int | None = None
-        self._planner = StepPlanner(sites, readouts)
+        self._planner = StepPlanner(sites, readouts, shapes)
         self._readouts = by_consumer(readouts)
         self._patience_s = _patience_s(config)
         self._close_report: CloseReport | None = None
@@ -211,7 +213,7 @@ class CaptureSession:
         groups = [
             {
                 "sites": [site.name for site in group.sites],
-                "num_outputs": group.num_outputs,
+                "num_outputs": group.shape.width if group.shape and group.site_set.is_read_out else 0,
                 "rows": list(_described(group, plan.token_rows, ring_rows, self._bits)),
             }
             for group in plan.groups
@@ -333,7 +335,6 @@ def open_session(
     place = WorkerPlace(
         config=_located(config, classes),
         model=model,
-        row_bytes=staging.row_bytes,
         staging_bytes=staging.host_bytes,
         linger_s=min(linger_s.values(), default=0.0),
         pp_rank=pp_rank,
@@ -352,6 +353,7 @@ def open_session(
         bits=config.bits,
         linger_s=linger_s,
         readouts=readouts,
+        shapes=model.stored_shapes,
     )
 
 

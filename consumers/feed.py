@@ -25,7 +25,7 @@ from headgate.capture.schema.consumer import (
     RowSpan,
     StreamingConsumer,
 )
-from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, SiteShape, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 
 EXAMPLE_MODEL = ModelInfo(
@@ -90,13 +90,13 @@ class ExampleRequest:
         return positions[self.info.spec.positions.mask(positions, num_prompt)]
 
     def rows(self, site: Site, positions: Int64Array) -> Tensor:
-        """``[len(positions), hidden]`` in the model's dtype."""
-        model = self._model
-        rows = np.empty((len(positions), model.hidden_size))
+        """``[len(positions), width]`` in the site's dtype."""
+        model, shape = self._model, self._model.shape(site)
+        rows = np.empty((len(positions), shape.width))
         for index, position in enumerate(positions):
             seed = [*self._seed, model.sites.index(site), int(position)]
-            rows[index] = np.random.default_rng(seed).normal(size=model.hidden_size)
-        return torch.from_numpy(rows).to(getattr(torch, model.dtype))
+            rows[index] = np.random.default_rng(seed).normal(size=shape.width)
+        return torch.from_numpy(rows).to(getattr(torch, shape.dtype))
 
     def expected(self) -> CapturedRequest:
         """The request as a consumer should have it at the end."""
@@ -148,17 +148,19 @@ class Feed:
         blocks = [
             self._read_out(make_block(sites[first : first + (sites_per_block or len(sites))], group))
             for alike, group in groups.items()
-            for sites in self._of_one_width(alike)
+            for sites in self._of_one_shape(alike)
             for first in range(0, len(sites), sites_per_block or len(sites))
         ]
         if blocks:
             self.write(blocks)
 
-    def _of_one_width(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
-        """Split sites by the width of their rows, as a worker does."""
-        found: dict[int, list[Site]] = {}
+    def _of_one_shape(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
+        """Split sites by the shape of their rows, as a worker does."""
+        found: dict[tuple[bool, SiteShape], list[Site]] = {}
         for site in sites:
-            found.setdefault(self._facts[site].num_outputs if site in self._facts else 0, []).append(site)
+            is_read_out = site in self._facts
+            shape = self._facts[site].shape if is_read_out else self.consumer.context.model.shape(site)
+            found.setdefault((is_read_out, shape), []).append(site)
         return [tuple(each) for each in found.values()]
 
     def _read_out(self, block: RowBlock) -> RowBlock:

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from headgate.capture.delivery.request_assembler import Assembler
-from headgate.capture.links.messages import DTYPES
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
     BatchedConsumer,
@@ -54,7 +53,7 @@ class InlineConsumer(StreamingConsumer):
     """Returns each sample's rows in the answer: ``{"format": "safetensors", "num_bytes", "data": base64}``.
 
     Decoded, `data` is a file as the filesystem consumer writes it in its layout ``request``: a tensor a site,
-    ``[rows, hidden]`` in the model's dtype, ``positions`` and ``token_ids``. `InlineParams` lists the parameters.
+    ``[rows, width]`` in the site's dtype, ``positions`` and ``token_ids``. `InlineParams` lists the parameters.
     """
 
     location = "driver"
@@ -62,7 +61,6 @@ class InlineConsumer(StreamingConsumer):
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
-        self._row_bytes = context.model.hidden_size * DTYPES[context.model.dtype].itemsize
         self._sizes = CallSizes(_parse(params).max_bytes)
         self._rows = Assembler(_Encode({}, context))
 
@@ -102,7 +100,7 @@ class InlineConsumer(StreamingConsumer):
         """Count the rows of `span`; if they are too many, discard all that the request has."""
         if not self._sizes.has_room(span.request):
             return False
-        fits = self._sizes.add(span.request, (span.stop - span.start) * len(block.sites) * self._row_bytes)
+        fits = self._sizes.add(span.request, (span.stop - span.start) * len(block.sites) * block.row_bytes)
         if not fits:
             self._rows.abandon(span.request)
         return fits
@@ -194,7 +192,7 @@ def encode(captured: CapturedRequest, context: ConsumerContext) -> bytes:
     tensors = {POSITIONS: torch.from_numpy(captured.positions), TOKEN_IDS: torch.from_numpy(captured.token_ids)}
     for site in captured.sites:
         # A copy: sites may be views of one block, and the library refuses tensors that share memory.
-        tensors[site.name] = captured.rows[site].reshape(num_rows, model.hidden_size).clone()
+        tensors[site.name] = captured.rows[site].reshape(num_rows, model.shape(site).width).clone()
     data: bytes = save(tensors, metadata=sidecar.to_strings())
     return data
 
@@ -202,7 +200,7 @@ def encode(captured: CapturedRequest, context: ConsumerContext) -> bytes:
 class InlineRows:
     """The rows of one sample, from a payload of the consumer `inline`; implements `FetchedRows`.
 
-    ``rows["12.post_mlp"]`` is a tensor ``[num_rows, hidden]`` in the model's dtype; aliases and `Site` work too.
+    ``rows["12.post_mlp"]`` is a tensor ``[num_rows, width]`` in the site's dtype; aliases and `Site` work too.
 
     Attributes:
         sites: In the order of the forward pass.

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.schema.config import GIB
@@ -292,9 +291,7 @@ class MemoryConsumer(StreamingConsumer):
         request_id = span.request.request_id
         if request_id in self._too_large:
             return False
-        model = self.context.model
-        row_bytes = model.hidden_size * getattr(torch, model.dtype).itemsize
-        num_bytes = (span.stop - span.start) * len(block.sites) * row_bytes
+        num_bytes = (span.stop - span.start) * len(block.sites) * block.row_bytes
         if self._used.num_bytes + num_bytes > self._max_bytes:
             self._too_large.add(request_id)
             self._release(span.request)

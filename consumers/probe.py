@@ -270,9 +270,10 @@ def _by_site(probes: Mapping[str, Probe], model: ModelInfo) -> dict[Site, list[s
 
 
 def _check(name: str, probe: Probe, model: ModelInfo) -> None:
-    if probe.hidden_size != model.hidden_size:
+    if probe.hidden_size != (width := model.shape(probe.site).width):
         raise ConfigError(
-            f"probe: probes.{name}: reads rows of {probe.hidden_size} values; the model has {model.hidden_size}"
+            f"probe: probes.{name}: reads rows of {probe.hidden_size} values; the model has {width} at "
+            f"{probe.site.name}"
         )
     if probe.site not in model.sites:
         configured = ", ".join(one.name for one in model.sites[:5])

@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from headgate.capture.monitoring.notebook import TextTable, norm_table, norms_by_position, page
 from headgate.capture.schema.errors import CaptureFileError
-from headgate.capture.schema.sites import Site, sort_sites
-from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, SHARD_FOLDER, LayoutName, StoredPart, TensorRef
+from headgate.capture.schema.sites import ITEM_SIZES, Site, sort_sites
+from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, LayoutName, StoredPart, TensorRef
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
 from headgate.consumers.filesystem.formats.request_layout import read_request_file
 from headgate.consumers.filesystem.formats.shard_layout import INDEX, read_shard
@@ -151,7 +151,7 @@ class StoredCapture:
         return inside
 
     def tensor(self, site: Site | str) -> Tensor:
-        """``[rows, hidden]`` in the model's own dtype.
+        """``[rows, width]`` in the site's own dtype.
 
         Writing to it changes only this copy, never the file.
 

@@ -181,7 +181,7 @@ class AlongDirections(Readout):
         return lambda rows: torch.cat([rows @ directions, torch.linalg.vector_norm(rows, dim=1, keepdim=True)], dim=1)
 
 
-def read_direction(path: Path, site: Site, hidden_size: int) -> Float64Array:
+def read_direction(path: Path, site: Site, width: int) -> Float64Array:
     """Return the direction in a file at unit length: float64 ``[hidden]``.
 
     Of a file of steering vectors, it is the sum of what acts on generated tokens at `site`: the tensors
@@ -197,9 +197,9 @@ def read_direction(path: Path, site: Site, hidden_size: int) -> Float64Array:
         raise ConfigError(f"reward: direction {error}") from error
     except OSError as error:
         raise ConfigError(f"reward: direction {path}: {error}") from error
-    if found.shape != (hidden_size,):
+    if found.shape != (width,):
         raise ConfigError(
-            f"reward: direction {path}: its shape is {list(found.shape)}, expected [{hidden_size}], the hidden size"
+            f"reward: direction {path}: its shape is {list(found.shape)}, expected [{width}], the width of {site.name}"
         )
     length = float(np.linalg.norm(found))
     if not np.isfinite(length) or length == 0.0:
@@ -321,7 +321,7 @@ def _directions(settings: RewardParams, model: ModelInfo) -> Float64Array:
         raise ConfigError(
             f"reward: site {site.name} is not captured here, but {configured}, ...; add it to capture.sites"
         )
-    found = [read_direction(Path(path).expanduser(), site, model.hidden_size) for path in settings.files.values()]
+    found = [read_direction(Path(path).expanduser(), site, model.shape(site).width) for path in settings.files.values()]
     return np.stack(found, axis=1).astype(settings.dtype).astype(np.float64)
 
 

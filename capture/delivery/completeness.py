@@ -16,7 +16,7 @@ import numpy as np
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.monitoring.stats import QueueCounters
 from headgate.capture.schema.batch import FinalState, Int32Array, Int64Array
-from headgate.capture.schema.consumer import RequestInfo, position_bytes
+from headgate.capture.schema.consumer import ModelInfo, RequestInfo
 from headgate.capture.schema.results import CaptureResult
 
 SPARE_POSITIONS = 64
@@ -165,7 +165,7 @@ class ConsumerRequest:
 
 
 def result_of(
-    request: ConsumerRequest, totals: RowTotals, final: FinalState, *, instance: str, row_bytes: int
+    request: ConsumerRequest, totals: RowTotals, final: FinalState, *, instance: str, model: ModelInfo
 ) -> CaptureResult:
     """Make the result of a request that its consumer took, without the payload.
 
@@ -174,12 +174,12 @@ def result_of(
         totals: Its positions, counted.
         final: How it ended.
         instance: The consumer, for the text.
-        row_bytes: Bytes of one row at one site.
+        model: The model that is served.
     """
     result = CaptureResult(
         status="ok",
         num_rows=totals.complete,
-        num_bytes=totals.complete * position_bytes(request.info.spec.sites, request.info.readouts, row_bytes),
+        num_bytes=totals.complete * model.position_bytes(request.info.spec.sites, request.info.readouts),
         dropped_rows=totals.dropped,
     )
     if totals.surplus:

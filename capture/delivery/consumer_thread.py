@@ -17,7 +17,7 @@ from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.monitoring.stats import ConsumerStats, figures_of
 from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.config import CaptureConsumerSpec
-from headgate.capture.schema.consumer import FinishedRequest, RequestInfo, RowBlock
+from headgate.capture.schema.consumer import FinishedRequest, ModelInfo, RequestInfo, RowBlock
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult
 
@@ -73,7 +73,7 @@ class ConsumerThread:
         spec: Name, queue size, overload policy and longest stall.
         sink: The consumer.
         send_result: Gets each request's result, once.
-        row_bytes: Bytes of one row at one site.
+        model: The model that is served.
         spill_dir: Folder of the spill file, for ``overload="spill"``.
         accepts_empty: See `ConsumerQueue`.
 
@@ -87,13 +87,13 @@ class ConsumerThread:
         sink: RowSink,
         send_result: SendResult,
         *,
-        row_bytes: int,
+        model: ModelInfo,
         spill_dir: str | None = None,
         accepts_empty: bool = False,
     ) -> None:
         self.instance = spec.instance
         self._sink = sink
-        self._row_bytes = row_bytes
+        self._model = model
         self._spill = SpillFile(spill_dir) if spec.overload == "spill" else None
         self._log = SparseLog(f"capture consumer {self.instance}")
         self.queue = ConsumerQueue(spec, send_result, log=self._log, spill=self._spill, accepts_empty=accepts_empty)
@@ -190,7 +190,7 @@ class ConsumerThread:
             requests.report(request, failed(request.failure))
             return
         totals = request.audit.close(final)
-        result = result_of(request, totals, final, instance=self.instance, row_bytes=self._row_bytes)
+        result = result_of(request, totals, final, instance=self.instance, model=self._model)
         if result.status == "error":
             self._fail([request], str(result.error))
             requests.report(request, result)

@@ -1,6 +1,6 @@
 """Whole requests out of the rows of many steps, for a `BatchedConsumer`.
 
-Shapes: S sites, N rows of a block, C rows that there is room for, D hidden size, B bytes of a row.
+Shapes: S sites, N rows of a block, C rows that there is room for, D width of a row, B bytes of a row.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ class _CollectedRows:
         self._pool = pool
         self._sites = request.spec.sites
         self._readouts = request.readouts
-        self._dtype: torch.dtype = getattr(torch, model.dtype)
-        self._hidden_size = model.hidden_size
+        self._model = model
         prompt = np.arange(request.num_prompt_tokens, dtype=np.int64)
         self._num_expected = int(request.spec.positions.mask(prompt, np.full_like(prompt, len(prompt))).sum())
         self._parts: list[_SiteRows] = []
@@ -141,11 +140,8 @@ class _CollectedRows:
     def _join(self, site: Site, pieces: list[tuple[Int64Array, Tensor]]) -> tuple[Int64Array, Tensor]:
         """Put one site's rows in the order of their positions."""
         if not pieces:
-            if site in self._readouts:
-                nothing = torch.empty(0, self._readouts[site].num_outputs)
-            else:
-                nothing = torch.empty(0, self._hidden_size, dtype=self._dtype)
-            return np.empty(0, dtype=np.int64), nothing
+            shape = self._readouts[site].shape if site in self._readouts else self._model.shape(site)
+            return np.empty(0, dtype=np.int64), torch.empty(0, shape.width, dtype=getattr(torch, shape.dtype))
         if len(pieces) == 1:
             return pieces[0]
         positions = np.concatenate([positions for positions, _ in pieces])

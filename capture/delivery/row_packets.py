@@ -5,7 +5,7 @@ each other: a decode step brings one row for each of many requests, and dispatch
 request, in the process that also runs the engine's steps. `Splitter` then makes a block of each consumer's rows, and
 the blocks of a consumer are one `Packet`.
 
-Shapes: S sites, N rows of a group, M rows of all groups with the same sites, D hidden size, P outputs of a readout.
+Shapes: S sites, N rows of a group, M rows of all groups with the same sites, W width of their rows.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class CoalescedRows(NamedTuple):
     group: PackGroup
     """Sites, positions and owners of the rows; its `rows` count through them."""
     rows: Tensor
-    """``[S, M, D]``, or float32 ``[S, M, P]`` with the outputs of readouts"""
+    """``[S, M, W]``: rows of the sites, or outputs of readouts."""
     token_ids: Int32Array | None
     """Token that each row was computed from, int32 ``[M]``; None if that is not known."""
 
@@ -224,7 +224,7 @@ def _copy_out(parts: Sequence[_GroupPart], pool: RowPool) -> CoalescedRows:
         return CoalescedRows(group, pool.empty(rows.shape, rows.dtype).copy_(rows), staged.token_ids(group))
     owners, req_ids = _owners(parts)
     order = np.argsort(owners, kind="stable")
-    if group.num_outputs:
+    if group.shape is not None:
         outputs = torch.cat([part.staged.view(part.group, part.start) for part in parts], dim=1)
         rows = outputs.index_select(1, torch.from_numpy(order))
     else:

@@ -30,7 +30,6 @@ from headgate.capture.delivery.row_packets import BlockPart, Packet, join
 from headgate.capture.links.actions import sink_of
 from headgate.capture.links.hub import Closer, Doors, ResultHub
 from headgate.capture.links.messages import (
-    DTYPES,
     AbandonMessage,
     BeginMessage,
     FinishMessage,
@@ -394,11 +393,10 @@ class DriverHost:
             versions=self._versions,
             make_sink=self._make_sink,
         )
-        row_bytes = self._model.hidden_size * DTYPES[self._model.dtype].itemsize
         feeds: list[_Feed] = []
         try:
             for consumer in opened:
-                feeds.append(_Feed(consumer, self._hub, doors, row_bytes))
+                feeds.append(_Feed(consumer, self._hub, doors, self._model))
         except BaseException:
             close_consumers(opened[len(feeds) :], self._config.close_timeout_s)
             _close(feeds, self._config.close_timeout_s)
@@ -429,14 +427,14 @@ def open_drivers(
 class _Feed:
     """One consumer, its thread, and the inbox and receiver that fill its queue."""
 
-    def __init__(self, consumer: OpenConsumer, hub: ResultHub, doors: Doors, row_bytes: int) -> None:
+    def __init__(self, consumer: OpenConsumer, hub: ResultHub, doors: Doors, model: ModelInfo) -> None:
         instance, opened = consumer.spec.instance, consumer.consumer
         self.consumer = consumer
         self.thread = ConsumerThread(
             msgspec.structs.replace(consumer.spec, overload="block"),
             Assembler(opened) if isinstance(opened, BatchedConsumer) else opened,
             partial(_deliver, hub, instance),
-            row_bytes=row_bytes,
+            model=model,
             accepts_empty=True,
         )
         self.receiver = RowReceiver(self.thread.queue, hub.knows)

@@ -6,7 +6,7 @@ frames after it are arrays, whose shapes and dtypes are in the header:
 ================ ==================================================================================
 `ResultMessage`  none
 `BeginMessage`   prompt token ids, int64
-`RowsMessage`    two a block: positions, int64 ``[N]``, and rows, ``[S, N, hidden]`` in the block's dtype
+`RowsMessage`    two a block: positions, int64 ``[N]``, and rows, ``[S, N, width]`` in the block's dtype
 `FinishMessage`  token ids, int64
 `AbandonMessage` none
 ================ ==================================================================================
@@ -31,12 +31,12 @@ from headgate.capture.schema.batch import FinalState, Int64Array, SpecWire
 from headgate.capture.schema.consumer import FinishedRequest, ReadoutFacts, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult, Origin
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import ITEM_SIZES, Site
 from headgate.capture.schema.spec import CaptureSpec
 
 Frames: TypeAlias = Sequence[bytes | memoryview]
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES}
 
 
 class MalformedMessage(ValueError):
@@ -224,11 +224,11 @@ def _block_header(block: RowBlock) -> BlockHeader:
     spans = [
         SpanHeader(origin_of(span.request).key, span.request.request_id, span.start, span.stop) for span in block.spans
     ]
-    num_sites, num_rows, hidden_size = block.rows.shape
+    num_sites, num_rows, width = block.rows.shape
     return BlockHeader(
         sites=[site.name for site in block.sites],
         dtype=str(block.rows.dtype).removeprefix("torch."),
-        shape=(num_sites, num_rows, hidden_size),
+        shape=(num_sites, num_rows, width),
         spans=spans,
     )
 

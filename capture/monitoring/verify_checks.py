@@ -46,7 +46,8 @@ class AnswerRows(msgspec.Struct, frozen=True, kw_only=True):
         dropped: Rows that were lost.
         positions: Of each row.
         token_ids: The token whose forward gave the row.
-        hidden_size: Values of a row.
+        hidden_size: Values of a row, unless `widths` has another.
+        widths: By site's name.
         values: By site's name: float32, little-endian, one row after the other.
     """
 
@@ -56,11 +57,12 @@ class AnswerRows(msgspec.Struct, frozen=True, kw_only=True):
     positions: list[int] = []
     token_ids: list[int] = []
     hidden_size: int = 1
+    widths: dict[str, int] = {}
     values: dict[str, bytes] = {}
 
     def at(self, site: str) -> Float32Rows:
-        """``[num_rows, hidden]``, read-only."""
-        return np.frombuffer(self.values[site], np.float32).reshape(-1, self.hidden_size)
+        """``[num_rows, width]``, read-only."""
+        return np.frombuffer(self.values[site], np.float32).reshape(-1, self.widths.get(site, self.hidden_size))
 
 
 class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):

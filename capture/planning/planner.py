@@ -23,7 +23,7 @@ from headgate.capture.schema.batch import BatchView, BoolArray, Int64Array
 from headgate.capture.schema.config import MAX_CONSUMERS
 from headgate.capture.schema.consumer import ReadoutSite
 from headgate.capture.schema.positions import MAX_POSITION, parts_of
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape
 from headgate.capture.schema.spec import CaptureSpec
 
 Kind = Literal["run", "stride", "list"]
@@ -180,11 +180,18 @@ class RequestPlanReader:
     Args:
         sites: The sites that this worker owns, in ring order.
         readouts: Sites of them that consumers get read out; numbered after the sites.
+        shapes: Of the sites whose rows are not those of the stream.
     """
 
-    def __init__(self, sites: Sequence[Site], readouts: Sequence[ReadoutSite] = ()) -> None:
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        readouts: Sequence[ReadoutSite] = (),
+        shapes: Mapping[Site, SiteShape] = NO_SHAPES,
+    ) -> None:
         self._sites = (*sites, *(each.site for each in readouts))
-        self._num_outputs = (*[0] * len(sites), *(each.facts.num_outputs for each in readouts))
+        self._row_shapes = (*map(shapes.get, sites), *(each.facts.shape for each in readouts))
+        self._num_sites = len(sites)
         self._ids = {site: index for index, site in enumerate(sites)}
         if len(self._ids) != len(sites):
             raise AssertionError(f"a site is listed twice: {sites}")
@@ -248,16 +255,17 @@ class RequestPlanReader:
         return terms
 
     def _shape(self, terms: _Terms) -> SelectionShape:
-        found: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # rows of different widths cannot share a group
+        # Rows of different shapes cannot share a group, nor can rows and what is read out of them.
+        found: dict[tuple[SiteShape | None, bool, tuple[int, ...]], list[int]] = {}
         for site_id in sorted(set().union(*(consumers for _, consumers in terms.values()))):
             bits = tuple(consumers.get(site_id, 0) for _, consumers in terms.values())
-            found.setdefault((self._num_outputs[site_id], bits), []).append(site_id)
+            found.setdefault((self._row_shapes[site_id], site_id >= self._num_sites, bits), []).append(site_id)
         kinds = tuple(_kind(wanted) for wanted, _ in terms.values())
-        key = kinds, tuple((bits, tuple(ids)) for (_, bits), ids in found.items())
+        key = kinds, tuple((bits, tuple(ids)) for (*_, bits), ids in found.items())
         shape = self._shapes.get(key)
         if shape is None:
             covers = tuple(self._site_set(tuple(ids)) for ids in found.values())
-            shape = SelectionShape(kinds, covers, _constant([bits for _, bits in found]), next(self._numbers))
+            shape = SelectionShape(kinds, covers, _constant([bits for *_, bits in found]), next(self._numbers))
             self._shapes[key] = shape
         return shape
 
@@ -265,7 +273,7 @@ class RequestPlanReader:
         site_set = self._site_sets.get(ids)
         if site_set is None:
             sites = tuple(self._sites[index] for index in ids)
-            site_set = SiteSet(sites, _constant(ids), self._num_outputs[ids[0]])
+            site_set = SiteSet(sites, _constant(ids), self._row_shapes[ids[0]], ids[0] >= self._num_sites)
             self._site_sets[ids] = site_set
         return site_set
 
@@ -403,10 +411,16 @@ class StepPlanner:
     Args:
         sites: The sites that this worker owns, in ring order.
         readouts: Sites of them that consumers get read out; see `RequestPlanReader`.
+        shapes: Of the sites whose rows are not those of the stream.
     """
 
-    def __init__(self, sites: Sequence[Site], readouts: Sequence[ReadoutSite] = ()) -> None:
-        self._reader = RequestPlanReader(sites, readouts)
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        readouts: Sequence[ReadoutSite] = (),
+        shapes: Mapping[Site, SiteShape] = NO_SHAPES,
+    ) -> None:
+        self._reader = RequestPlanReader(sites, readouts, shapes)
         self._table = _RequestTable()
         self._steady: _DecodeRun | None = None
 

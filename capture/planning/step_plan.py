@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import Site, SiteShape
 
 RequestSpans = tuple[tuple[str, int, int], ...]
 """``(req_id, start, stop)``, next to each other, in order."""
@@ -25,12 +25,14 @@ class SiteSet:
         sites: ``S`` sites.
         ids: int64 ``[S]``, read-only: their indices in the worker's list, which has its sites and, after them, its
             readouts of sites.
-        num_outputs: Numbers that each row becomes, where these are readouts; 0: they are sites.
+        shape: Of their rows, or of what readouts make of them; None: that of the stream.
+        is_read_out: Whether these are readouts of the sites.
     """
 
     sites: tuple[Site, ...]
     ids: Int64Array
-    num_outputs: int = 0
+    shape: SiteShape | None = None
+    is_read_out: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +67,9 @@ class PackGroup:
         return self.site_set.ids
 
     @property
-    def num_outputs(self) -> int:
-        """Numbers that each row becomes; 0 if the rows themselves are wanted."""
-        return self.site_set.num_outputs
+    def shape(self) -> SiteShape | None:
+        """Of each row, or of what a readout makes of it; None: that of the stream."""
+        return self.site_set.shape
 
 
 class StepPlan:

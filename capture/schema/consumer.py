@@ -35,7 +35,7 @@ from headgate.capture.schema.config import Location
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.positions import MAX_POSITION, parse_positions
 from headgate.capture.schema.results import Origin
-from headgate.capture.schema.sites import Site, parse_configured
+from headgate.capture.schema.sites import Site, SiteShape, parse_configured
 from headgate.capture.schema.spec import CaptureSpec, Memo
 
 if TYPE_CHECKING:
@@ -88,6 +88,11 @@ class ReadoutFacts(NamedTuple):
     num_outputs: int
     key: str
 
+    @property
+    def shape(self) -> SiteShape:
+        """The shape of the outputs of a row."""
+        return SiteShape(self.num_outputs, "float32")
+
 
 class ReadoutSite(NamedTuple):
     """A site as one consumer gets it: read out by a function.
@@ -101,13 +106,6 @@ class ReadoutSite(NamedTuple):
     bit: int
     site: Site
     facts: ReadoutFacts
-
-
-def position_bytes(sites: Sequence[Site], readouts: Mapping[Site, ReadoutFacts], row_bytes: int) -> int:
-    """Bytes of one position at some sites: of a row at each, or of the outputs of its readout."""
-    if not readouts:
-        return row_bytes * len(sites)
-    return sum(OUTPUT_BYTES * readouts[site].num_outputs if site in readouts else row_bytes for site in sites)
 
 
 def by_consumer(readouts: Iterable[ReadoutSite]) -> dict[int, dict[Site, ReadoutFacts]]:
@@ -129,9 +127,10 @@ class ModelInfo:
         name: As the operator gave it.
         num_layers: Decoder layers of the whole model, also under pipeline parallelism.
         hidden_size: Width of the residual stream.
-        dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: the dtype of every captured row.
+        dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: of the model, and of rows of the stream.
         sites: Sites that can be captured, as configured.
         context_length: Tokens of prompt and output that a request may have.
+        shapes: The shape of each site of the model whose rows are not those of the stream; see `shape`.
     """
 
     name: str
@@ -140,6 +139,29 @@ class ModelInfo:
     dtype: str
     sites: tuple[Site, ...]
     context_length: int = MAX_POSITION + 1
+    shapes: Mapping[Site, SiteShape] = field(default_factory=dict, repr=False, hash=False)
+
+    @property
+    def stream(self) -> SiteShape:
+        """The shape of a row of the residual stream."""
+        return SiteShape(self.hidden_size, self.dtype)
+
+    def shape(self, site: Site) -> SiteShape:
+        """Return the shape of a site's rows."""
+        return self.shapes.get(site) or self.stream
+
+    @property
+    def stored_shapes(self) -> dict[Site, SiteShape]:
+        """The shapes of sites whose rows have another width or dtype than those of the stream."""
+        whole = {site: SiteShape(shape.width, shape.dtype) for site, shape in self.shapes.items()}
+        return {site: shape for site, shape in whole.items() if shape != self.stream}
+
+    def position_bytes(self, sites: Sequence[Site], readouts: Mapping[Site, ReadoutFacts] | None = None) -> int:
+        """Return the bytes of one position at some sites: of a row at each, or of the outputs of its readout."""
+        if not readouts and not self.shapes:
+            return self.stream.row_bytes * len(sites)
+        found = readouts or {}
+        return sum((found[site].shape if site in found else self.shape(site)).row_bytes for site in sites)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +233,8 @@ class RowBlock:
 
     Attributes:
         sites: ``S`` sites.
-        rows: ``[S, N, hidden]`` in the model's dtype, on the CPU, or float32 ``[S, N, num_outputs]`` of readouts.
+        rows: ``[S, N, width]`` in the sites' dtype (`ModelInfo.shape`), on the CPU, or float32 ``[S, N, num_outputs]``
+            of readouts. All sites of a block have rows of one shape.
         positions: int64 ``[N]``, absolute.
         spans: Whose rows these are, in order; together they cover ``0 : N``.
     """
@@ -220,6 +243,11 @@ class RowBlock:
     rows: Tensor
     positions: Int64Array
     spans: tuple[RowSpan, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row at one site."""
+        return self.rows.shape[2] * self.rows.element_size()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,7 +274,7 @@ class CapturedRequest:
         request: The request.
         final: Its tokens and how it ended.
         sites: In the order of the forward pass.
-        rows: One tensor per site, ``[num_rows, hidden]`` in the model's dtype, on the CPU; as in `RowBlock`.
+        rows: One tensor per site, ``[num_rows, width]`` in the site's dtype, on the CPU; as in `RowBlock`.
         positions: int64 ``[num_rows]``, ascending; the same for every site.
         token_ids: int64 ``[num_rows]``: the token whose forward gave the row.
         dropped_rows: Rows that were lost to overload.

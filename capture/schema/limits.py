@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.consumer import ReadoutFacts, position_bytes
+from headgate.capture.schema.consumer import ModelInfo, ReadoutFacts
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Indices, PositionSelector, parts_of
 from headgate.capture.schema.sites import Site
@@ -58,7 +58,7 @@ def use_of(
     num_prompt: int,
     max_tokens: int,
     num_samples: int,
-    row_bytes: int,
+    model: ModelInfo,
     readouts: Mapping[str, Mapping[Site, ReadoutFacts]],
 ) -> CaptureUse:
     """Count what one prompt could capture at most.
@@ -68,7 +68,7 @@ def use_of(
         num_prompt: Tokens of the prompt.
         max_tokens: Tokens that may be generated.
         num_samples: The request's ``n``.
-        row_bytes: Bytes of one row at one site.
+        model: The model that is served.
         readouts: By consumer, if it has any, and site.
     """
     num_rows = {
@@ -76,7 +76,7 @@ def use_of(
         for instance, spec in specs.items()
     }
     num_bytes = {
-        instance: num_rows[instance] * position_bytes(spec.sites, readouts.get(instance, {}), row_bytes)
+        instance: num_rows[instance] * model.position_bytes(spec.sites, readouts.get(instance))
         for instance, spec in specs.items()
     }
     num_listed = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -95,6 +95,41 @@ class Site(NamedTuple):
 
 
 FINAL_NORM_SITE = Site(-1, HookPoint.FINAL_NORM)
+
+ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "int16": 2, "int64": 8}
+"""Bytes of a number, by the name of its type."""
+
+Shard = Literal["replicated", "columns"]
+
+
+class SiteShape(NamedTuple):
+    """The rows of a site.
+
+    Attributes:
+        width: Numbers of a row, on all tensor-parallel ranks together.
+        dtype: Of the captured row: a key of `ITEM_SIZES`.
+        shard: ``replicated``: every tensor-parallel rank has the whole row. ``columns``: each rank has a part; the row
+            is the concatenation of the parts in the order of the ranks. Heads that several ranks hold are in it once.
+        head_size: Numbers that stay on one rank together; 1 if the row is not made of heads.
+    """
+
+    width: int
+    dtype: str
+    shard: Shard = "replicated"
+    head_size: int = 1
+
+    def part_width(self, num_ranks: int) -> int:
+        """Return the numbers of a row that each of so many tensor-parallel ranks has."""
+        return self.width if self.shard == "replicated" else max(self.width // num_ranks, self.head_size)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.width * ITEM_SIZES[self.dtype]
+
+
+NO_SHAPES: Mapping[Site, SiteShape] = {}
+"""Stands for sites whose rows are those of the stream."""
 
 
 def parse_hook(name: object, field: str) -> HookPoint:

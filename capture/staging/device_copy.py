@@ -1,6 +1,6 @@
 """Copies from the memory of the forward pass into host memory, for each kind of device.
 
-Shapes: F rows of the flat ring (all sites' slots), D hidden size.
+Shapes: F rows of a flat block of the ring (the slots of all sites of one shape), D width of its rows.
 
 On CUDA, many runs of rows that are as long and as far apart are copied by one call of the driver. The rows of a step
 lie at the same slots of every site's ring. PyTorch copies what is not contiguous by a kernel, or a run at a time: 34
@@ -150,6 +150,25 @@ class PitchedCopier:
             raise RuntimeError(f"capture: the CUDA driver refused to copy {rectangle} off the device: error {error}")
 
 
+class RowRun(NamedTuple):
+    """Rows of one block of the ring that are copied to consecutive host memory.
+
+    Attributes:
+        block: Of the ring.
+        first: Where their indices begin among those of the part.
+        target_ND: Host memory of their shape.
+    """
+
+    block: int
+    first: int
+    target_ND: Tensor
+
+    @property
+    def stop(self) -> int:
+        """Where their indices end."""
+        return self.first + len(self.target_ND)
+
+
 PACK_BYTES = 32 * MIB
 """Size of each of the two buffers that rows are packed into."""
 NUM_HOST_BUFFERS = 4
@@ -208,8 +227,8 @@ class DeviceCopier(Protocol):
         """Host memory for the next flat row indices, int64 ``[max_part_rows]``."""
         ...
 
-    def gather(self, count: int, target_ND: Tensor) -> Copied:
-        """Copy the flat rows at the first `count` indices into `target_ND`, which is host memory."""
+    def gather(self, runs: Sequence[RowRun]) -> Copied:
+        """Copy rows at the indices into host memory; no run if the part has readouts alone."""
         ...
 
     def read_out(self, jobs: Sequence[ReadoutJob], target_V: Tensor) -> frozenset[int]:
@@ -232,11 +251,13 @@ class DeviceCopier(Protocol):
 class HostCopier:
     """For a forward pass on the CPU: everything has happened when the call returns."""
 
-    def __init__(self, flat_FD: Tensor, slots: Tensor, max_part_rows: int, *, reads_out: bool = False) -> None:
-        self._flat_FD = flat_FD
+    def __init__(
+        self, blocks_FD: Sequence[Tensor], slots: Tensor, max_part_rows: int, *, reads_out: bool = False
+    ) -> None:
+        self._blocks_FD = tuple(blocks_FD)
         self._slots: Int64Array = slots.numpy()
         self._index = torch.empty(max_part_rows, dtype=torch.int64)
-        self._reader = RowReader(flat_FD, max_part_rows) if reads_out else None
+        self._reader = RowReader(blocks_FD, max_part_rows) if reads_out else None
         self.device_bytes = 0 if self._reader is None else self._reader.device_bytes
 
     def slots_to_fill(self) -> Int64Array:
@@ -258,8 +279,10 @@ class HostCopier:
         index: Int64Array = self._index.numpy()
         return index
 
-    def gather(self, count: int, target_ND: Tensor) -> Copied:
-        torch.index_select(self._flat_FD, 0, self._index[:count], out=target_ND)
+    def gather(self, runs: Sequence[RowRun]) -> Copied:
+        for run in runs:
+            index = self._index[run.first : run.stop]
+            torch.index_select(self._blocks_FD[run.block], 0, index, out=run.target_ND)
         return _DONE
 
     def read_out(self, jobs: Sequence[ReadoutJob], target_V: Tensor) -> frozenset[int]:
@@ -286,9 +309,14 @@ _DONE = _DoneCopy()
 
 
 class _Pack(NamedTuple):
-    """A buffer on the device that scattered rows are packed into, and the event of its last copy."""
+    """A buffer on the device that scattered rows are packed into, and the event of its last copy.
 
-    rows_PD: Tensor
+    Attributes:
+        rows_PD: The buffer, as rows of each block of the ring.
+        copied: The event.
+    """
+
+    rows_PD: tuple[Tensor, ...]
     copied: torch.cuda.Event
 
 
@@ -305,31 +333,42 @@ class CudaCopier:
     them; host buffers that the GPU reads are taken in turn, each with an event.
 
     Args:
-        flat_FD: The ring.
+        blocks_FD: Of the ring.
         slots: int64 ``[max_tokens]`` on the device.
         max_part_rows: Upper limit of rows in one part.
         reads_out: Whether there are readouts.
     """
 
-    def __init__(self, flat_FD: Tensor, slots: Tensor, max_part_rows: int, *, reads_out: bool = False) -> None:
-        device, self._row_bytes = flat_FD.device, flat_FD.shape[1] * flat_FD.element_size()
-        self._flat_FD = flat_FD
+    def __init__(
+        self, blocks_FD: Sequence[Tensor], slots: Tensor, max_part_rows: int, *, reads_out: bool = False
+    ) -> None:
+        device = slots.device
+        self._blocks_FD = tuple(blocks_FD)
+        self._row_bytes = tuple(block.shape[1] * block.element_size() for block in blocks_FD)
         self._slots = slots
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # ROCm has no such driver: there, runs are copied one by one.
-        self._pitched = PitchedCopier(flat_FD, self._side) if torch.version.cuda else None
+        self._pitched = [PitchedCopier(block, self._side) if torch.version.cuda else None for block in blocks_FD]
         self._launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._host_slots = _HostBuffers(len(slots))
         self._host_index = _HostBuffers(max_part_rows)
         self._index = torch.empty(max_part_rows, dtype=torch.int64, device=device)
-        pack_rows = min(max(PACK_BYTES // self._row_bytes, 1), max_part_rows)
-        packs = torch.empty(2, pack_rows, flat_FD.shape[1], dtype=flat_FD.dtype, device=device)
-        self._packs = deque(_Pack(rows_PD, torch.cuda.Event()) for rows_PD in packs)  # type: ignore[no-untyped-call]
+        pack_rows = [min(max(PACK_BYTES // size, 1), max_part_rows) for size in self._row_bytes]
+        pack_bytes = max(count * size for count, size in zip(pack_rows, self._row_bytes, strict=True))
+        packs = torch.empty(2, -(-pack_bytes // 16) * 16, dtype=torch.uint8, device=device)
+        self._packs = deque(self._pack(pack, pack_rows) for pack in packs)
         self._leaving: deque[tuple[int, int, torch.cuda.Event]] = deque()
         self._idle_events: deque[torch.cuda.Event] = deque()
         self.device_bytes = self._index.nbytes + packs.nbytes
-        self._readouts = CudaReadouts(self._side, flat_FD, max_part_rows) if reads_out else None
+        self._readouts = CudaReadouts(self._side, blocks_FD, max_part_rows) if reads_out else None
         self.device_bytes += 0 if self._readouts is None else self._readouts.device_bytes
+
+    def _pack(self, pack: Tensor, pack_rows: Sequence[int]) -> _Pack:
+        rows_PD = tuple(
+            pack[: count * size].view(block.dtype).view(count, -1)
+            for count, size, block in zip(pack_rows, self._row_bytes, self._blocks_FD, strict=True)
+        )
+        return _Pack(rows_PD, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def slots_to_fill(self) -> Int64Array:
         return self._host_slots.next()
@@ -355,55 +394,57 @@ class CudaCopier:
     def index_to_fill(self) -> Int64Array:
         return self._host_index.next()
 
-    def gather(self, count: int, target_ND: Tensor) -> Copied:
-        if not count:  # the part had readouts alone
-            return _CudaCopied(self._record(), self._idle_events)
-        index, num_bytes = self._host_index.current_buffer()[:count], count * self._row_bytes
-        rectangles = self._rectangles(index, is_large=num_bytes > len(self._packs) * PACK_BYTES)
-        if rectangles is None:
-            self._copy_packed(count, target_ND)
-        else:
-            self._copy_rectangles(rectangles, target_ND)
+    def gather(self, runs: Sequence[RowRun]) -> Copied:
+        for run in runs:
+            rectangles = self._rectangles(run)
+            if rectangles is None:
+                self._copy_packed(run)
+            else:
+                self._copy_rectangles(rectangles, run)
         return _CudaCopied(self._record(), self._idle_events)
 
-    def _rectangles(self, index: Int64Array, *, is_large: bool) -> list[Rectangle] | None:
-        """Find a few copies that bring the rows at `index`, or many if each brings much; None if there are none."""
-        starts = run_starts(index)
-        is_worth_many = is_large and len(index) * self._row_bytes >= len(starts) * RUN_BYTES
+    def _rectangles(self, run: RowRun) -> list[Rectangle] | None:
+        """Find a few copies that bring the rows of `run`, or many if each brings much; None if there are none."""
+        index, pitched = self._host_index.current_buffer()[run.first : run.stop], self._pitched[run.block]
+        starts, num_bytes = run_starts(index), len(index) * self._row_bytes[run.block]
+        is_worth_many = num_bytes > len(self._packs) * PACK_BYTES and num_bytes >= len(starts) * RUN_BYTES
         if len(starts) > MOST_RUNS and not is_worth_many:
             return None
-        max_distance = 0 if self._pitched is None else self._pitched.max_distance
+        max_distance = 0 if pitched is None else pitched.max_distance
         return rectangles_of(index, starts, max_distance=max_distance, most=None if is_worth_many else FEW_COPIES)
 
-    def _copy_rectangles(self, rectangles: Sequence[Rectangle], target_ND: Tensor) -> None:
+    def _copy_rectangles(self, rectangles: Sequence[Rectangle], run: RowRun) -> None:
         """Copy rows from where they are."""
+        pitched, source_FD, target_ND = self._pitched[run.block], self._blocks_FD[run.block], run.target_ND
         with torch.cuda.stream(self._side):
             for each in rectangles:
-                if each.num_runs > 1 and self._pitched is not None:
-                    self._pitched.start(each, target_ND)
+                if each.num_runs > 1 and pitched is not None:
+                    pitched.start(each, target_ND)
                     continue
                 stop = each.start + each.num_rows
-                source = self._flat_FD[each.row : each.row + each.num_rows]
+                source = source_FD[each.row : each.row + each.num_rows]
                 target_ND[each.start : stop].copy_(source, non_blocking=True)
 
-    def _copy_packed(self, count: int, target_ND: Tensor) -> None:
+    def _copy_packed(self, run: RowRun) -> None:
         """Pack rows after the forward, in its stream, and copy what was packed.
 
         With more than two buffers full, the next forward waits for the copies of all but the last two.
         """
         compute = self._compute_stream()
-        self._host_index.send(self._index, count, compute)
-        for start in range(0, count, len(self._packs[0].rows_PD)):
+        self._host_index.send(self._index, run.stop, compute)
+        index, count = self._index[run.first : run.stop], len(run.target_ND)
+        for start in range(0, count, len(self._packs[0].rows_PD[run.block])):
             pack = self._packs[0]
             self._packs.rotate()
-            stop = min(start + len(pack.rows_PD), count)
-            packed_ND = pack.rows_PD[: stop - start]
+            rows_PD = pack.rows_PD[run.block]
+            stop = min(start + len(rows_PD), count)
+            packed_ND = rows_PD[: stop - start]
             if not pack.copied.query():  # type: ignore[no-untyped-call]
                 compute.wait_event(pack.copied)
-            torch.index_select(self._flat_FD, 0, self._index[start:stop], out=packed_ND)
+            torch.index_select(self._blocks_FD[run.block], 0, index[start:stop], out=packed_ND)
             self.wait_for_forward()
             with torch.cuda.stream(self._side):
-                target_ND[start:stop].copy_(packed_ND, non_blocking=True)
+                run.target_ND[start:stop].copy_(packed_ND, non_blocking=True)
             pack.copied.record(self._side)
 
     def read_out(self, jobs: Sequence[ReadoutJob], target_V: Tensor) -> frozenset[int]:
@@ -428,14 +469,14 @@ class CudaReadouts:
 
     Args:
         side: The stream of the copies.
-        flat_FD: The ring.
+        blocks_FD: Of the ring.
         max_part_rows: Upper limit of rows in one part.
     """
 
-    def __init__(self, side: torch.cuda.Stream, flat_FD: Tensor, max_part_rows: int) -> None:
+    def __init__(self, side: torch.cuda.Stream, blocks_FD: Sequence[Tensor], max_part_rows: int) -> None:
         self._side = side
-        self._device = flat_FD.device
-        self._reader = RowReader(flat_FD, max_part_rows)
+        self._device = blocks_FD[0].device
+        self._reader = RowReader(blocks_FD, max_part_rows)
         self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._target_V = torch.empty(0)
         self._order_copies: Callable[[], None] = lambda: None
@@ -470,10 +511,10 @@ class CudaReadouts:
         self._copied[buffer].record(self._side)
 
 
-def copier_of(flat_FD: Tensor, slots: Tensor, max_part_rows: int, *, reads_out: bool) -> DeviceCopier:
+def copier_of(blocks_FD: Sequence[Tensor], slots: Tensor, max_part_rows: int, *, reads_out: bool) -> DeviceCopier:
     """Make the copier for the device of the ring; see `CudaCopier` for the arguments."""
-    made = CudaCopier if flat_FD.is_cuda else HostCopier
-    return made(flat_FD, slots, max_part_rows, reads_out=reads_out)
+    made = CudaCopier if slots.is_cuda else HostCopier
+    return made(blocks_FD, slots, max_part_rows, reads_out=reads_out)
 
 
 def run_starts(index: Int64Array) -> Int64Array:

@@ -2,7 +2,8 @@
 
 The memory is one ring, the arena: rows are leased in order and become free in order. `StagedRows` says what lies where.
 
-Shapes: S sites, N rows of a group, D hidden size, P outputs of a readout, A rows of the arena.
+Shapes: S sites, N rows of a group, D hidden size, W width of a group's rows, A rows of the arena. A row of the arena is
+as large as one of the stream; groups of another shape take the bytes of as many of these as they need.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from headgate.capture.planning.step_plan import PackGroup, rows_between
 from headgate.capture.schema.batch import Int32Array
 from headgate.capture.staging.device_copy import Copied, DeviceCopier
-from headgate.capture.staging.readouts import output_rows, row_cost
+from headgate.capture.staging.readouts import memory_rows, row_cost
 
 GRANULARITY = 16
 """Leases are multiples of so many rows."""
@@ -136,17 +137,17 @@ class CopyPart(NamedTuple):
     """Some of the wanted rows of the kept steps, at all their sites, which are copied at once."""
 
     groups: tuple[PackGroup, ...]
-    """Sites first, then readouts."""
+    """Sites with rows of the stream's shape first, then other sites, then readouts."""
     start: int
     """Index of the first one among the wanted rows of those steps."""
     num_rows: int
     """Number of wanted rows."""
     num_copies: int
-    """Rows to copy, over all sites; rows that are read out are none of them."""
+    """Rows of the stream's shape to copy, over all their sites; rows that are read out are none of them."""
     num_token_rows: int = 0
     """Rows of the arena that hold the tokens of the rows, ahead of the rows; 0 if the tokens are not known."""
     num_output_rows: int = 0
-    """Rows of the arena that hold the outputs of readouts, after the rows."""
+    """Rows of the arena that hold rows of other shapes and the outputs of readouts, after the rows of the stream."""
 
     @property
     def num_leased(self) -> int:
@@ -163,18 +164,18 @@ def cut_into_parts(
         groups: The wanted rows.
         num_rows: How many there are; a row at several sites counts once.
         max_copies: Upper limit of (row, site) pairs in a part, at least as many as one row can have; see `row_cost`.
-        row_bytes: Bytes of a row at one site.
+        row_bytes: Bytes of a row of the arena.
         has_token_ids: Whether the token of each row is copied, too.
     """
 
     def part(groups: tuple[PackGroup, ...], start: int, stop: int) -> CopyPart:
         num_token_rows = -(-4 * (stop - start) // row_bytes) if has_token_ids else 0
-        num_copies = sum(len(group.site_ids) * len(group.rows) for group in groups if not group.num_outputs)
-        num_output_rows = sum(output_rows(group, row_bytes) for group in groups)
+        num_copies = sum(len(group.site_ids) * len(group.rows) for group in groups if group.shape is None)
+        num_output_rows = sum(memory_rows(group, row_bytes) for group in groups)
         return CopyPart(groups, start, stop - start, num_copies, num_token_rows, num_output_rows)
 
-    groups = tuple(sorted(groups, key=lambda group: group.num_outputs > 0))
-    costs = [len(group.site_ids) * row_cost(group.num_outputs, row_bytes) for group in groups]
+    groups = tuple(sorted(groups, key=lambda group: (group.site_set.is_read_out, group.shape is not None)))
+    costs = [len(group.site_ids) * row_cost(group.shape, row_bytes) for group in groups]
     if sum(cost * len(group.rows) for cost, group in zip(costs, groups, strict=True)) <= max_copies:
         return [part(groups, 0, num_rows)]
     num_copies = np.zeros(num_rows, dtype=np.int64)
@@ -236,25 +237,18 @@ class StagedRows:
     def places(self) -> list[tuple[PackGroup, int]]:
         """Each group, and the row of `memory` at which its first site's first row lies.
 
-        The rows of a site follow each other, and so do the sites: ``[S, N, D]`` from there on, or float32 ``[S, N, P]``
-        with the outputs of readouts.
+        The rows of a site follow each other, and so do the sites: ``[S, N, W]`` from there on.
         """
         found, start = [], self.lease.start + self.part.num_token_rows
         row_bytes = self._arena_AD.shape[1] * self._arena_AD.element_size()
         for group in self.part.groups:
             found.append((group, start))
-            start += output_rows(group, row_bytes) or len(group.site_ids) * len(group.rows)
+            start += memory_rows(group, row_bytes) or len(group.site_ids) * len(group.rows)
         return found
 
     def view(self, group: PackGroup, start: int) -> Tensor:
-        """The rows of a group, ``[S, N, D]``, or their outputs, that begin at `start`; see `places`."""
-        num_sites, num_rows = len(group.site_ids), len(group.rows)
-        if group.num_outputs:
-            shape = num_sites, num_rows, group.num_outputs
-            return numbers_at(self._arena_AD, start, num_sites * num_rows * group.num_outputs, torch.float32).view(
-                shape
-            )
-        return self._arena_AD[start : start + num_sites * num_rows].view(num_sites, num_rows, -1)
+        """The rows of a group, ``[S, N, W]``, or their outputs, that begin at `start`; see `places`."""
+        return rows_at(self._arena_AD, start, group).view(len(group.site_ids), len(group.rows), -1)
 
     def token_ids(self, group: PackGroup) -> Int32Array | None:
         """The token that each row of `group` was computed from, int32 ``[N]``; None if unknown."""
@@ -272,9 +266,17 @@ class StagedRows:
 
 
 def numbers_at(arena_AD: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """`count` numbers of 4 bytes in the arena, from row `start` on."""
+    """`count` numbers in the arena, from row `start` on."""
     first = start * arena_AD.shape[1] * arena_AD.element_size()
-    return arena_AD.view(-1).view(torch.uint8)[first : first + 4 * count].view(dtype)
+    return arena_AD.view(-1).view(torch.uint8)[first : first + dtype.itemsize * count].view(dtype)
+
+
+def rows_at(arena_AD: Tensor, start: int, group: PackGroup) -> Tensor:
+    """The rows of a group, ``[S * N, W]``, or their outputs, in the arena from row `start` on."""
+    count, shape = len(group.site_ids) * len(group.rows), group.shape
+    if shape is None:
+        return arena_AD[start : start + count]
+    return numbers_at(arena_AD, start, count * shape.width, getattr(torch, shape.dtype)).view(count, shape.width)
 
 
 class StagingMemory(Protocol):

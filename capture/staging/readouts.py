@@ -3,8 +3,8 @@
 They are computed after the forward, by its stream, as rows are packed there. Outputs gather in a buffer on the device
 and leave it by few copies.
 
-Shapes: F rows of the flat ring (all sites' slots), C rows of a chunk, N rows of a job, P outputs, D hidden size, V
-outputs of all jobs of a part, with the gaps between their groups.
+Shapes: F rows of a flat block of the ring (the slots of all sites of one shape), C rows of a chunk, N rows of a job, P
+outputs, D width of the site's rows, V outputs of all jobs of a part, with the gaps between their groups.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB
 from headgate.capture.schema.consumer import MAX_OUTPUTS, OUTPUT_BYTES, Readout
 from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.sites import SiteShape
 
 CHUNK_BYTES = 32 * MIB
 """Size of the widened rows that a readout gets at a time, at most."""
@@ -45,13 +46,13 @@ class BoundReadout(NamedTuple):
     function: Function
 
 
-def bind(readout: Readout, source: int, *, hidden_size: int, device: torch.device, name: str) -> BoundReadout:
+def bind(readout: Readout, source: int, *, width: int, device: torch.device, name: str) -> BoundReadout:
     """Bring a readout to the device, and try it there.
 
     Args:
         readout: As declared.
         source: Index of its site among those of the ring.
-        hidden_size: ``D``.
+        width: ``D``.
         device: Where the forward runs.
         name: Consumer and site, for errors.
 
@@ -61,7 +62,7 @@ def bind(readout: Readout, source: int, *, hidden_size: int, device: torch.devic
     with torch.inference_mode(False), torch.no_grad():
         try:
             function = readout.on(device)
-            found = function(torch.ones(3, hidden_size, dtype=torch.float64, device=device))
+            found = function(torch.ones(3, width, dtype=torch.float64, device=device))
         except Exception as error:
             raise ConfigError(f"{name}: the readout fails on {device}: {type(error).__name__}: {error}") from error
     expected = (3, readout.num_outputs)
@@ -79,6 +80,7 @@ class ReadoutJob(NamedTuple):
     Attributes:
         group: Which of the part's groups.
         readout: See `BoundReadout`.
+        block: Block of the ring that has its site's rows.
         first: Where its rows' indices begin among those of the part.
         num_rows: ``N``.
         target: Where its outputs begin among the part's.
@@ -86,6 +88,7 @@ class ReadoutJob(NamedTuple):
 
     group: int
     readout: BoundReadout
+    block: int
     first: int
     num_rows: int
     target: int
@@ -101,40 +104,46 @@ ReadOut = Callable[[Sequence[ReadoutJob], Tensor], frozenset[int]]
 
 
 def jobs_of(
-    groups: Sequence[PackGroup], readouts: Sequence[BoundReadout], num_sites: int, row_bytes: int
+    groups: Sequence[PackGroup], readouts: Sequence[BoundReadout], blocks: Sequence[int], row_bytes: int
 ) -> list[ReadoutJob]:
     """The jobs of a part whose groups have their rows, and their outputs in host memory, consecutively.
 
     Args:
         groups: Those of sites first, then those of readouts.
-        readouts: Of the worker, in the order of their indices, which begin at `num_sites`.
-        num_sites: Sites of the worker.
+        readouts: Of the worker, in the order of their indices, which begin after those of its sites.
+        blocks: Of each site of the worker, the block of the ring that has its rows.
         row_bytes: Bytes of a row of host memory; the outputs of each group begin at a row.
     """
     jobs, first, target = [], 0, 0
     for number, group in enumerate(groups):
         num_rows = len(group.rows)
         for place, site_id in enumerate(group.site_ids.tolist()):
-            if group.num_outputs:
-                begin = target + place * num_rows * group.num_outputs
-                jobs.append(ReadoutJob(number, readouts[site_id - num_sites], first, num_rows, begin))
+            if group.site_set.is_read_out:
+                readout = readouts[site_id - len(blocks)]
+                begin = target + place * num_rows * readout.num_outputs
+                jobs.append(ReadoutJob(number, readout, blocks[readout.source], first, num_rows, begin))
             first += num_rows
-        target += output_rows(group, row_bytes) * row_bytes // OUTPUT_BYTES
+        target += memory_rows(group, row_bytes) * row_bytes // OUTPUT_BYTES
     return jobs
 
 
-def output_rows(group: PackGroup, row_bytes: int) -> int:
-    """Rows of host memory that the outputs of a group take; 0 if it has none."""
-    num_bytes = OUTPUT_BYTES * group.num_outputs * len(group.site_ids) * len(group.rows)
-    return -(-num_bytes // row_bytes)
+def memory_rows(group: PackGroup, row_bytes: int) -> int:
+    """Rows of host memory that a group takes whose rows have another shape than the stream; 0 for any other group."""
+    if group.shape is None:
+        return 0
+    return -(-group.shape.row_bytes * len(group.site_ids) * len(group.rows) // row_bytes)
 
 
-def row_cost(num_outputs: int, row_bytes: int) -> int:
-    """Rows of host memory to reckon with for a row at a site: one, or more for the outputs of a wide readout.
+def row_cost(shape: SiteShape | None, row_bytes: int) -> int:
+    """Rows of host memory to reckon with for a row at a site or readout: one, or more for a wide one.
 
-    Where parts are cut the outputs of a row count as a row at least, since its index takes a place, too.
+    Where parts are cut a narrow row counts as one at least, since its index takes a place, too.
+
+    Args:
+        shape: Of the site or readout; None: that of the stream.
+        row_bytes: Bytes of a row of host memory.
     """
-    return max(-(-OUTPUT_BYTES * num_outputs // row_bytes), 1)
+    return 1 if shape is None else max(-(-shape.row_bytes // row_bytes), 1)
 
 
 class RingReadouts:
@@ -146,16 +155,24 @@ class RingReadouts:
 
     Args:
         readouts: In the order of the planner's.
-        num_sites: Sites of the ring.
-        row_bytes: Bytes of a row.
+        shapes: Of each site of the ring; None: that of the stream.
+        blocks: Of each site of the ring, the block that has its rows.
+        row_bytes: Bytes of a row of host memory.
     """
 
-    def __init__(self, readouts: Sequence[BoundReadout], num_sites: int, row_bytes: int) -> None:
+    def __init__(
+        self,
+        readouts: Sequence[BoundReadout],
+        shapes: Sequence[SiteShape | None],
+        blocks: Sequence[int],
+        row_bytes: int,
+    ) -> None:
         self._readouts = tuple(readouts)
-        self._num_sites = num_sites
+        self._blocks = tuple(blocks)
         self._row_bytes = row_bytes
-        self.sources: Int64Array = np.array([*range(num_sites), *(each.source for each in readouts)], np.int64)
-        self.row_cost = num_sites + sum(row_cost(each.num_outputs, row_bytes) for each in readouts)
+        self.sources: Int64Array = np.array([*range(len(shapes)), *(each.source for each in readouts)], np.int64)
+        outputs = [SiteShape(each.num_outputs, "float32") for each in readouts]
+        self.row_cost = sum(row_cost(shape, row_bytes) for shape in (*shapes, *outputs))
 
     def run(
         self, groups: Sequence[PackGroup], target_V: Tensor, read_out: ReadOut
@@ -170,7 +187,7 @@ class RingReadouts:
         Returns:
             The groups, without the rows whose readout has failed; and the bytes of the outputs.
         """
-        jobs = jobs_of(groups, self._readouts, self._num_sites, self._row_bytes)
+        jobs = jobs_of(groups, self._readouts, self._blocks, self._row_bytes)
         failed = read_out(jobs, target_V)
         num_bytes = sum(OUTPUT_BYTES * job.num_rows * job.readout.num_outputs for job in jobs)
         return tuple(unwanted(group) if index in failed else group for index, group in enumerate(groups)), num_bytes
@@ -180,16 +197,18 @@ class RowReader:
     """Runs jobs, a chunk of rows at a time, in memory that is allocated once.
 
     Args:
-        flat_FD: The ring.
+        blocks_FD: Of the ring.
         max_rows: Rows of a part, at most.
     """
 
-    def __init__(self, flat_FD: Tensor, max_rows: int) -> None:
-        hidden_size = flat_FD.shape[1]
-        size = min(max(CHUNK_BYTES // (8 * hidden_size), 1), max_rows)
-        self._flat_FD = flat_FD
-        self._rows_CD = torch.empty(size, hidden_size, dtype=flat_FD.dtype, device=flat_FD.device)
-        self._wide_CD = torch.empty(size, hidden_size, dtype=torch.float64, device=flat_FD.device)
+    def __init__(self, blocks_FD: Sequence[Tensor], max_rows: int) -> None:
+        widest = max(block.shape[1] for block in blocks_FD)
+        size = min(max(CHUNK_BYTES // 8, widest), max_rows * widest)
+        itemsize, device = max(block.element_size() for block in blocks_FD), blocks_FD[0].device
+        self._blocks_FD = tuple(blocks_FD)
+        self._size = size
+        self._rows_CD = torch.empty(size * itemsize, dtype=torch.uint8, device=device)
+        self._wide_CD = torch.empty(size, dtype=torch.float64, device=device)
         self._log = SparseLog("capture readouts")
         self.device_bytes = self._rows_CD.nbytes + self._wide_CD.nbytes
 
@@ -217,14 +236,16 @@ class RowReader:
         return frozenset(failed)
 
     def _chunks(self, job: ReadoutJob) -> Iterator[tuple[int, int]]:
-        size = min(len(self._rows_CD), BUFFER_OUTPUTS // job.readout.num_outputs)
+        size = min(self._size // self._blocks_FD[job.block].shape[1], BUFFER_OUTPUTS // job.readout.num_outputs)
         for start in range(job.first, job.stop, size):
             yield start, min(start + size, job.stop)
 
     def _outputs(self, job: ReadoutJob, index: Tensor) -> Tensor:
-        num_rows = len(index)
-        rows_ND, wide_ND = self._rows_CD[:num_rows], self._wide_CD[:num_rows]
-        torch.index_select(self._flat_FD, 0, index, out=rows_ND)
+        source_FD = self._blocks_FD[job.block]
+        num_rows, width = len(index), source_FD.shape[1]
+        rows_ND = self._rows_CD.view(source_FD.dtype)[: num_rows * width].view(num_rows, width)
+        wide_ND = self._wide_CD[: num_rows * width].view(num_rows, width)
+        torch.index_select(source_FD, 0, index, out=rows_ND)
         found = job.readout.function(wide_ND.copy_(rows_ND))
         expected = (num_rows, job.readout.num_outputs)
         if tuple(found.shape) != expected:

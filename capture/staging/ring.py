@@ -1,12 +1,14 @@
 """Static device memory that the forward pass scatters wanted rows into, and the copies out of it.
 
-Shapes: S sites, R ring slots of a site, K wanted rows of a step, D hidden size, A rows of the arena.
+Shapes: S sites, R ring slots of a site, K wanted rows of a step, D hidden size, W width of a site's rows, A rows of the
+arena.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +21,8 @@ from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import RING_BYTES, RING_SHARE
 from headgate.capture.schema.consumer import OUTPUT_BYTES
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.sites import Site
-from headgate.capture.staging.device_copy import Copied, DeviceCopier, copier_of
+from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape
+from headgate.capture.staging.device_copy import Copied, DeviceCopier, RowRun, copier_of
 from headgate.capture.staging.host_rows import (
     GRANULARITY,
     CopyPart,
@@ -31,8 +33,9 @@ from headgate.capture.staging.host_rows import (
     cut_into_parts,
     numbers_at,
     round_up,
+    rows_at,
 )
-from headgate.capture.staging.readouts import BoundReadout, RingReadouts
+from headgate.capture.staging.readouts import BoundReadout, RingReadouts, memory_rows
 
 NUM_TRASH_ROWS = 64
 """Unwanted rows share this many slots: 8192 rows at one address slow a prefill by 3 % on an H200, at 64 by nothing."""
@@ -118,6 +121,47 @@ class _SlotTable:
         self._dense_rows = None
 
 
+class _RingBlocks:
+    """The rows of all sites, those of one shape in one block; block 0 has the rows of the stream's shape.
+
+    Attributes:
+        numbers: int64 ``[S]``: the block of each site.
+        indices: int64 ``[S]``: its index there.
+        flat_FD: ``[F, W]`` of each block, once it is allocated.
+
+    Args:
+        shapes: Of each site; None: that of the stream.
+    """
+
+    def __init__(self, shapes: Sequence[SiteShape | None]) -> None:
+        kinds: dict[SiteShape | None, int] = {None: 0}
+        self._counts = Counter[SiteShape | None]({None: 0})
+        numbers, indices = [], []
+        for shape in shapes:
+            numbers.append(kinds.setdefault(shape, len(kinds)))
+            indices.append(self._counts[shape])
+            self._counts[shape] += 1
+        self.numbers: Int64Array = np.array(numbers, np.int64)
+        self.indices: Int64Array = np.array(indices, np.int64)
+        self.flat_FD: list[torch.Tensor] = []
+
+    def allocate(
+        self, num_slots: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Allocate the blocks; return each site's rows, ``[num_slots, W]``, which are slices of them."""
+        blocks = [
+            torch.zeros(
+                *(count, num_slots, hidden_size if shape is None else shape.width),
+                dtype=dtype if shape is None else getattr(torch, shape.dtype),
+                device=device,
+            )
+            for shape, count in self._counts.items()
+        ]
+        self.flat_FD = [block.view(-1, block.shape[2]) for block in blocks]
+        places = zip(self.numbers.tolist(), self.indices.tolist(), strict=True)
+        return tuple(blocks[block][index] for block, index in places)
+
+
 class StagingRing:
     """The memory that the forward pass writes captured rows to, and the way out of it.
 
@@ -128,8 +172,8 @@ class StagingRing:
     construction.
 
     Attributes:
-        buffers: ``[S, R + NUM_TRASH_ROWS, D]`` on the device; each site's slots from ``R`` on take unwanted rows. Never
-            moves.
+        site_rows: ``[R + NUM_TRASH_ROWS, W]`` on the device for each site; slots from ``R`` on take unwanted rows.
+            Never moves. The rows of all sites of one shape are slices of one block.
         slots: int64 ``[max_tokens]`` on the device: the slot of each batch row, one from ``R`` on if it is unwanted.
             Never moves; the graph reads ``slots[:n]``.
         counters: Steps, rows and bytes that passed through, and stalls.
@@ -142,11 +186,12 @@ class StagingRing:
         num_rows: ``R``; at least `max_tokens`.
         max_tokens: Upper limit of batch rows in one forward, padding included.
         hidden_size: ``D``.
-        dtype: Of the rows.
+        dtype: Of the stream.
         device: Where the forward pass runs.
         staging_bytes: Size of the host memory; pinned if the device is a GPU.
         memory: That memory, of so many bytes, if another process reads it; else it is made here.
         readouts: Of some of the sites, in the order of the planner's.
+        shapes: Of the sites whose rows are not those of the stream.
 
     Raises:
         ConfigError: If that cannot hold one row of every site.
@@ -164,27 +209,28 @@ class StagingRing:
         staging_bytes: int,
         memory: StagingMemory | None = None,
         readouts: Sequence[BoundReadout] = (),
+        shapes: Mapping[Site, SiteShape] = NO_SHAPES,
     ) -> None:
         if num_rows < max_tokens:
             raise ConfigError(f"capture.ring_rows: {num_rows} rows cannot hold a step of {max_tokens} tokens")
         self._num_rows, self.row_bytes = num_rows, hidden_size * dtype.itemsize
-        self._readouts = RingReadouts(readouts, len(sites), self.row_bytes)
+        self._blocks = _RingBlocks(row_shapes := [shapes.get(site) for site in sites])
+        self._readouts = RingReadouts(readouts, row_shapes, self._blocks.numbers.tolist(), self.row_bytes)
         num_host_rows = staging_bytes // self.row_bytes
         self._max_part_rows = most_part_rows(num_host_rows, self._readouts.row_cost, self.row_bytes)
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            shape = len(sites), num_rows + NUM_TRASH_ROWS, hidden_size
-            self.buffers = torch.zeros(shape, dtype=dtype, device=device)
+            self._stride = num_rows + NUM_TRASH_ROWS
+            self.site_rows = self._blocks.allocate(self._stride, hidden_size, dtype, device)
             self._slot_table = _SlotTable(num_rows, max_tokens, device)
-            self._token_ids = torch.zeros(shape[1], dtype=torch.int32, device=device)
+            self._token_ids = torch.zeros(self._stride, dtype=torch.int32, device=device)
             memory = memory or PinnedMemory(num_host_rows, hidden_size, dtype, is_pinned=device.type == "cuda")
             self.slots = self._slot_table.slots
-            flat_FD = self.buffers.view(-1, hidden_size)
-            self._copier = copier_of(flat_FD, self.slots, self._max_part_rows, reads_out=bool(readouts))
+            self._copier = copier_of(self._blocks.flat_FD, self.slots, self._max_part_rows, reads_out=bool(readouts))
             memory.prove(self._copier)
         self.memory = memory
-        self.device_bytes = self._slot_table.device_bytes + self._copier.device_bytes
-        self.device_bytes += self.buffers.nbytes + self._token_ids.nbytes
+        own = sum(tensor.nbytes for tensor in (*self._blocks.flat_FD, self._token_ids))
+        self.device_bytes = own + self._slot_table.device_bytes + self._copier.device_bytes
         self.counters = StagingCounters()
         self.on_wait: Callable[[], object] = lambda: None
         self._log = SparseLog("capture staging")
@@ -204,7 +250,8 @@ class StagingRing:
 
     def reset(self) -> None:
         """Empty the ring: no row is wanted, and its memory holds zeros."""
-        self.buffers.zero_()
+        for block in self._blocks.flat_FD:
+            block.zero_()
         self._slot_table.reset()
         self._next_slot = 0
         self._is_open = False
@@ -336,29 +383,45 @@ class StagingRing:
         Returns:
             The part, without the rows whose readouts have failed.
         """
-        index, start = self._copier.index_to_fill(), 0
-        stride = self.buffers.shape[1]
-        for group in part.groups:
-            num_sites, num_rows = len(group.site_ids), len(group.rows)
-            stop = start + num_sites * num_rows
-            into = index[start:stop].reshape(num_sites, num_rows)
-            np.add.outer(self._readouts.sources[group.site_ids] * stride, group.rows + base, out=into)
-            start = stop
+        first = lease.start + part.num_token_rows
+        runs = self._fill_index(part, first, base)
         if part.num_token_rows:
             slot = base + part.start
             target = numbers_at(self.memory.rows_AD, lease.start, part.num_rows, torch.int32)
             self._copier.fetch(self._token_ids[slot : slot + part.num_rows], target)
-        first = lease.start + part.num_token_rows
-        if part.num_output_rows:
+        if any(group.site_set.is_read_out for group in part.groups):
             count = part.num_output_rows * self.row_bytes // OUTPUT_BYTES
             target_V = numbers_at(self.memory.rows_AD, first + part.num_copies, count, torch.float32)
             groups, num_bytes = self._readouts.run(part.groups, target_V, self._copier.read_out)
             part = part._replace(groups=groups)
             self.counters.bytes += num_bytes
-        copied = self._copier.gather(part.num_copies, self.memory.rows_AD[first : first + part.num_copies])
-        self.counters.bytes += part.num_copies * self.row_bytes
+        copied = self._copier.gather(runs)
+        self.counters.bytes += sum(run.target_ND.nbytes for run in runs)
         self.counters.rows += part.num_rows
         return part, copied
+
+    def _fill_index(self, part: CopyPart, first: int, base: int) -> list[RowRun]:
+        """Fill in the flat indices of a part's rows; return the runs to copy: one of the stream, one a group of others.
+
+        Args:
+            part: Rows of the kept steps, those of the stream's shape first.
+            first: Row of the arena at which the first group's rows lie.
+            base: Slot of the kept steps' first wanted row.
+        """
+        index, start = self._copier.index_to_fill(), 0
+        runs = [RowRun(0, 0, self.memory.rows_AD[first : first + part.num_copies])] if part.num_copies else []
+        for group in part.groups:
+            num_sites, num_rows = len(group.site_ids), len(group.rows)
+            stop = start + num_sites * num_rows
+            into = index[start:stop].reshape(num_sites, num_rows)
+            sources = self._readouts.sources[group.site_ids]
+            np.add.outer(self._blocks.indices[sources] * self._stride, group.rows + base, out=into)
+            if group.shape is not None and not group.site_set.is_read_out:
+                block = int(self._blocks.numbers[sources[0]])
+                runs.append(RowRun(block, start, rows_at(self.memory.rows_AD, first, group)))
+            first += memory_rows(group, self.row_bytes) or num_sites * num_rows
+            start = stop
+        return runs
 
     def _count_lost(self, parts: Sequence[CopyPart], patience_s: float) -> None:
         self.counters.dropped_rows += sum(part.num_rows for part in parts)

@@ -413,7 +413,10 @@ def _same(table: EntryTable, one: int, other: int) -> bool:
 def _shape_of(table: EntryTable, entries: Numbers, sites: tuple[str, ...]) -> tuple[str, int]:
     groups = np.unique(table.columns["group"][entries])
     shapes: Mapping[tuple[str, int], str] = {
-        (table.groups[n].dtype, table.groups[n].hidden_size): table.groups[n].model for n in groups
+        (shape.dtype, shape.width): ", ".join((*names, table.groups[n].model))
+        for n in groups
+        for site in sites
+        for shape, names in ((table.groups[n].shape(site), [site] if len(sites) > 1 else []),)
     }
     if len(shapes) > 1:
         shown = "; ".join(f"{dtype}, width {width} ({model})" for (dtype, width), model in shapes.items())

@@ -31,8 +31,8 @@ import numpy.typing as npt
 
 from headgate.capture.files.reading import refusing
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
+from headgate.capture.schema.sites import ITEM_SIZES, SiteShape
 from headgate.consumers.filesystem.formats.layout import (
-    ITEM_SIZES,
     POSITIONS,
     SHARD_FOLDER,
     TOKEN_IDS,
@@ -107,6 +107,7 @@ class EntryGroup(msgspec.Struct, frozen=True):
         num_layers: Of the model.
         versions: Of headgate, vllm and torch.
         pp_rank: The stage that wrote it, of `pp_size`.
+        shapes: Width and dtype of the sites whose rows have others.
     """
 
     layout: LayoutName
@@ -118,20 +119,21 @@ class EntryGroup(msgspec.Struct, frozen=True):
     versions: tuple[tuple[str, str], ...]
     pp_rank: int
     pp_size: int
+    shapes: tuple[tuple[str, tuple[int, str]], ...] = ()
 
     @property
     def sites(self) -> tuple[str, ...]:
         """The tensors that are sites."""
         return tuple(name for name in self.tensors if name not in (POSITIONS, TOKEN_IDS))
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of one site."""
-        return self.hidden_size * ITEM_SIZES[self.dtype]
+    def shape(self, site: str) -> SiteShape:
+        """The shape of the rows of a site."""
+        width, dtype = dict(self.shapes).get(site, (self.hidden_size, self.dtype))
+        return SiteShape(width, dtype)
 
     def width(self, tensor: str) -> int:
         """Bytes for each row in `tensor`."""
-        return ITEM_SIZES["int64"] if tensor in (POSITIONS, TOKEN_IDS) else self.row_bytes
+        return ITEM_SIZES["int64"] if tensor in (POSITIONS, TOKEN_IDS) else self.shape(tensor).row_bytes
 
     def place(self, tensor: str) -> tuple[int, int]:
         """``(a, b)``, so that the rows of `tensor` begin at byte ``a * at + b * rows`` of their file."""
@@ -324,6 +326,7 @@ def _group(part: StoredPart, tensors: tuple[str, ...]) -> EntryGroup:
         versions=tuple(sorted(sidecar.versions.items())),
         pp_rank=sidecar.pp_rank,
         pp_size=sidecar.pp_size,
+        shapes=tuple(sorted(sidecar.shapes.items())),
     )
 
 
@@ -567,7 +570,9 @@ def _problem(path: str, error: CaptureFileError) -> Problem:
 logger = logging.getLogger(__name__)
 
 MAGIC = b"headgate-index\0\0"
-VERSION = 2
+VERSION = 3
+"""Of an index of rows of several shapes; any other is written as of `ONE_SHAPE`, which earlier releases read."""
+ONE_SHAPE = 2
 _FIXED = struct.Struct("<16sIIQQI4x")  # magic, version, CRC of the header, its bytes, bytes of the columns, their CRC
 _ALIGN = 64
 _CHUNK = 16 << 20
@@ -620,7 +625,8 @@ def write_index(root: str, table: EntryTable, problems: list[Problem]) -> Iterat
     check = 0
     for block in _blocks(arrays):
         check = zlib.crc32(block, check)
-    yield _FIXED.pack(MAGIC, VERSION, zlib.crc32(header), len(header), end, check)
+    version = VERSION if any(group.shapes for group in table.groups) else ONE_SHAPE
+    yield _FIXED.pack(MAGIC, version, zlib.crc32(header), len(header), end, check)
     yield header
     yield from _blocks(arrays)
 
@@ -648,8 +654,8 @@ def read_index(data: npt.NDArray[np.uint8], path: str) -> tuple[EntryTable, list
     _, version, header_check, header_bytes, column_bytes, check = _FIXED.unpack(data[: _FIXED.size].tobytes())
     if version > VERSION:
         raise NewerFormatError(f"{path}: index of version {version}; this headgate reads version {VERSION}")
-    if version < VERSION:
-        raise CaptureFileError(f"{path}: index of version {version}, which lacks columns of version {VERSION}")
+    if version < ONE_SHAPE:
+        raise CaptureFileError(f"{path}: index of version {version}, which lacks columns of version {ONE_SHAPE}")
     start = _FIXED.size + header_bytes
     if len(data) != start + column_bytes:
         raise CaptureFileError(f"{path}: partial: {len(data)} bytes of {start + column_bytes}")

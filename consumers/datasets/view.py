@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.errors import CaptureFileError
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import ITEM_SIZES, Site
 from headgate.consumers.datasets.index import EntryTable, IndexedRoot, StoredUnit
-from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, POSITIONS, TOKEN_IDS
+from headgate.consumers.filesystem.formats.layout import POSITIONS, TOKEN_IDS
 from headgate.consumers.filesystem.formats.raw_layout import DATA_SUFFIX, SIDECAR_SUFFIX
 from headgate.consumers.filesystem.formats.shard_layout import COLUMN_SUFFIX
 from headgate.consumers.filesystem.storage.object_store import open_files

@@ -25,6 +25,7 @@ from headgate.capture.schema.config import GIB
 from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
+    ModelInfo,
     RequestInfo,
     RowBlock,
     SpecContext,
@@ -319,11 +320,8 @@ class FilesystemConsumer(StreamingConsumer):
     linger_s = 0.25  # files are complete when a request has ended, not before
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
-        import torch  # not at the top: reading captures loads this module and needs no torch
-
         super().__init__(params, context)
         self._settings = parse_params(params)
-        self._dtype = getattr(torch, context.model.dtype)
         settings = self._settings
         self._remote = RemoteRoot(settings.root, settings.spool_root) if settings.is_remote else None
         self._quota = _quota(settings, self._remote)
@@ -388,7 +386,7 @@ class FilesystemConsumer(StreamingConsumer):
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         for block in blocks:
-            data = _rows_of(block, self._dtype, self.context.model.hidden_size)
+            data = _rows_of(block, self.context.model)
             self._gatherer.add(self._quota.within(block, data), data)
         if self._gatherer.is_full:
             self._hand_over(self._gatherer.pop_all())
@@ -483,13 +481,15 @@ class FilesystemConsumer(StreamingConsumer):
         self._quota.settle(ticket, outcome.result()["num_bytes"] + num_files * FILE_BYTES if is_stored else 0)
 
 
-def _rows_of(block: RowBlock, dtype: Any, hidden_size: int) -> npt.NDArray[np.uint8]:
+def _rows_of(block: RowBlock, model: ModelInfo) -> npt.NDArray[np.uint8]:
     """The rows of a block as uint8 ``[S, N, row_bytes]``."""
     import torch
 
-    if block.rows.dtype != dtype or block.rows.shape[2] != hidden_size:
-        given = f"{block.rows.dtype} and width {block.rows.shape[2]}"
-        raise ConsumerError(f"rows of {given}; the model has {dtype} and width {hidden_size}")
+    for site in block.sites if model.shapes else block.sites[:1]:
+        shape = model.shape(site)
+        if block.rows.dtype != getattr(torch, shape.dtype) or block.rows.shape[2] != shape.width:
+            given = f"{block.rows.dtype} and width {block.rows.shape[2]}"
+            raise ConsumerError(f"rows of {given}; the model has {shape.dtype} and width {shape.width} at {site.name}")
     return block.rows.contiguous().view(torch.uint8).numpy()
 
 

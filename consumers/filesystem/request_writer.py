@@ -30,7 +30,6 @@ from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, R
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.filesystem.formats.layout import (
-    ITEM_SIZES,
     Bytes2D,
     Finished,
     Layout,
@@ -54,12 +53,14 @@ class Chunk:
         sites: ``S`` sites.
         positions: int64 ``[N]``.
         data: uint8 ``[S, N, row_bytes]``; None while it is in the spool's file.
+        row_bytes: Bytes of a row of one site.
         offset: Where it starts in that file.
     """
 
     sites: tuple[Site, ...]
     positions: Int64Array
     data: npt.NDArray[np.uint8] | None
+    row_bytes: int
     offset: int = 0
 
     @property
@@ -104,13 +105,12 @@ class Spool:
                 self.held_bytes -= chunk.num_bytes
                 chunk.data = None
 
-    def assemble(self, sites: Sequence[Site], *, num_rows: int, row_bytes: int, has_gaps: bool) -> WholeRequest:
+    def assemble(self, sites: Sequence[Site], *, num_rows: int, has_gaps: bool) -> WholeRequest:
         """Put the rows in order, without copying them.
 
         Args:
             sites: The sites that were asked for.
             num_rows: Rows at positions from here on were computed in vain and are left out.
-            row_bytes: Bytes of one row.
             has_gaps: Rows were lost on their way, so a site may lack some: only positions that all sites have are kept.
 
         Raises:
@@ -123,7 +123,7 @@ class Spool:
             keep = int(np.searchsorted(chunk.positions, num_rows))
             if keep:
                 kept = chunk.positions[:keep]
-                data = _data_of(chunk, mapped, row_bytes)
+                data = _data_of(chunk, mapped)
                 for index, site in enumerate(chunk.sites):
                     if site in pieces:
                         pieces[site].append(data[index, :keep])
@@ -148,11 +148,11 @@ class Spool:
         return np.frombuffer(mmap.mmap(self._file, self._file_bytes, access=mmap.ACCESS_READ), dtype=np.uint8)
 
 
-def _data_of(chunk: Chunk, mapped: npt.NDArray[np.uint8], row_bytes: int) -> npt.NDArray[np.uint8]:
+def _data_of(chunk: Chunk, mapped: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """A chunk's rows, uint8 ``[S, N, row_bytes]``, from memory or from the spool's file."""
     if chunk.data is not None:
         return chunk.data
-    shape = (len(chunk.sites), len(chunk.positions), row_bytes)
+    shape = (len(chunk.sites), len(chunk.positions), chunk.row_bytes)
     num_bytes = shape[0] * shape[1] * shape[2]
     return mapped[chunk.offset : chunk.offset + num_bytes].reshape(shape)
 
@@ -278,11 +278,11 @@ def _merge(pieces: Sequence[RequestSlice], pool: RowPool) -> Chunk:
     first = pieces[0]
     sites, rows = first.block.sites, first.rows
     if len(pieces) == 1 and 2 * rows.shape[1] >= first.data.shape[1]:
-        return Chunk(sites, first.block.positions[first.start : first.stop], rows)
+        return Chunk(sites, first.block.positions[first.start : first.stop], rows, rows.shape[2])
     positions = np.concatenate([piece.block.positions[piece.start : piece.stop] for piece in pieces])
     merged = pool.empty_bytes((rows.shape[0], len(positions), rows.shape[2]))
     np.concatenate([piece.rows for piece in pieces], axis=1, out=merged)
-    return Chunk(sites, positions, merged)
+    return Chunk(sites, positions, merged, rows.shape[2])
 
 
 logger = logging.getLogger(__name__)
@@ -457,7 +457,6 @@ class RequestWriter:
         self._running: dict[str, _Running] = {}
         self._held_bytes = 0
         self._stored: list[tuple[Stored, Outcome]] = []
-        self._row_bytes = context.model.hidden_size * ITEM_SIZES[context.model.dtype]
 
     def begin(self, request: RequestInfo) -> None:
         """Begin a request whose rows come to this thread; one whose name is taken fails here, before it has rows."""
@@ -544,7 +543,6 @@ class RequestWriter:
         rows = spool.assemble(
             request.spec.sites,
             num_rows=final.num_rows,
-            row_bytes=self._row_bytes,
             has_gaps=finished.dropped_rows > 0,
         )
         sidecar = sidecar_of(

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
+from headgate.capture.schema.sites import ITEM_SIZES
 from headgate.consumers.datasets.mixing import MixingPool, SinkFilter
 from headgate.consumers.datasets.view import Bytes
-from headgate.consumers.filesystem.formats.layout import ITEM_SIZES
 from headgate.consumers.harvest.engine import HarvestEngine, engine_of
 from headgate.consumers.harvest.prompts import Prompt, PromptSet, Record, Refusals, each_record
 from headgate.consumers.harvest.run import DEFAULT_BATCH
@@ -173,7 +173,7 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
             captured = self._rows[0]
             count = min(self._pool.free, len(captured) - self._used)
             span = slice(self._used, self._used + count)
-            self._add({site: _bytes_of(captured[site][span]) for site in self.sites}, count)
+            self._add({site: self._bytes_of(site, captured[site][span]) for site in self.sites}, count)
             self._used += count
             if self._used == len(captured):
                 del captured
@@ -181,6 +181,18 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
                 self._used = 0
                 if not self._rows:
                     self._source.give_back()
+
+    def _bytes_of(self, site: str, rows: Tensor) -> Any:
+        """Rows of a site as uint8 ``[rows, row_bytes]``."""
+        import torch
+
+        if rows.shape[1] != self._hidden_size or rows.dtype != getattr(torch, self._dtype):
+            raise ConsumerError(
+                f"rows of {site} are {rows.shape[1]} values of {rows.dtype}, those of the residual stream "
+                f"{self._hidden_size} of {self._dtype}; LiveRows mixes rows like those of the stream alone: capture "
+                "others with harvest, into files"
+            )
+        return rows.contiguous().view(torch.uint8).numpy()
 
     def _add(self, data: dict[str, Bytes], count: int) -> None:
         numbers = np.arange(self._taken, self._taken + count)
@@ -202,7 +214,7 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
         elif found:
             self._rows = found
             if self._drops_sinks and self._filter is None:
-                samples = ({site: _bytes_of(rows[site]) for site in self.sites} for rows in found)
+                samples = ({site: self._bytes_of(site, rows[site]) for site in self.sites} for rows in found)
                 self._filter = SinkFilter(samples, self._dtype)
         else:
             self._source.give_back()
@@ -217,13 +229,6 @@ def _pool_rows(max_bytes: int, cost: int, batch_size: int) -> int:
             f"at {cost} bytes each"
         )
     return rows
-
-
-def _bytes_of(rows: Tensor) -> Any:
-    """uint8 ``[rows, row_bytes]``."""
-    import torch
-
-    return rows.contiguous().view(torch.uint8).numpy()
 
 
 class _Plan:

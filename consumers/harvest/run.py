@@ -15,8 +15,8 @@ from rich.progress import Progress as Bar
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.results import MessageSpan
+from headgate.capture.schema.sites import ITEM_SIZES
 from headgate.consumers.datasets.dataset import open_dataset
-from headgate.consumers.filesystem.formats.layout import ITEM_SIZES
 from headgate.consumers.harvest.engine import EngineFacts, HarvestEngine
 from headgate.consumers.harvest.prompts import PromptSet, Record, Refusals, is_chat
 from headgate.consumers.harvest.root import TAG, HarvestRoot

@@ -287,7 +287,8 @@ class MomentsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Return what the state of this configuration is made with, for the instance of that name."""
         kind = self.covariance
         if kind == "auto":
-            kind = "full" if model.hidden_size <= self.full_width else "sketch"
+            widest = max((model.shape(site).width for site in model.sites), default=model.hidden_size)
+            kind = "full" if widest <= self.full_width else "sketch"
         limits = self.max_norm if isinstance(self.max_norm, dict) else {"*": self.max_norm}
         return MomentsSettings(
             consumer=consumer,
@@ -298,12 +299,18 @@ class MomentsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             quantile_error=self.quantile_error,
             skip_positions=self.skip_positions,
             max_norm={site: limit for site, limit in limits.items() if limit is not None},
+            widths={
+                site.name: model.shape(site).width
+                for site in model.sites
+                if model.shape(site).width != model.hidden_size
+            },
         )
 
     def check_size(self, model: ModelInfo) -> None:
         """Raise `ConfigError` if the state could pass `max_bytes`."""
-        num_entries = len(model.sites) * len(PHASES) * len(self.all_tags)
-        num_bytes = num_entries * self.settings(model, "").entry_bytes
+        settings = self.settings(model, "")
+        of_sites = sum(settings.entry_bytes(site.name) for site in model.sites)
+        num_bytes = len(PHASES) * len(self.all_tags) * of_sites
         if num_bytes > self.max_bytes:
             raise ConfigError(
                 f"moments: the state of {len(model.sites)} sites, {len(PHASES)} phases and {len(self.all_tags)} tags "

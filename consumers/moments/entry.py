@@ -243,18 +243,19 @@ class MomentsKey(NamedTuple):
     phase: Phase
 
 
-class MomentsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MomentsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The facts that two states must have in common before they can be merged.
 
     Attributes:
         consumer: Name of the consumer's instance: two with one root would count the same rows twice.
         model: Name of the model.
-        hidden_size: Width of a row.
+        hidden_size: Width of a row, unless `widths` has another.
         covariance: How covariance is kept.
         rank: Of a sketch of it.
         quantile_error: Relative error of the quantiles of norms.
         skip_positions: Rows at positions below it were left out.
         max_norm: By site name, or for all sites under ``*``: longer rows were left out as attention sinks.
+        widths: By site name, of sites whose rows have another width. A state may have sites that another has not.
     """
 
     consumer: str
@@ -265,11 +266,18 @@ class MomentsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     quantile_error: float
     skip_positions: int
     max_norm: dict[str, float]
+    widths: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def width_of(self, site: str) -> int:
+        """Width of a row of that site."""
+        return self.widths.get(site, self.hidden_size)
 
     def check_same(self, other: MomentsSettings, where: str) -> None:
         """Raise `CaptureFileError` unless `other` is the same; `where` is the file that has `other`."""
         for name in self.__struct_fields__:
             ours, theirs = getattr(self, name), getattr(other, name)
+            if name == "widths":
+                theirs = ours | {site: width for site, width in theirs.items() if site in ours}
             if ours != theirs:
                 raise CaptureFileError(
                     f"{where}: its moments were made with {name} {theirs!r}, expected {ours!r}; moments of other rows "
@@ -280,10 +288,9 @@ class MomentsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """The longest row of that site that counts; infinity without a limit."""
         return self.max_norm.get(site, self.max_norm.get("*", float("inf")))
 
-    @property
-    def entry_bytes(self) -> int:
-        """Memory of one entry, and of its part of a file."""
-        width = self.hidden_size
+    def entry_bytes(self, site: str) -> int:
+        """Memory of one entry of that site, and of its part of a file."""
+        width = self.width_of(site)
         wide = {"full": width, "sketch": self.rank, "none": 0}[self.covariance]
         return 8 * width * (2 + wide) + 4 * width * BATCH_ROWS
 
@@ -301,7 +308,7 @@ class MomentsEntry:
 
     def __init__(self, settings: MomentsSettings, site: str) -> None:
         self._max_norm = settings.limit_of(site)
-        self.moments = RunningMoments(settings.hidden_size, settings.covariance, settings.rank)
+        self.moments = RunningMoments(settings.width_of(site), settings.covariance, settings.rank)
         self.norms = QuantileSketch(settings.quantile_error)
         self.num_skipped = 0
         self.num_sinks = 0

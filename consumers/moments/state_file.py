@@ -157,7 +157,7 @@ def _read_entry(
             raise ValueError(f"tensor {prefix}{name}: {array.dtype} {array.shape}, expected float64 {shape}")
         return array
 
-    width = settings.hidden_size
+    width = settings.width_of(header.site)
     mean, squares = read("mean", width), read("squares", width)  # before anything of that width is made
     entry = MomentsEntry(settings, header.site)
     entry.num_skipped, entry.num_sinks = header.num_skipped, header.num_sinks

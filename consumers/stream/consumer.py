@@ -670,7 +670,7 @@ class _Send(BatchedConsumer):
 
         num_rows = len(captured.positions)
         batches = [
-            encode(captured, self.context.model.dtype, start, min(start + self._batch_rows, num_rows))
+            encode(captured, self.context.model, start, min(start + self._batch_rows, num_rows))
             for start in range(0, num_rows, self._batch_rows)
         ]
         span = self._backlog.put(batches)

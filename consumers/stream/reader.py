@@ -59,7 +59,7 @@ class StreamBatch:
     """Some rows, with all that is known of them. The memory is the batch's own: it may be written to.
 
     Attributes:
-        dtype: ``bfloat16``, ``float16`` or ``float32``.
+        dtypes: By site.
         data: uint8 ``[rows, row_bytes]`` by site.
         positions: int64 ``[rows]``: the absolute position of each row.
         token_ids: int64 ``[rows]``: the token whose forward gave each row.
@@ -67,7 +67,7 @@ class StreamBatch:
         facts: ``[rows]``: request id, tag and sample of each row.
     """
 
-    dtype: str
+    dtypes: Mapping[str, str]
     data: Mapping[str, Bytes]
     positions: Int64Array
     token_ids: Int64Array
@@ -88,19 +88,32 @@ class StreamBatch:
         return [facts.tag for facts in self.facts]
 
     def torch(self, site: str | None = None) -> Tensor:
-        """``[rows, hidden]`` in the model's dtype; without a copy.
+        """``[rows, width]`` in the site's dtype; without a copy.
 
         Args:
             site: Its name; optional if there is only one.
         """
         import torch
 
-        data = torch.from_numpy(self.data[self._site(site)])
-        return data.view(getattr(torch, self.dtype))
+        name = self._site(site)
+        return torch.from_numpy(self.data[name]).view(getattr(torch, self.dtypes[name]))
 
     def numpy(self, site: str | None = None) -> npt.NDArray[Any]:
         """``[rows, hidden]``: float16 and float32 as they are, bfloat16 as float32, which holds it exactly."""
-        return typed(self.data[self._site(site)], self.dtype)
+        name = self._site(site)
+        return typed(self.data[name], self.dtypes[name])
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the rows of all sites.
+
+        Raises:
+            ValueError: If the sites differ.
+        """
+        found = set(self.dtypes.values())
+        if len(found) > 1:
+            raise ValueError(f"the batch has rows of several dtypes: {dict(self.dtypes)}")
+        return found.pop()
 
     def float32(self, site: str | None = None) -> npt.NDArray[np.float32]:
         """float32 ``[rows, hidden]``, which holds every dtype of a model exactly."""
@@ -114,10 +127,10 @@ class StreamBatch:
         return next(iter(self.data))
 
 
-def joined(pieces: Sequence[RequestRows], sites: Sequence[str], dtype: str) -> StreamBatch:
+def joined(pieces: Sequence[RequestRows], sites: Sequence[str]) -> StreamBatch:
     """Rows of several requests, one after the other, as one batch of copies."""
     return StreamBatch(
-        dtype=dtype,
+        dtypes={site: pieces[0].dtypes[site] for site in sites},
         data={site: np.concatenate([piece.data[site] for piece in pieces]) for site in sites},
         positions=np.concatenate([piece.positions for piece in pieces]),
         token_ids=np.concatenate([piece.token_ids for piece in pieces]),
@@ -257,7 +270,7 @@ class StreamReader(Iterator[StreamBatch]):
         number, content = found
         self._sizes.append((number, len(content)))
         self._num_bytes += len(content)
-        rows = decode(content, number, self._line.dtype)
+        rows = decode(content, number)
         self.sites = self.sites or tuple(rows.data)
         if not self._waiting and number > self._place[0]:
             self._place = (number, 0)  # a new reader begins where the one before it ended
@@ -296,7 +309,7 @@ class StreamReader(Iterator[StreamBatch]):
                 self._place = (rows.number, done + len(part))
         if not self._waiting:
             self._place = (self._line.next, 0)  # also past batches that were left out
-        return joined(pieces, self.sites, self._line.dtype)
+        return joined(pieces, self.sites)
 
 
 class _Line:
@@ -304,14 +317,12 @@ class _Line:
 
     Attributes:
         stream: The stream's random name; None before it was reached.
-        dtype: Of its rows.
         max_bytes: Of batches that are not acknowledged.
         next: Number of the batch that comes next.
     """
 
     def __init__(self, place: Address, token: bytes | None, reconnect_s: float) -> None:
         self.stream: str | None = None
-        self.dtype = ""
         self.max_bytes = 1 << 62
         self._address = place
         self._token = token
@@ -385,7 +396,7 @@ class _Line:
             raise
         connection.settimeout(None)
         self._connection = connection
-        self.stream, self.dtype, self.max_bytes = welcome.stream, welcome.dtype, welcome.max_bytes
+        self.stream, self.max_bytes = welcome.stream, welcome.max_bytes
         self.next = welcome.first
         if self._acknowledged:
             connection.sendall(ACKNOWLEDGED.pack(self._acknowledged))

@@ -7,7 +7,7 @@ Nonces of both sides are in what codes are made of, so a connection that was lis
 
 Each batch is a whole stream in Arrow's IPC format, with its schema, that any Arrow library reads. Columns:
 ``request_id`` and ``tag`` (text), ``sample`` (int32), ``position`` and ``token_id`` (int64), ``is_prompt`` (bool), and
-one for each site, lists of ``hidden_size`` values. Arrow has no bfloat16: its bits are uint16, as the
+one for each site, lists of as many values as a row has. Arrow has no bfloat16: its bits are uint16, as the
 field's metadata ``dtype`` says. All rows of a batch are of one request.
 """
 
@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from headgate.capture.files.reading import read_secret
 from headgate.capture.schema.batch import BoolArray, Int64Array
-from headgate.capture.schema.consumer import CapturedRequest
+from headgate.capture.schema.consumer import CapturedRequest, ModelInfo
 from headgate.capture.schema.errors import ConfigError, HeadgateError, shown
 
 TOKEN_VARIABLE = "HEADGATE_STREAM_TOKEN"  # noqa: S105  (the name of a variable)
@@ -230,8 +230,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
         first: Number of the batch that comes first.
         max_bytes: Of batches that are not acknowledged.
         model: Name of the model.
-        dtype: ``bfloat16``, ``float16`` or ``float32``: of every row.
-        hidden_size: Width of a row.
+        dtype: ``bfloat16``, ``float16`` or ``float32``: of rows of the residual stream; others say so in each batch.
+        hidden_size: Width of a row of the residual stream.
     """
 
     refusal: str | None = None
@@ -316,7 +316,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 Bytes = npt.NDArray[np.uint8]
 _FACTS = ("request_id", "tag", "sample", "position", "token_id", "is_prompt")
-_NUMPY = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
+_NUMPY = {"bfloat16": "uint16", "float16": "float16", "float32": "float32", "int16": "int16"}
 """The type that the values of each dtype have in Arrow and numpy."""
 
 
@@ -345,6 +345,7 @@ class RequestRows:
         token_ids: int64 ``[rows]``.
         is_prefill: bool ``[rows]``.
         data: uint8 ``[rows, row_bytes]`` by site.
+        dtypes: By site.
     """
 
     number: int
@@ -353,6 +354,7 @@ class RequestRows:
     token_ids: Int64Array
     is_prefill: BoolArray
     data: Mapping[str, Bytes]
+    dtypes: Mapping[str, str]
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -369,7 +371,7 @@ class RequestRows:
         )
 
 
-def encode(captured: CapturedRequest, dtype: str, start: int, stop: int) -> memoryview:
+def encode(captured: CapturedRequest, model: ModelInfo, start: int, stop: int) -> memoryview:
     """Rows ``start : stop`` of a request as the bytes of a batch."""
     import pyarrow as pa
     import torch
@@ -389,6 +391,7 @@ def encode(captured: CapturedRequest, dtype: str, start: int, stop: int) -> memo
     fields = [pa.field(key, column.type) for key, column in columns.items()]
     for site in captured.sites:
         bits = captured.rows[site][rows].contiguous().view(torch.uint8).numpy()
+        dtype = model.shape(site).dtype
         values = bits.reshape(-1).view(_NUMPY[dtype])
         columns[site.name] = pa.FixedSizeListArray.from_arrays(pa.array(values), len(values) // count)
         fields.append(pa.field(site.name, columns[site.name].type, metadata={"dtype": dtype}))
@@ -399,11 +402,11 @@ def encode(captured: CapturedRequest, dtype: str, start: int, stop: int) -> memo
     return memoryview(sink.getvalue())
 
 
-def decode(content: memoryview, number: int, dtype: str) -> RequestRows:
+def decode(content: memoryview, number: int) -> RequestRows:
     """Read the bytes of a batch; rows are views of them.
 
     Raises:
-        StreamError: If they are no batch of a stream with rows of that dtype.
+        StreamError: If they are no batch of a stream.
     """
     import pyarrow as pa
 
@@ -412,7 +415,7 @@ def decode(content: memoryview, number: int, dtype: str) -> RequestRows:
             batch = stream.read_next_batch()
         batch.validate()
         columns = {name: batch.column(name) for name in _FACTS}
-        names = [field.name for field in batch.schema if field.name not in _FACTS]
+        dtypes = {field.name: _dtype_of(field) for field in batch.schema if field.name not in _FACTS}
         facts = {name: columns[name][0].as_py() for name in ("request_id", "tag", "sample")}
         return RequestRows(
             number=number,
@@ -420,10 +423,18 @@ def decode(content: memoryview, number: int, dtype: str) -> RequestRows:
             positions=columns["position"].to_numpy(),
             token_ids=columns["token_id"].to_numpy(),
             is_prefill=columns["is_prompt"].to_numpy(zero_copy_only=False),
-            data={name: _bits(batch.column(name), dtype) for name in names},
+            data={name: _bits(batch.column(name), dtype) for name, dtype in dtypes.items()},
+            dtypes=dtypes,
         )
     except (pa.ArrowException, msgspec.ValidationError, LookupError, ValueError) as error:
-        raise StreamError(f"batch {number}: no rows of {dtype}: {error}") from error
+        raise StreamError(f"batch {number}: no rows of a stream: {error}") from error
+
+
+def _dtype_of(field: Any) -> str:
+    dtype = (field.metadata or {}).get(b"dtype", b"").decode()
+    if dtype not in _NUMPY:
+        raise ValueError(f"values of {dtype or 'an unknown dtype'} at {field.name}")
+    return str(dtype)
 
 
 def _bits(column: Any, dtype: str) -> Bytes:

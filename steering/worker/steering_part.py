@@ -22,6 +22,7 @@ from torch import Tensor
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts
 from headgate.capture.monitoring.step_log import compact
 from headgate.capture.schema.batch import BatchView, NewRequest
+from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import HookPoint, Site
@@ -182,6 +183,7 @@ class SteeringPart:
         )
         self._sites = tuple(site for site in steerable.sites if facts.owns(site))
         self._op_sites = tuple(site for site in steerable.op_sites if facts.owns(site))
+        _check_shapes(self._sites, model)
         self._num_slots = self._config.num_slots(model.num_layers) + self._config.num_reserved_slots(model.num_layers)
         encoded = self._config.encoded_saes(model.hidden_size)
         coders = {index: encoded[site] for index, site in enumerate(self._op_sites) if site in encoded}
@@ -313,6 +315,17 @@ class SteeringPart:
         if self._state is None:
             raise AssertionError("steering: the worker was used before its tables were allocated")
         return self._state
+
+
+def _check_shapes(sites: Iterable[Site], model: ModelInfo) -> None:
+    """Refuse sites whose rows have another shape than the stream's."""
+    for site in sites:
+        shape = model.shape(site)
+        if shape.width != model.hidden_size or shape.shard == "columns":
+            raise ConfigError(
+                f"{WHERE}.sites: {site.name} has {shape.width} values ({shape.shard} on tensor-parallel ranks), the "
+                f"stream {model.hidden_size}; sites of another width can be captured, and not steered"
+            )
 
 
 def _check_memory(num_slots: int, facts: WorkerFacts, coders: Iterable[SparseCoder]) -> None:

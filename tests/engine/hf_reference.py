@@ -36,8 +36,8 @@ class Anatomy:
         layers: The decoder layers.
         final_norm: The last norm.
         attn: Module whose input is attention's input.
-        out_proj: Module whose input is what the heads give; None where that is not as wide as the stream, or vLLM
-            replaces the forward of Hugging Face's attention.
+        out_proj: Module whose input is what the heads give; None where vLLM replaces the forward of Hugging Face's
+            attention.
         attn_out: Module whose output is the attention branch.
         mlp_in: Module whose input is the MLP's input.
         mlp_out: Module whose output is the MLP branch.
@@ -63,9 +63,7 @@ class Anatomy:
 
 
 PRE_NORM = Anatomy()
-WIDE_HEADS = Anatomy(out_proj=None)
 SANDWICH = Anatomy(
-    out_proj=None,
     attn_out="post_attention_layernorm",
     mlp_out="post_feedforward_layernorm",
     mid="pre_feedforward_layernorm",
@@ -82,12 +80,12 @@ ANATOMIES: Mapping[str, Anatomy] = {
     "llama": PRE_NORM,
     "mistral": PRE_NORM,
     "qwen2": PRE_NORM,
-    "qwen3": WIDE_HEADS,
-    "gemma": WIDE_HEADS,
-    "mixtral": WIDE_HEADS,
-    "mixtral_all": WIDE_HEADS,
-    "qwen3_moe": WIDE_HEADS,
-    "qwen3_moe_all": WIDE_HEADS,
+    "qwen3": PRE_NORM,
+    "gemma": PRE_NORM,
+    "mixtral": PRE_NORM,
+    "mixtral_all": PRE_NORM,
+    "qwen3_moe": PRE_NORM,
+    "qwen3_moe_all": PRE_NORM,
     "gemma2": SANDWICH,
     "gemma3": SANDWICH,
     "granite": Anatomy(multiplier="residual_multiplier"),

@@ -113,7 +113,7 @@ class World:
         view = self.view(**spans)
         self.session.step_begins(view, token_ids)
         rows = list(zip(view.req_ids, view.starts, view.num_scheduled, view.num_computed, strict=True))
-        for index, buffer in enumerate(self.staging.buffers):
+        for index, buffer in enumerate(self.staging.site_rows):
             for req_id, start, count, first in rows:
                 values = row_values(self.numbers[req_id], np.arange(first, first + count), index)
                 buffer.index_put_((self.staging.slots[start : start + count],), values)
@@ -159,7 +159,6 @@ def local_session(
     place = WorkerPlace(
         config=config,
         model=MODEL,
-        row_bytes=staging.row_bytes,
         staging_bytes=staging.host_bytes,
         linger_s=min(linger_s.values(), default=0.0),
         pp_rank=pp_rank,

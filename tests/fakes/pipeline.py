@@ -191,7 +191,7 @@ def open_consumer(sink: Any, send_result: Any, **spec: Any) -> ConsumerThread:
     """A consumer whose thread runs; the test closes it."""
     spill_dir = spec.pop("spill_dir", None)
     settings = CaptureConsumerSpec(name="c", **spec)
-    consumer = ConsumerThread(settings, sink, send_result, row_bytes=ROW_BYTES, spill_dir=spill_dir)
+    consumer = ConsumerThread(settings, sink, send_result, model=MODEL, spill_dir=spill_dir)
     consumer.start()
     return consumer
 

@@ -71,8 +71,7 @@ def bound(
     """The readouts as a ring knows them."""
     place = torch.device(device)
     return [
-        bind(each, sites.index(site), hidden_size=hidden_size, device=place, name=site.name)
-        for _, site, each in declared
+        bind(each, sites.index(site), width=hidden_size, device=place, name=site.name) for _, site, each in declared
     ]
 
 
@@ -82,4 +81,4 @@ def expected_rows(
     """The rows of the site at `place` of a group, or their outputs."""
     site_id = int(group.site_ids[place])
     rows = row_values(number, positions, SITES.index(group.sites[place]))
-    return declared[site_id - len(SITES)][2].expected(rows) if group.num_outputs else rows
+    return declared[site_id - len(SITES)][2].expected(rows) if group.site_set.is_read_out else rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,20 +21,27 @@ from headgate.capture.engine import vllm_names
 from headgate.capture.engine.compiler.inductor import KERNELS, LOWERING, missing_symbols
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
+from headgate.capture.engine.setup.site_shapes import declared_shapes
 from headgate.capture.engine.vllm_names import check_version, versions
 from headgate.capture.engine.worker.install import submodule_places
 from headgate.capture.schema.config import MIB
 from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.registry import GROUP
-from headgate.capture.schema.sites import HookPoint
+from headgate.capture.schema.sites import HookPoint, Site, SiteShape
+from headgate.capture.staging.ring import NUM_TRASH_ROWS
 
 
 class HookReport(NamedTuple):
-    """One hook point of a model: where it is taken, and at how many of the layers."""
+    """One hook point of a model: where it is taken, and the shape of the rows of each of its sites."""
 
     hook: HookPoint
     module: str
-    num_sites: int
+    shapes: tuple[SiteShape, ...]
+
+    @property
+    def widths(self) -> str:
+        """The widths that occur, the largest first."""
+        return ", ".join(str(width) for width in sorted({shape.width for shape in self.shapes}, reverse=True))
 
 
 class ModelReport(NamedTuple):
@@ -48,9 +55,9 @@ class ModelReport(NamedTuple):
     hooks: tuple[HookReport, ...]
     no_hook_z: str = ""
 
-    def site_mib(self) -> float:
-        """Device memory that one capture site costs, in MiB."""
-        return (self.max_tokens + 1) * self.hidden_size * self.dtype.itemsize / MIB
+    def hook_mib(self, hook: HookReport) -> float:
+        """Device memory that capture takes for all sites of a hook point, in MiB."""
+        return (self.max_tokens + NUM_TRASH_ROWS) * sum(shape.row_bytes for shape in hook.shapes) / MIB
 
 
 def doctor(
@@ -116,30 +123,39 @@ def examine(model: str) -> ModelReport:
         built = initialize_model(config)
     parent, _, layers = find_decoder_stack(built)
     analysed = [(layer, analyse_layer(type(layer), layer)) for _, layer in layers]
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    stream = SiteShape(config.model_config.get_hidden_size(), dtype)
     return ModelReport(
         architecture=type(built).__name__,
         num_layers=len(layers),
         hidden_size=config.model_config.get_hidden_size(),
         dtype=config.model_config.dtype,
         max_tokens=config.scheduler_config.max_num_batched_tokens,
-        hooks=tuple(_hooks(parent, analysed)),
+        hooks=tuple(_hooks(parent, analysed, stream, declared_shapes(config, len(layers), stream))),
         no_hook_z=next((layout.no_hook_z for _, layout in analysed if layout.no_hook_z), ""),
     )
 
 
-def _hooks(parent: torch.nn.Module, analysed: list[tuple[torch.nn.Module, LayerLayout]]) -> Iterator[HookReport]:
-    found: dict[HookPoint, list[str]] = {}
-    for layer, layout in analysed:
+def _hooks(
+    parent: torch.nn.Module,
+    analysed: list[tuple[torch.nn.Module, LayerLayout]],
+    stream: SiteShape,
+    shapes: Mapping[Site, SiteShape],
+) -> Iterator[HookReport]:
+    found: dict[HookPoint, list[tuple[str, SiteShape]]] = {}
+    for index, (layer, layout) in enumerate(analysed):
         places = submodule_places(layout, layer)
         for hook in layout.hooks:
             at = f".{places[hook].module}" if hook in places else ""
-            found.setdefault(hook, []).append(f"{type(layer).__name__}{at}")
+            shape = shapes.get(Site(index, hook), stream)
+            found.setdefault(hook, []).append((f"{type(layer).__name__}{at}", shape))
     for hook in HookPoint:
         if hook in found:
-            yield HookReport(hook, ", ".join(sorted(set(found[hook]))), len(found[hook]))
+            modules, of_sites = zip(*found[hook], strict=True)
+            yield HookReport(hook, ", ".join(sorted(set(modules))), of_sites)
     final = find_final_norm(parent)
     if final is not None:
-        yield HookReport(HookPoint.FINAL_NORM, f"{type(parent).__name__}.{final[0]}", 1)
+        yield HookReport(HookPoint.FINAL_NORM, f"{type(parent).__name__}.{final[0]}", (stream,))
 
 
 @contextmanager
@@ -223,9 +239,10 @@ def _print_model(console: Console, report: ModelReport) -> None:
         soft_wrap=True,
         highlight=False,
     )
-    table = Table("hook point", "taken at", "sites", "device memory", title="Sites", title_justify="left")
-    for hook, module, num_sites in report.hooks:
-        table.add_row(hook.value, module, str(num_sites), f"{num_sites * report.site_mib():.1f} MiB")
+    table = Table("hook point", "taken at", "width", "sites", "device memory", title="Sites", title_justify="left")
+    for each in report.hooks:
+        num_sites, memory = str(len(each.shapes)), f"{report.hook_mib(each):.1f} MiB"
+        table.add_row(each.hook.value, each.module, each.widths, num_sites, memory)
     console.print(table)
     if report.no_hook_z:
         console.print(f"no hook_z: {escape(report.no_hook_z)}")

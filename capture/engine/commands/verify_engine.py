@@ -517,6 +517,7 @@ def _rows(result: CaptureResult) -> AnswerRows:
         dropped=result.dropped_rows,
         positions=captured.positions.tolist(),
         token_ids=captured.token_ids.tolist(),
+        widths={site: rows.shape[-1] for site, rows in values.items()},
         hidden_size=next(iter(values.values())).shape[-1],
         values={site: rows.tobytes() for site, rows in values.items()},
     )

@@ -44,11 +44,16 @@ class ModelConfig(Protocol):
 
     def get_hidden_size(self) -> int: ...
 
+    def get_head_size(self) -> int: ...
+
+    def get_num_attention_heads(self, parallel_config: ParallelConfig) -> int: ...
+
 
 class ParallelConfig(Protocol):
     """``vllm.config.ParallelConfig``."""
 
     use_ubatching: bool
+    tensor_parallel_size: int
     prefill_context_parallel_size: int
     pipeline_parallel_size: int
     use_sequence_parallel_moe: bool

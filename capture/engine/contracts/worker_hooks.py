@@ -39,6 +39,8 @@ class WorkerFacts:
         max_num_seqs: Upper limit of requests in one forward.
         is_compiled: Whether the forward is traced by torch.compile; else it runs as written.
         tp_rank: The stream is replicated over tensor-parallel ranks; rank 0 captures.
+        tp_size: Number of tensor-parallel ranks.
+        gather: Collective of these ranks: from a tensor of each, ``[...]``, to those of all, ``[tp_size, ...]``.
         pp_rank: Pipeline stage.
         pp_size: Number of stages.
         reapplies_mid: Whether layers carry the stream alone, so that `SiteAction.reapply_to_residual` is called.
@@ -56,6 +58,8 @@ class WorkerFacts:
     max_num_seqs: int
     is_compiled: bool
     tp_rank: int = 0
+    tp_size: int = 1
+    gather: Callable[[Tensor], Tensor] = lambda tensor: tensor[None]
     pp_rank: int = 0
     pp_size: int = 1
     reapplies_mid: bool = False

@@ -77,23 +77,12 @@ class OutputProjection(NamedTuple):
         argument: Its argument that holds the heads' results.
         width: Values of a row of that argument, on this tensor-parallel rank.
         whole_width: The same on all ranks together.
-        hidden_size: Values of a row of its result.
     """
 
     module: str
     argument: Key
     width: int
     whole_width: int
-    hidden_size: int
-
-    @property
-    def obstacle(self) -> str:
-        """Why its input cannot be a site, whose rows are as wide as the stream and whole on each rank; "" if it can."""
-        if self.width != self.whole_width:
-            return f"its {self.whole_width} values are spread over tensor-parallel ranks, {self.width} on each"
-        if self.width != self.hidden_size:
-            return f"it has {self.width} values where the stream has {self.hidden_size}, and all sites are equally wide"
-        return ""
 
 
 def find_output_projection(attention: nn.Module, argument: Key) -> OutputProjection | None:
@@ -129,8 +118,8 @@ def _last_call(path: Path) -> tuple[str, Key] | None:
     return (call.module, read[0]) if len(read) == 1 else None
 
 
-def _sizes(attention: nn.Module, path: str) -> tuple[int, int, int] | None:
-    """Return the input's width on this rank and on all, and the result's; None if no linear layer is at `path`."""
+def _sizes(attention: nn.Module, path: str) -> tuple[int, int] | None:
+    """Return the input's width on this rank and on all; None if no linear layer is at `path`."""
     LinearBase = vllm_names.LINEAR_LAYER.get()
 
     try:
@@ -140,10 +129,22 @@ def _sizes(attention: nn.Module, path: str) -> tuple[int, int, int] | None:
     module = getattr(module, "base_layer", module)  # of a layer that LoRA adapters wrap
     if isinstance(module, LinearBase):
         whole = int(module.input_size)
-        return int(getattr(module, "input_size_per_partition", whole)), whole, int(module.output_size)
+        return int(getattr(module, "input_size_per_partition", whole)), whole
     if isinstance(module, nn.Linear):
-        return module.in_features, module.in_features, module.out_features
+        return module.in_features, module.in_features
     return None
+
+
+class RankWidth(NamedTuple):
+    """Values of a row at a hook point.
+
+    Attributes:
+        part: On this tensor-parallel rank.
+        whole: On all ranks together.
+    """
+
+    part: int
+    whole: int
 
 
 HIDDEN_NAMES = ("hidden_states", "x", "hidden", "inputs", "h", "hidden_state")
@@ -181,6 +182,7 @@ class LayerLayout:
         out_proj: Attention's output projection.
         out_proj_input: Argument of `out_proj` that holds the heads' results.
         no_hook_z: Why there is no `hook_z`, if the layer itself was looked at.
+        widths: Of the hook points whose rows are not those of the stream: as their modules show them.
         hooks: Hook points that can be taken.
     """
 
@@ -203,6 +205,7 @@ class LayerLayout:
     out_proj: str | None = None
     out_proj_input: Key | None = None
     no_hook_z: str = ""
+    widths: Mapping[HookPoint, RankWidth] = field(default_factory=dict)
     hooks: frozenset[HookPoint] = field(default=BOUNDARIES)
 
 
@@ -251,12 +254,11 @@ def _with_output_projection(layout: LayerLayout, layer: nn.Module) -> LayerLayou
         shown = "shows no linear layer that makes its result"
         reason = f"vLLM replaced the forward of this {cls}" if is_replaced else f"the source of {cls} {shown}"
         return replace(layout, no_hook_z=reason)
-    if found.obstacle:
-        return replace(layout, no_hook_z=found.obstacle)
     return replace(
         layout,
         out_proj=f"{layout.attn}.{found.module}",
         out_proj_input=found.argument,
+        widths={**layout.widths, HookPoint.HOOK_Z: RankWidth(found.width, found.whole_width)},
         hooks=layout.hooks | {HookPoint.HOOK_Z},
     )
 

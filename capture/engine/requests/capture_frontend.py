@@ -30,7 +30,6 @@ from headgate.capture.engine.requests.chat_messages import ChatMessages
 from headgate.capture.engine.requests.sampling_params import CAPTURE_MESSAGES, CaptureRequest
 from headgate.capture.links.driver import DriverHost, DriverStats
 from headgate.capture.links.hub import HubStats, ResultHub
-from headgate.capture.links.messages import DTYPES
 from headgate.capture.links.network import Listening
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, by_consumer
@@ -145,7 +144,6 @@ class FrontEnd:
         self.capture_reader = CaptureRequestReader(config, model, consumers, num_front_ends)
         self.consumers = consumers
         self._limits = CaptureLimits(max_rows=config.max_request_rows, max_bytes=config.max_request_bytes)
-        self._row_bytes = model.hidden_size * DTYPES[model.dtype].itemsize
         classes = [consumers[spec.instance] for spec in config.consumers]
         readouts = by_consumer(each for each, _ in load_readouts(config, classes, model, model.sites))
         self._readouts = {config.consumers[bit].instance: facts for bit, facts in readouts.items()}
@@ -229,7 +227,7 @@ class FrontEnd:
             num_prompt=num_prompt,
             max_tokens=max_tokens,
             num_samples=num_samples,
-            row_bytes=self._row_bytes,
+            model=self.model,
             readouts=self._readouts,
         )
 

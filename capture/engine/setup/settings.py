@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import VllmConfig
+from headgate.capture.engine.setup.site_shapes import declared_shapes
 from headgate.capture.schema.config import (
     CaptureConsumersConfig,
     CompilerConfig,
@@ -26,7 +27,7 @@ from headgate.capture.schema.config import (
 )
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.sites import parse_sites
+from headgate.capture.schema.sites import SiteShape, parse_sites
 
 OUR_KEY = "headgate"
 SERVER = "server"
@@ -131,12 +132,14 @@ def model_info(vllm_config: VllmConfig) -> ModelInfo:
         sites = parse_sites(config.sites, num_layers, "capture.sites") if config else ()
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    stream = SiteShape(model.get_hidden_size(), str(model.dtype).removeprefix("torch."))
     kept.model = ModelInfo(
         name=model.served_model_name[0] if isinstance(model.served_model_name, list) else model.served_model_name,
         num_layers=num_layers,
-        hidden_size=model.get_hidden_size(),
-        dtype=str(model.dtype).removeprefix("torch."),
+        hidden_size=stream.width,
+        dtype=stream.dtype,
         sites=sites,
         context_length=model.max_model_len,
+        shapes=declared_shapes(vllm_config, num_layers, stream),
     )
     return kept.model

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -36,7 +37,8 @@ from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.registry import load_configured, load_readouts
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.session import CaptureSession, open_session
-from headgate.capture.staging.readouts import BoundReadout, bind
+from headgate.capture.staging.column_parts import ColumnParts
+from headgate.capture.staging.readouts import BoundReadout, bind, row_cost
 from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing, most_part_rows
 
 ROWS = "rows"
@@ -46,7 +48,7 @@ _ROWS, _SLOTS, _RUN_COUNTS = tensor_prefix(ROWS), tensor_prefix(SLOTS), tensor_p
 
 
 def stored_value(site: SiteValue) -> Tensor:
-    """Return the site's value, ``[num_tokens, hidden]``, rounded as the norm that consumes it rounds it.
+    """Return the site's value, ``[num_tokens, width]``, rounded as the norm that consumes it rounds it.
 
     The sum is taken in fp32 and rounded once to the stream's dtype.
     """
@@ -69,7 +71,7 @@ def capture_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """
     rows, value = getattr(module, _ROWS + hook), stored_value(site)
     slots = torch.ops.headgate.excluded(getattr(module, _SLOTS + hook), rows)
-    rows.index_put_((slots[: value.shape[0]],), value)
+    rows.index_put_((slots[: value.shape[0]],), value.to(rows.dtype))
     return site.carry
 
 
@@ -80,10 +82,10 @@ def capture_unfused(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
 
 
 def _scatter(module: nn.Module, hook: str, value: Tensor) -> None:
-    """Write each row of `value`, ``[num_tokens, hidden]``, to its slot of the site's ring."""
+    """Write each row of `value`, ``[num_tokens, width]``, to its slot of the site's ring."""
     rows = getattr(module, _ROWS + hook)
     slots = getattr(module, _SLOTS + hook)
-    rows.index_put_((slots[: value.shape[0]],), value)
+    rows.index_put_((slots[: value.shape[0]],), value.to(rows.dtype))
 
 
 def capture_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
@@ -113,26 +115,37 @@ MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 
 
 
 def check_capture(
-    staging: StagingRing | None, sites: Sequence[Site], facts: WorkerFacts, run: Callable[[int], object]
+    staging: StagingRing | None,
+    sites: Sequence[Site],
+    facts: WorkerFacts,
+    run: Callable[[int], object],
+    columns: ColumnParts | None = None,
 ) -> None:
     """Drive one dummy step of a few tokens and one of a single token, and check what arrived in the ring.
 
-    A worker without a ring of its own (tensor-parallel rank above 0) runs the steps with the others.
+    A worker without a ring of its own (tensor-parallel rank above 0) runs the steps with the others, and sends its
+    columns as in every step.
 
     Raises:
         SelfTestError: Naming the sites that did not respond, or whose values contradict each other.
     """
     sizes = tuple(size for size in (NUM_TOKENS, 1) if size <= facts.max_tokens)
     for num_tokens in sizes:
+        with torch.inference_mode():
+            for parts in () if columns is None else columns.rows.values():
+                parts[:num_tokens].fill_(SENTINEL)
+            if staging is not None:
+                _fill_with_sentinel(staging, num_tokens)
+        run(num_tokens)
+        if columns is not None:
+            columns.gather(columns.rows, columns.slots[:num_tokens])
         if staging is None:
-            run(num_tokens)
             continue
         with torch.inference_mode():
-            _fill_with_sentinel(staging, num_tokens)
-        run(num_tokens)
-        with torch.inference_mode():
-            rows = {site: staging.buffers[index, :num_tokens].float() for index, site in enumerate(sites)}
-            _check_written(rows, num_tokens)
+            written = zip(sites, staging.site_rows, strict=True)
+            rows = {site: values[:num_tokens].float() for site, values in written}
+            parts_of = {} if columns is None else columns.rows
+            _check_written(rows, {site: parts.shape[1] for site, parts in parts_of.items()}, num_tokens)
             _check_identities(rows, MAX_RELATIVE_ERROR[facts.dtype])
     if staging is not None:
         staging.reset()
@@ -142,12 +155,18 @@ def check_capture(
 def _fill_with_sentinel(staging: StagingRing, num_tokens: int) -> None:
     """Fill the ring with the sentinel and send the first batch rows to its first slots."""
     staging.reset()
-    staging.buffers[:, :num_tokens].fill_(SENTINEL)
+    for rows in staging.site_rows:
+        rows[:num_tokens].fill_(SENTINEL)
     staging.slots[:num_tokens].copy_(torch.arange(num_tokens, device=staging.slots.device))
 
 
-def _check_written(rows: Mapping[Site, Tensor], num_tokens: int) -> None:
-    silent = [site.name for site, values in rows.items() if bool((values == SENTINEL).all(dim=1).any())]
+def _check_written(rows: Mapping[Site, Tensor], part_widths: Mapping[Site, int], num_tokens: int) -> None:
+    """Look for rows, or parts of rows that one rank computes, that still hold the sentinel."""
+    silent = [
+        site.name
+        for site, values in rows.items()
+        if bool((values.reshape(-1, part_widths.get(site, values.shape[1])) == SENTINEL).all(dim=1).any())
+    ]
     if silent:
         raise SelfTestError(
             f"sites {', '.join(silent)} did not respond to a dummy step of {num_tokens} tokens: their code did not "
@@ -200,25 +219,45 @@ def _largest(values: Tensor, where: Tensor) -> float:
 
 
 class CapturePart:
-    """Implements the worker hooks for capture. Only tensor-parallel rank 0 of a stage captures."""
+    """Implements the worker hooks for capture.
+
+    Only tensor-parallel rank 0 of a stage captures; the others send it the columns that they have of some sites' rows.
+    """
 
     def __init__(self, config: CaptureConsumersConfig) -> None:
         self._config = config
         self._sites: tuple[Site, ...] = ()
         self._readouts: tuple[ReadoutSite, ...] = ()
         self._staging: StagingRing | None = None
+        self._columns: ColumnParts | None = None
         self._session: CaptureSession | None = None
         self._run_counts: torch.Tensor | None = None
 
     @hookimpl
     def headgate_allocate(self, facts: WorkerFacts) -> int:
         """Allocate the staging ring of this worker's sites, and pinned host memory."""
-        if facts.tp_rank != 0:
-            return 0
         self._sites = tuple(site for site in facts.model.sites if facts.owns(site))
+        if facts.tp_rank == 0:
+            self._allocate_ring(facts)
+        split = {site: shape for site in self._sites if (shape := facts.model.shape(site)).shard == "columns"}
+        if split:
+            places = {site: index for index, site in enumerate(self._sites)}
+            self._columns = ColumnParts(
+                split,
+                num_ranks=facts.tp_size,
+                max_tokens=facts.max_tokens,
+                device=facts.device,
+                gather=facts.gather,
+                ring=None if self._staging is None else (self._staging, places),
+            )
+            told = "capture: %.1f MiB of %s memory for this rank's columns of %d sites"
+            logger.info(told, self._columns.device_bytes / MIB, facts.device.type, len(split))
+        return sum(found.device_bytes for found in (self._staging, self._columns) if found is not None)
+
+    def _allocate_ring(self, facts: WorkerFacts) -> None:
         num_rows = self._num_rows(facts)
         ring = self._check_memory(facts, num_rows)
-        staging_bytes = self._config.staging_bytes or default_staging_bytes(facts, len(self._sites))
+        staging_bytes = self._config.staging_bytes or default_staging_bytes(facts, self._sites)
         num_readers = deal_out(self._config).num_readers
         self._readouts, bound = bind_readouts(self._config, facts, self._sites)
         self._staging = StagingRing(
@@ -229,8 +268,9 @@ class CapturePart:
             dtype=facts.dtype,
             device=facts.device,
             staging_bytes=staging_bytes,
-            memory=shared_staging(facts, len(self._sites), staging_bytes, num_readers) if num_readers else None,
+            memory=shared_staging(facts, self._sites, staging_bytes, num_readers) if num_readers else None,
             readouts=bound,
+            shapes=facts.model.stored_shapes,
         )
         if self._config.fire_counter:
             self._run_counts = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
@@ -241,22 +281,21 @@ class CapturePart:
             ring,
             self._staging.host_bytes / MIB,
         )
-        return self._staging.device_bytes
 
     @hookimpl
     def headgate_actions(self, facts: WorkerFacts) -> dict[Site, SiteAction]:
         """Declare the capture action of every site of this worker."""
-        if self._staging is None:
-            return {}
         run = capture_action(facts)
         if self._run_counts is not None:
             run = counted(run)
-        actions = {}
+        actions, parts = {}, {} if self._columns is None else self._columns.rows
         for index, site in enumerate(self._sites):
-            tensors = {
-                ROWS: unaliased(self._staging.buffers[index]),
-                SLOTS: self._staging.slots,
-            }
+            if site in parts and self._columns is not None:
+                tensors = {ROWS: parts[site], SLOTS: self._columns.slots}
+            elif self._staging is not None:
+                tensors = {ROWS: unaliased(self._staging.site_rows[index]), SLOTS: self._staging.slots}
+            else:
+                continue
             if self._run_counts is not None:
                 tensors[RUN_COUNTS] = unaliased(self._run_counts[index : index + 1])
             actions[site] = SiteAction(run=run, tensors=tensors, order=0)
@@ -282,15 +321,20 @@ class CapturePart:
     @hookimpl
     def headgate_graph_key(self) -> Document:
         """Return sites, ring rows and variant: whatever the traced code depends on."""
-        if self._staging is None:
+        written = {} if self._staging is None else dict(zip(self._sites, self._staging.site_rows, strict=True))
+        written |= {} if self._columns is None else self._columns.rows
+        if not written and self._staging is None:
             return {"capture": None}
-        rows = self._staging.buffers.shape[1]
-        sites = [site.name for site in self._sites]
-        return {"capture": {"sites": sites, "rows": rows, "run_counts": self._config.fire_counter}}
+        sites = [[site.name, *rows.shape, str(rows.dtype)] for site, rows in written.items()]
+        return {"capture": {"sites": sites, "run_counts": self._config.fire_counter}}
 
     @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:
-        if self._session is not None and new.wire is not None and CAPTURE in new.wire:
+        if new.wire is None or CAPTURE not in new.wire:
+            return
+        if self._columns is not None:
+            self._columns.request_added(new)
+        if self._session is not None:
             self._session.request_added(new)
 
     @hookimpl
@@ -300,16 +344,22 @@ class CapturePart:
 
     @hookimpl
     def headgate_request_finished(self, req_id: str, final: FinalState | None) -> None:
+        if self._columns is not None:
+            self._columns.request_finished(req_id)
         if self._session is not None:
             self._session.request_finished(req_id, final)
 
     @hookimpl
     def headgate_step_begins(self, view: BatchView | None, token_ids: torch.Tensor | None) -> None:
+        if self._columns is not None:
+            self._columns.step_begins(view)
         if self._session is not None:
             self._session.step_begins(view, token_ids)
 
     @hookimpl
     def headgate_step_ends(self) -> None:
+        if self._columns is not None:
+            self._columns.step_ends()
         if self._session is not None:
             self._session.step_ends()
 
@@ -321,7 +371,7 @@ class CapturePart:
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], object]) -> None:
         """Prove that every site of this worker writes its rows; every rank runs the same dummy steps."""
         if self._config.self_test:
-            check_capture(self._staging, self._sites, facts, run)
+            check_capture(self._staging, self._sites, facts, run, self._columns)
 
     @hookimpl
     def headgate_stats(self) -> Document:
@@ -354,10 +404,11 @@ class CapturePart:
         Raises:
             ConfigError: If the device has less.
         """
-        row_bytes = facts.model.hidden_size * facts.dtype.itemsize
+        counts = Counter(facts.model.shape(site).row_bytes for site in self._sites)
         num_slots = num_rows + NUM_TRASH_ROWS
-        needed = len(self._sites) * num_slots * row_bytes
-        text = f"{len(self._sites)} sites x {num_slots} rows x {row_bytes} bytes = {needed / MIB:.1f} MiB"
+        needed = num_slots * sum(count * row_bytes for row_bytes, count in counts.items())
+        told = [f"{count} sites x {num_slots} rows x {row_bytes} bytes" for row_bytes, count in counts.items()]
+        text = f"{' + '.join(told) or 'no site'} = {needed / MIB:.1f} MiB"
         if facts.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(facts.device)
             if needed > free:
@@ -382,25 +433,25 @@ def bind_readouts(
     for (bit, site, _), readout in found:
         name = f"consumer {config.consumers[bit].instance!r}: {site.name}"
         place = sites.index(site)
-        bound.append(bind(readout, place, hidden_size=facts.model.hidden_size, device=facts.device, name=name))
+        bound.append(bind(readout, place, width=facts.model.shape(site).width, device=facts.device, name=name))
     if bound:
         names = ", ".join(dict.fromkeys(each.site.name for each, _ in found))
         logger.info("capture: readouts on %s, of %s", facts.device.type, names)
     return tuple(each for each, _ in found), bound
 
 
-def default_staging_bytes(facts: WorkerFacts, num_sites: int) -> int:
+def default_staging_bytes(facts: WorkerFacts, sites: Sequence[Site]) -> int:
     """Choose the host memory for a full step of all sites: with less, the step thread waits until rows are handed on.
 
     A power of two, since pinned memory is allocated in those.
     """
-    step_bytes = num_sites * facts.max_tokens * facts.model.hidden_size * facts.dtype.itemsize
+    step_bytes = facts.max_tokens * facts.model.position_bytes(sites)
     most = share_of_memory(16, least=256 * MIB, most=2048 * MIB)
     wanted = max(256 * MIB, 1 << (step_bytes - 1).bit_length())
     return min(wanted, 1 << (most.bit_length() - 1))
 
 
-def shared_staging(facts: WorkerFacts, num_sites: int, staging_bytes: int, num_readers: int) -> SharedStaging:
+def shared_staging(facts: WorkerFacts, sites: Sequence[Site], staging_bytes: int, num_readers: int) -> SharedStaging:
     """Allocate the staging memory that the worker and its capture processes share.
 
     Raises:
@@ -408,7 +459,8 @@ def shared_staging(facts: WorkerFacts, num_sites: int, staging_bytes: int, num_r
     """
     row_bytes = facts.model.hidden_size * facts.dtype.itemsize
     num_rows = staging_bytes // row_bytes
-    most_part_rows(num_rows, num_sites, row_bytes)
+    shapes = facts.model.stored_shapes
+    most_part_rows(num_rows, sum(row_cost(shapes.get(site), row_bytes) for site in sites), row_bytes)
     return SharedStaging(num_rows, facts.model.hidden_size, facts.dtype, facts.device, num_readers)
 
 

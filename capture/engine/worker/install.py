@@ -31,7 +31,7 @@ from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.monitoring.step_log import open_step_log
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, SiteShape
 
 
 def has_one_row_each() -> bool:
@@ -124,7 +124,7 @@ def install(worker: Worker) -> InstalledWorker:
     facts = _facts(worker, model_info(config), [index for index, _ in layers], reapplies_mid(layers))
     device_bytes = sum(hooks.hook.headgate_allocate(facts=facts))
     actions = _collect_actions(hooks, facts)
-    install_actions(parent, stack_name, layers, actions)
+    install_actions(parent, stack_name, layers, actions, facts.model)
     hooks.hook.headgate_start(facts=facts)
     _add_to_model_memory(worker.model_runner, device_bytes)
     _key_graph(_configs(config, model), hooks, actions)
@@ -182,21 +182,33 @@ def install_actions(
     stack_name: str,
     layers: Sequence[tuple[int, nn.Module]],
     actions: Mapping[Site, Sequence[SiteAction]],
+    model: ModelInfo | None = None,
 ) -> None:
     """Put `actions` into the modules of one decoder stack.
 
+    Args:
+        parent: Owner of the list of layers.
+        stack_name: The list's attribute there.
+        layers: Global index and module of each layer.
+        actions: By site.
+        model: What all processes take the shapes of sites from; None: shapes are not compared with the modules.
+
     Raises:
-        UnsupportedError: If a site does not exist in the model; the message says which there are.
+        UnsupportedError: If a site does not exist in the model; the message says which there are. Also if its rows
+            have another shape than `model` says.
     """
     for index, layer in layers:
         wanted = forward_wrappers.sites_by_hook(actions, index)
         if wanted:
-            _install_layer(f"{stack_name}.{index}", layer, wanted, is_first=index == 0)
+            shapes = {} if model is None else {hook: model.shape(Site(index, hook)) for hook in wanted}
+            _install_layer(f"{stack_name}.{index}", layer, wanted, shapes, is_first=index == 0)
     if FINAL_NORM_SITE in actions:
         _install_final_norm(parent, actions[FINAL_NORM_SITE])
 
 
-def _install_layer(where: str, layer: nn.Module, wanted: Wanted, *, is_first: bool) -> None:
+def _install_layer(
+    where: str, layer: nn.Module, wanted: Wanted, shapes: Mapping[HookPoint, SiteShape], *, is_first: bool
+) -> None:
     layout = analyse_layer(type(layer), layer)
     missing = [hook for hook in wanted if hook not in layout.hooks]
     if missing:
@@ -205,6 +217,7 @@ def _install_layer(where: str, layer: nn.Module, wanted: Wanted, *, is_first: bo
             f"{where} ({type(layer).__name__}) has no hook point {missing[0]}{why}; it has "
             f"{', '.join(sorted(layout.hooks))}. Take {missing[0]} out of the configured sites"
         )
+    _check_shapes(f"{where} ({type(layer).__name__})", layout, shapes)
     parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
     within_attention = {
         hook: _unfused(wanted[hook]) for hook in (HookPoint.ATTN_IN, HookPoint.HOOK_Z) if hook in wanted
@@ -225,6 +238,24 @@ def _install_layer(where: str, layer: nn.Module, wanted: Wanted, *, is_first: bo
     reapplied = reapplied_runs(layout, layer, wanted.get(HookPoint.POST_ATTN, ()))
     if own or reapplied:
         forward_wrappers.swap_class(layer, forward_wrappers.layer_forward(layout, own, parameters, reapplied))
+
+
+def _check_shapes(where: str, layout: LayerLayout, shapes: Mapping[HookPoint, SiteShape]) -> None:
+    """Compare shapes that all processes share with what the layer's modules show.
+
+    Raises:
+        UnsupportedError: If they differ.
+    """
+    for hook, shape in shapes.items():
+        if (found := layout.widths.get(hook)) is None:
+            continue
+        is_split = found.part != found.whole
+        if found.whole != shape.width or is_split != (shape.shard == "columns"):
+            on_ranks = f"{found.part} of them on each tensor-parallel rank" if is_split else "all of them on each rank"
+            raise UnsupportedError(
+                f"{where}: {hook} has {found.whole} values, {on_ranks}; the model's configuration says {shape.width} "
+                f"({shape.shard}). Take {hook} out of the configured sites and report the architecture"
+            )
 
 
 def _place_around_mid_norm(
@@ -334,6 +365,8 @@ def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_rea
         max_num_seqs=config.scheduler_config.max_num_seqs,
         is_compiled=config.compilation_config.mode != CompilationMode.NONE,
         tp_rank=get_tp_group().rank_in_group,
+        tp_size=get_tp_group().world_size,
+        gather=_gather,
         pp_rank=get_pp_group().rank_in_group,
         pp_size=get_pp_group().world_size,
         reapplies_mid=is_mid_reapplied,
@@ -341,6 +374,13 @@ def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_rea
         actions=action_target(config),
         network_keys=network_keys(config),
     )
+
+
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensors of all tensor-parallel ranks, ``[ranks, ...]``; each rank calls it at the same point."""
+    group = vllm_names.TENSOR_GROUP.get()()
+    gathered: torch.Tensor = group.all_gather(tensor[None].contiguous(), dim=0)
+    return gathered
 
 
 def _collect_actions(hooks: pluggy.PluginManager, facts: WorkerFacts) -> dict[Site, list[SiteAction]]:

@@ -16,20 +16,19 @@ import numpy.typing as npt
 
 from headgate.capture.files.reading import refusing
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest
+from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, ModelInfo
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import ITEM_SIZES, Site, SiteShape
 from headgate.consumers.filesystem.storage.local_store import bytes_of
 from headgate.consumers.filesystem.storage.store import PendingSync, Published, Target
 
 FORMAT = "headgate-capture"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of captures with rows of several shapes. All others are written as version 1, which every release reads."""
 POSITIONS = "positions"
 TOKEN_IDS = "token_ids"  # noqa: S105  (a tensor's name)
 SHARD_FOLDER = "_shards"
 LayoutName = Literal["request", "shards", "raw"]
-ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
-"""Bytes of one element, by dtype."""
 Bytes2D = npt.NDArray[np.uint8]
 
 
@@ -58,7 +57,8 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         tag: The folder.
         name: File name without extension and stage: `request_id` made safe, with the sample's number.
         model: Name of the model as the operator gave it.
-        dtype: ``bfloat16``, ``float16`` or ``float32``: of every row.
+        hidden_size: Width of a row, unless `shapes` has another.
+        dtype: ``bfloat16``, ``float16`` or ``float32``: of every row, unless `shapes` has another.
         versions: Of headgate, vllm and torch.
         sites: Names of the sites in this file, in the order of the forward pass.
         selector: The position selector that the request asked for; of a long list, how many and from where to where.
@@ -72,10 +72,11 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         written_at: UTC, ISO 8601.
         messages: Those of the request's chat, in order; None if the request did not set ``capture_messages``.
         notes: By part, what it noted of the rows in this file (`of_rows`): of ``steering``, scores and strengths.
+        shapes: ``{site: [width, dtype]}`` of the sites whose rows are not those of the residual stream.
     """
 
     format: str = FORMAT
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     request_id: str
     client_request_id: str
     engine_request_id: str
@@ -101,12 +102,25 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     written_at: str
     messages: list[MessagePlace] | None = None
     notes: dict[str, Any] = msgspec.field(default_factory=dict)
+    shapes: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
+
+    def shape(self, site: str) -> SiteShape:
+        """The shape of the rows of a site, by its name."""
+        width, dtype = self.shapes.get(site, (self.hidden_size, self.dtype))
+        return SiteShape(width, dtype)
+
+    def document(self) -> dict[str, Any]:
+        """The fields as plain values; `shapes` only if there are any."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        if not self.shapes:
+            del found["shapes"]
+        return found
 
     def to_strings(self) -> dict[str, str]:
         """The form that safetensors metadata takes: text as it is, everything else as JSON, and notes if there are."""
         return {
             key: value if key in _TEXT_FIELDS else msgspec.json.encode(value).decode()
-            for key, value in msgspec.to_builtins(self).items()
+            for key, value in self.document().items()
             if value or key != "notes"
         }
 
@@ -155,7 +169,9 @@ def sidecar_of(
     """
     num_rows = len(positions)
     request, final, model = finished.request, finished.final, context.model
+    shapes = _shapes_of(request.spec.sites, model)
     return Sidecar(
+        format_version=FORMAT_VERSION if shapes else 1,
         request_id=str(request.spec.options["request_id"]),
         client_request_id=request.client_request_id,
         engine_request_id=request.request_id,
@@ -181,7 +197,13 @@ def sidecar_of(
         written_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         messages=msgspec.convert(request.spec.options.get("messages"), list[MessagePlace] | None),
         notes={part: of_rows(note, positions) for part, note in final.notes.items()},
+        shapes=shapes,
     )
+
+
+def _shapes_of(sites: Sequence[Site], model: ModelInfo) -> dict[str, tuple[int, str]]:
+    stored = model.stored_shapes
+    return {site.name: (stored[site].width, stored[site].dtype) for site in sites if site in stored}
 
 
 def read_sidecar(document: Mapping[str, Any], path: str) -> Sidecar:
@@ -193,15 +215,16 @@ def read_sidecar(document: Mapping[str, Any], path: str) -> Sidecar:
     """
     version = document.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:
-        raise NewerFormatError(f"{path}: format version {version}; this headgate reads version {FORMAT_VERSION}")
-    if version != FORMAT_VERSION:
-        raise CaptureFileError(f"{path}: format version {version!r}; this headgate reads version {FORMAT_VERSION}")
+        raise NewerFormatError(f"{path}: format version {version}; this headgate reads up to version {FORMAT_VERSION}")
+    if type(version) is not int or version < 1:
+        raise CaptureFileError(f"{path}: format version {version!r}; this headgate reads 1 to {FORMAT_VERSION}")
     with refusing(path, CaptureFileError, "damaged metadata"):
         sidecar = msgspec.convert(dict(document), Sidecar)
         for name in sidecar.sites:
             Site.parse(name)
-        if sidecar.dtype not in ITEM_SIZES or sidecar.num_rows < 0 or sidecar.hidden_size < 1:
-            raise ValueError(f"{sidecar.num_rows} rows of {sidecar.hidden_size} values of {sidecar.dtype}")
+        for width, dtype in ((sidecar.hidden_size, sidecar.dtype), *sidecar.shapes.values()):
+            if dtype not in ITEM_SIZES or sidecar.num_rows < 0 or width < 1:
+                raise ValueError(f"{sidecar.num_rows} rows of {width} values of {dtype}")
     return sidecar
 
 
@@ -313,7 +336,7 @@ class TensorRef:
     Attributes:
         path: The file.
         offset: Its first byte there.
-        dtype: ``bfloat16``, ``float16``, ``float32`` or ``int64``.
+        dtype: A key of `ITEM_SIZES`.
         shape: Its sizes.
     """
 

@@ -61,9 +61,9 @@ class RawLayout:
 
 
 def _sidecar_file(finished: Finished, site: Site) -> Iterator[memoryview]:
-    document = msgspec.to_builtins(finished.sidecar) | {
+    document = finished.sidecar.document() | {
         "site": site.name,
-        "shape": [finished.rows.num_rows, finished.sidecar.hidden_size],
+        "shape": [finished.rows.num_rows, finished.sidecar.shape(site.name).width],
         POSITIONS: finished.rows.positions.tolist(),
         TOKEN_IDS: finished.token_ids.tolist(),
     }
@@ -102,7 +102,7 @@ def read_raw_folder(source: Source, folder: str) -> StoredPart | None:
     )
 
 
-_SHARED = ("engine_request_id", "num_rows", "hidden_size", "dtype", POSITIONS, TOKEN_IDS)
+_SHARED = ("engine_request_id", "num_rows", "hidden_size", "dtype", "shapes", POSITIONS, TOKEN_IDS)
 """Fields on which all sidecars of a folder must agree."""
 
 
@@ -123,7 +123,8 @@ def _column(document: Mapping[str, Any], key: str, num_rows: int, folder: str) -
 
 def _tensor_ref(source: Source, folder: str, sidecar: Sidecar, name: str) -> TensorRef:
     path = f"{folder}/{site_file(Site.parse(name))}{DATA_SUFFIX}"
-    ref = TensorRef(path, 0, sidecar.dtype, (sidecar.num_rows, sidecar.hidden_size))
+    shape = sidecar.shape(name)
+    ref = TensorRef(path, 0, shape.dtype, (sidecar.num_rows, shape.width))
     if source.size(path) != ref.num_bytes:
         raise CaptureFileError(f"{path}: partial: {source.size(path)} bytes of {ref.num_bytes}")
     return ref

@@ -1,7 +1,7 @@
 """Layout ``request``: ``{root}/{tag}/{request_id}.safetensors``, one file per request.
 
 Tensors: ``positions`` and ``token_ids``, int64 ``[rows]``, and one per site, ``12.post_mlp`` or ``final_norm``,
-``[rows, hidden]`` in the model's dtype. Metadata: the fields of `Sidecar`.
+``[rows, width]`` in the site's dtype. Metadata: the fields of `Sidecar`.
 
 The header is written and read here, not by the safetensors library: that wants every tensor in memory to write a file,
 and a path on this machine to read one. Rows are streamed into the file instead, from a temporary file where they are
@@ -33,7 +33,7 @@ from headgate.consumers.filesystem.storage.local_store import bytes_of
 from headgate.consumers.filesystem.storage.source import Source
 from headgate.consumers.filesystem.storage.store import FILE_SUFFIX, Store, Target
 
-SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int64": "I64"}
+SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int16": "I16", "int64": "I64"}
 _DTYPES = {code: dtype for dtype, code in SAFETENSORS_DTYPES.items()}
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100 << 20  # as the safetensors library has it
@@ -63,8 +63,10 @@ def _buffers(finished: Finished) -> Iterator[memoryview]:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {
         POSITIONS: ("int64", (num_rows,)),
         TOKEN_IDS: ("int64", (num_rows,)),
-        **dict.fromkeys(sidecar.sites, (sidecar.dtype, (num_rows, sidecar.hidden_size))),
     }
+    for site in sidecar.sites:
+        shape = sidecar.shape(site)
+        tensors[site] = shape.dtype, (num_rows, shape.width)
     yield memoryview(header(tensors, sidecar.to_strings()))
     yield bytes_of(finished.rows.positions)
     yield bytes_of(finished.token_ids)
@@ -83,7 +85,7 @@ def read_request_file(source: Source, path: str) -> StoredPart | None:
         return None
     sidecar = sidecar_from_strings(metadata, path)
     expected: dict[str, tuple[int, ...]]
-    expected = dict.fromkeys(sidecar.sites, (sidecar.num_rows, sidecar.hidden_size))
+    expected = {site: (sidecar.num_rows, sidecar.shape(site).width) for site in sidecar.sites}
     expected |= {POSITIONS: (sidecar.num_rows,), TOKEN_IDS: (sidecar.num_rows,)}
     found = {name: ref.shape for name, ref in tensors.items()}
     if found != expected:

@@ -3,7 +3,7 @@
 ``{root}/{tag}/_shards/{shard}/`` holds, for requests that wanted the same sites,
 
 * ``shard.json``: the fields of `Sidecar` that its requests share, above all ``sites``, ``dtype`` and ``hidden_size``;
-* ``{layer}_{hook}.bin``: one flat array ``[all rows, hidden]`` per site, in the model's dtype;
+* ``{layer}_{hook}.bin``: one flat array ``[all rows, width]`` per site, in the site's dtype;
 * ``positions.bin`` and ``token_ids.bin``: int64 ``[all rows]``;
 * ``index.jsonl``: one line per request: ``rows``, its range ``[start, stop]`` in those arrays, and the other fields of
   `Sidecar`; ``check`` is the CRC-32 of the rest of the line.
@@ -30,10 +30,9 @@ import msgspec
 
 from headgate.capture.files.reading import refusing
 from headgate.capture.schema.errors import CaptureFileError
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import ITEM_SIZES, Site
 from headgate.consumers.filesystem.formats.layout import (
     FORMAT,
-    ITEM_SIZES,
     POSITIONS,
     SHARD_FOLDER,
     TOKEN_IDS,
@@ -64,6 +63,7 @@ SHARED_FIELDS = frozenset(
         "num_layers",
         "hidden_size",
         "dtype",
+        "shapes",
         "versions",
         "sites",
         "pp_rank",
@@ -146,7 +146,7 @@ class Shard:
         folder = (sidecar.tag, SHARD_FOLDER)
         sites = [site_file(Site.parse(site)) for site in sidecar.sites]
         columns = [f"{column}{COLUMN_SUFFIX}" for column in (*sites, POSITIONS, TOKEN_IDS)]
-        shared = {key: value for key, value in msgspec.to_builtins(sidecar).items() if key in SHARED_FIELDS}
+        shared = {key: value for key, value in sidecar.document().items() if key in SHARED_FIELDS}
         files: dict[str, Iterable[memoryview]] = dict.fromkeys((*columns, INDEX), ())
         store.publish_folder(
             Target(folder, name), files | {SHARD: [memoryview(msgspec.json.encode(shared))]}
@@ -160,7 +160,8 @@ class Shard:
         self._folder = (*folder, name)
         self._path = str(store.root.joinpath(*self._folder))
         self._sites = sidecar.sites
-        self._row_bytes = sidecar.hidden_size * ITEM_SIZES[sidecar.dtype]
+        self._row_bytes = {site: sidecar.shape(site).row_bytes for site in self._sites}
+        self._position_bytes = sum(self._row_bytes.values()) + 2 * ITEM_SIZES["int64"]
         self._num_rows = 0  # on the disk
         self._index_bytes = 0  # on the disk
         self._pending: list[Finished] = []
@@ -172,7 +173,7 @@ class Shard:
         num_rows = finished.rows.num_rows
         self._pending.append(finished)
         self._pending_rows += num_rows
-        num_bytes = num_rows * (self._row_bytes * len(self._sites) + 2 * ITEM_SIZES["int64"])
+        num_bytes = num_rows * self._position_bytes
         self.num_bytes += num_bytes
         published = Published((self._path,), num_bytes, self)
         payload = payload_of("shards", finished, published, durable=self._store.fsync)
@@ -217,7 +218,7 @@ class Shard:
         for name in self._sites:
             site = Site.parse(name)
             buffers = (buffer for finished in self._pending for buffer in finished.rows.buffers(site))
-            yield f"{site_file(site)}{COLUMN_SUFFIX}", buffers, self._row_bytes
+            yield f"{site_file(site)}{COLUMN_SUFFIX}", buffers, self._row_bytes[name]
         width = ITEM_SIZES["int64"]
         positions = [bytes_of(finished.rows.positions) for finished in self._pending]
         yield f"{POSITIONS}{COLUMN_SUFFIX}", positions, width
@@ -241,7 +242,7 @@ class Shard:
 
     def _roll_back(self) -> None:
         """Truncate the files to what the index lists: space becomes free, and no half line stays."""
-        self.num_bytes = self._num_rows * (self._row_bytes * len(self._sites) + 2 * ITEM_SIZES["int64"])
+        self.num_bytes = self._num_rows * self._position_bytes
         try:
             os.truncate(f"{self._path}/{INDEX}", self._index_bytes)
         except OSError as error:
@@ -254,7 +255,7 @@ class Shard:
 
 def index_line(sidecar: Sidecar, start: int, stop: int) -> bytes:
     """The line of a request whose rows are ``start : stop``: a JSON object that begins with its own check."""
-    own = {key: value for key, value in msgspec.to_builtins(sidecar).items() if key not in SHARED_FIELDS}
+    own = {key: value for key, value in sidecar.document().items() if key not in SHARED_FIELDS}
     rest = msgspec.json.encode({"rows": [start, stop], **own})[1:]
     return _CHECK_START + f"{zlib.crc32(rest):08x}".encode() + _CHECK_END + rest + b"\n"
 
@@ -355,7 +356,9 @@ def _part(
         sidecar=sidecar,
         paths=(folder,),
         tensors={
-            name: column(site_file(Site.parse(name)), sidecar.dtype, sidecar.hidden_size) for name in sidecar.sites
+            name: column(site_file(Site.parse(name)), shape.dtype, shape.width)
+            for name in sidecar.sites
+            for shape in (sidecar.shape(name),)
         },
         positions=column(POSITIONS, "int64"),
         token_ids=column(TOKEN_IDS, "int64"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headgate.capture.delivery.completeness import ConsumerRequest, DeliveryAudit, RowTotals, result_of
 from headgate.capture.schema.positions import Indices, Named
-from tests.fakes.pipeline import ROW_BYTES, SITES, final_state, info
+from tests.fakes.pipeline import MODEL, ROW_BYTES, SITES, final_state, info
 from tests.strategies import selectors
 
 
@@ -111,7 +111,7 @@ def status_and_error(totals: RowTotals, **request_attributes: str) -> tuple[str,
     request = ConsumerRequest(info())
     for name, value in request_attributes.items():
         setattr(request, name, value)
-    result = result_of(request, totals, final_state(4, status="abort"), instance="files", row_bytes=ROW_BYTES)
+    result = result_of(request, totals, final_state(4, status="abort"), instance="files", model=MODEL)
     return result.status, result.error
 
 
@@ -159,6 +159,6 @@ def test_rows_that_were_delivered_of_an_outdated_part_of_the_prompt_are_counted(
 def test_a_result_counts_positions_and_the_bytes_of_all_sites() -> None:
     totals = RowTotals(wanted=4, complete=4, dropped=0, surplus=0)
 
-    result = result_of(ConsumerRequest(info()), totals, final_state(4), instance="files", row_bytes=ROW_BYTES)
+    result = result_of(ConsumerRequest(info()), totals, final_state(4), instance="files", model=MODEL)
 
     assert (result.num_rows, result.num_bytes, result.dropped_rows) == (4, 4 * len(SITES) * ROW_BYTES, 0)

@@ -9,7 +9,7 @@ from headgate.capture.delivery.consumer_thread import ConsumerThread
 from headgate.capture.delivery.delivery import DeliveryStats
 from headgate.capture.monitoring.stats import ConsumerStats, Figure, added_figures, figures_of
 from headgate.capture.schema.config import CaptureConsumerSpec
-from tests.fakes.pipeline import ROW_BYTES
+from tests.fakes.pipeline import MODEL
 
 
 def figure(name: str, value: float, kind: str = "counter") -> Figure:
@@ -56,7 +56,7 @@ def test_a_consumer_without_figures_has_none() -> None:
 
 def test_figures_that_cannot_be_told_are_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
     spec, consumer = CaptureConsumerSpec(name="mine"), Counting(2)
-    thread = ConsumerThread(spec, consumer, lambda *_: None, row_bytes=ROW_BYTES)  # type: ignore[arg-type]
+    thread = ConsumerThread(spec, consumer, lambda *_: None, model=MODEL)  # type: ignore[arg-type]
     assert thread.stats().figures == (figure("done", 2),)
 
     consumer.value = -1

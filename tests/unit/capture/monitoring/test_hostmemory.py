@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
 
 from headgate.capture.engine.worker.capture_part import default_staging_bytes
 from headgate.capture.monitoring import machine_memory
 from headgate.capture.monitoring.machine_memory import host_memory, share_of_memory
+from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.sites import parse_sites
 from headgate.consumers.filesystem.consumer import parse_params
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -49,9 +50,10 @@ def test_staging_memory_holds_a_full_step_where_there_is_memory_for_it(
     monkeypatch: pytest.MonkeyPatch, memory: int, tokens: int, sites: int, expected: int
 ) -> None:
     monkeypatch.setattr(machine_memory, "host_memory", lambda: memory)
-    facts = SimpleNamespace(max_tokens=tokens, model=SimpleNamespace(hidden_size=2560), dtype=torch.bfloat16)
+    model = ModelInfo(name="m", num_layers=sites, hidden_size=2560, dtype="bfloat16", sites=())
+    facts = SimpleNamespace(max_tokens=tokens, model=model)
 
-    assert default_staging_bytes(facts, sites) == expected
+    assert default_staging_bytes(facts, parse_sites({"post_mlp": "all"}, sites, "sites")) == expected
 
 
 def test_files_may_take_a_sixteenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

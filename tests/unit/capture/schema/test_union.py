@@ -28,6 +28,7 @@ from headgate.capture.schema.positions import (
 )
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
+from headgate.consumers.feed import EXAMPLE_MODEL as MODEL
 from tests.strategies import selectors
 
 ROWS = np.arange(64, dtype=np.int64)
@@ -93,9 +94,9 @@ def test_positions_that_are_listed_count_as_such() -> None:
     found = read([0], {"start": 3, "stop": 5}, "all_generated", num_prompt=9)
     spec = CaptureSpec(sites=(SITE,), positions=found)
 
-    use = use_of({"rows": spec}, num_prompt=9, max_tokens=5, num_samples=2, row_bytes=10, readouts={})
+    use = use_of({"rows": spec}, num_prompt=9, max_tokens=5, num_samples=2, model=MODEL, readouts={})
 
-    assert (use.num_rows, use.num_bytes, use.num_listed) == ({"rows": 14}, {"rows": 140}, {"rows": 6})
+    assert (use.num_rows, use.num_bytes, use.num_listed) == ({"rows": 14}, {"rows": 14 * 16 * 2}, {"rows": 6})
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ class Driven:
         batch = list(zip(view.req_ids, view.starts, view.num_scheduled, view.num_computed, strict=True))
         for req_id, _, count, first in batch:
             self.alive[req_id].compute(first, first + count)
-        for index, buffer in enumerate(self.staging.buffers):
+        for index, buffer in enumerate(self.staging.site_rows):
             for req_id, start, count, first in batch:
                 values = row_values(self.alive[req_id].number, np.arange(first, first + count), index)
                 buffer.index_put_((self.staging.slots[start : start + count],), values)

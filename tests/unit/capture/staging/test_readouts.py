@@ -32,6 +32,11 @@ DECLARED: list[Declared] = [(1, SITES[0], Multiples(1)), (1, SITES[2], Multiples
 """The last one is wider than a row."""
 
 
+def width_of(group: PackGroup) -> int:
+    """The outputs of a readout; 0 of rows of the stream."""
+    return group.shape.width if group.shape else 0
+
+
 def make_ring(
     declared: Sequence[Declared] = DECLARED, *, staging_rows: int = 4096, dtype: torch.dtype = torch.float32
 ) -> StagingRing:
@@ -59,7 +64,7 @@ def plan_of(wanted: dict[int, tuple[Site, ...]], num_tokens: int, declared: Sequ
 
 def run(ring: StagingRing, plan: StepPlan, num_tokens: int) -> list[StagedRows]:
     ring.begin(plan, torch.arange(num_tokens, dtype=torch.int32))
-    for index, buffer in enumerate(ring.buffers):
+    for index, buffer in enumerate(ring.site_rows):
         buffer.index_put_((ring.slots[:num_tokens],), row_values(NUMBER, np.arange(num_tokens), index))
     return collected(ring, plan)
 
@@ -72,7 +77,7 @@ def deliveries(parts: Sequence[StagedRows]) -> dict[tuple[int, Site, int], int]:
             assert part.token_ids(group).tolist() == group.positions.tolist()  # type: ignore[union-attr]
             for place, site in enumerate(group.sites):
                 expected = expected_rows(group, DECLARED, NUMBER, group.positions, place=place)
-                assert rows.dtype == (torch.float32 if group.num_outputs else part.memory.dtype)
+                assert rows.dtype == (torch.float32 if group.shape else part.memory.dtype)
                 assert torch.equal(rows[place].float(), expected)
                 for position, mask in zip(group.positions.tolist(), group.masks.tolist(), strict=True):
                     for bit in (bit for bit in range(3) if mask >> bit & 1):
@@ -101,7 +106,7 @@ def test_each_consumer_gets_rows_or_their_outputs_and_only_those_are_copied(
     plan = plan_of(wanted, num_tokens)
 
     ring.begin(plan, torch.arange(num_tokens, dtype=torch.int32))
-    for index, buffer in enumerate(ring.buffers):
+    for index, buffer in enumerate(ring.site_rows):
         buffer.index_put_((ring.slots[:num_tokens],), row_values(NUMBER, np.arange(num_tokens), index).to(dtype))
     ring.keep(plan)
     ring.collect(lambda part: found.update(deliveries([part])), patience_s=0)
@@ -141,9 +146,9 @@ def test_a_readout_that_fails_costs_its_own_consumer_the_rows_and_says_so(caplog
     with caplog.at_level(logging.ERROR, "headgate"):
         (part,) = run(ring, plan, 4)
 
-    masks = {group.num_outputs: group.masks.tolist() for group in part.contents}
+    masks = {width_of(group): group.masks.tolist() for group in part.contents}
     assert masks == {0: [1] * 4, 1: [0] * 4, 2: [4] * 4}
-    rows = {group.num_outputs: rows for group, rows in groups_in(part)}
+    rows = {width_of(group): rows for group, rows in groups_in(part)}
     assert torch.equal(rows[0][0], row_values(NUMBER, np.arange(4), 0))
     assert torch.equal(rows[2][0], Multiples(2).expected(rows[0][0]))
     assert "a readout failed" in caplog.text
@@ -173,7 +178,7 @@ class Wrong(Multiples):
 )
 def test_a_readout_is_tried_before_it_serves(function: Callable[[Tensor], Tensor], message: str) -> None:
     with pytest.raises(ConfigError, match=f"consumer 'c': 0.post_mlp: .*{message}"):
-        bind(Wrong(function), 0, hidden_size=HIDDEN, device=torch.device("cpu"), name="consumer 'c': 0.post_mlp")
+        bind(Wrong(function), 0, width=HIDDEN, device=torch.device("cpu"), name="consumer 'c': 0.post_mlp")
 
 
 @given(data=st.data())
@@ -221,7 +226,7 @@ def test_groups_of_one_width_share_a_set_of_sites() -> None:
         return list(plan_of(wanted, 4, declared).groups)
 
     (group,) = groups({1: SITES})
-    assert (group.sites, group.site_ids.tolist(), group.num_outputs) == (SITES, [3, 4, 5], 2)
+    assert (group.sites, group.site_ids.tolist(), width_of(group)) == (SITES, [3, 4, 5], 2)
     first, second = groups({0: SITES[:2], 1: SITES})
-    assert (first.site_ids.tolist(), first.num_outputs, set(first.masks)) == ([0, 1], 0, {1})
-    assert (second.site_ids.tolist(), second.num_outputs, set(second.masks)) == ([3, 4, 5], 2, {2})
+    assert (first.site_ids.tolist(), width_of(first), set(first.masks)) == ([0, 1], 0, {1})
+    assert (second.site_ids.tolist(), width_of(second), set(second.masks)) == ([3, 4, 5], 2, {2})

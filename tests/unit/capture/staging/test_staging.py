@@ -57,7 +57,7 @@ def plan_of(token_rows: Sequence[int], *groups: tuple[Sequence[Site], Sequence[i
 
 def forward(ring: StagingRing, num_tokens: int, step: int = 1) -> None:
     """What the model does: scatter a value at every site for every batch row."""
-    for index, buffer in enumerate(ring.buffers):
+    for index, buffer in enumerate(ring.site_rows):
         values = row_values(step, np.arange(num_tokens), index)
         buffer.index_put_((ring.slots[:num_tokens],), values)
 
@@ -109,12 +109,12 @@ def test_an_idle_step_after_a_step_leaves_no_slot_behind() -> None:
 def test_more_rows_than_trash_slots_share_them() -> None:
     ring = make_ring(num_rows=200, max_tokens=200)
 
-    assert set(ring.slots.tolist()) == set(range(200, ring.buffers.shape[1]))
+    assert set(ring.slots.tolist()) == set(range(200, len(ring.site_rows[0])))
 
 
 def test_nothing_ever_moves() -> None:
     ring = make_ring()
-    addresses = ring.buffers.data_ptr(), ring.slots.data_ptr()
+    addresses = ring.site_rows[0].data_ptr(), ring.slots.data_ptr()
 
     for step in range(20):
         plan = plan_of([0, step % 8 or 1], (SITES, [0, 1]))
@@ -123,7 +123,7 @@ def test_nothing_ever_moves() -> None:
         contents(collected(ring, plan))
     ring.begin(None)
 
-    assert (ring.buffers.data_ptr(), ring.slots.data_ptr()) == addresses
+    assert (ring.site_rows[0].data_ptr(), ring.slots.data_ptr()) == addresses
 
 
 def test_each_step_takes_the_slots_behind_the_last_steps_until_the_ring_is_round() -> None:
@@ -290,7 +290,7 @@ def test_reset_makes_it_as_new() -> None:
     ring.reset()
 
     assert ring.slots.tolist() == list(range(16, 24))
-    assert not ring.buffers.any()
+    assert not any(rows.any() for rows in ring.site_rows)
     ring.begin(plan_of([0], (SITES, [0])))
     assert ring.slots.tolist() == [0, *range(17, 24)]
 

@@ -45,7 +45,7 @@ def test_over_random_schedules_every_planned_row_arrives_as_it_was_computed(
             assert arrived(ring) == sum(map(planned, waiting), Counter())
             waiting = []
         ring.begin(plan)
-        for index, buffer in enumerate(ring.buffers):
+        for index, buffer in enumerate(ring.site_rows):
             tokens, values = computed(step, index)
             buffer.index_put_((ring.slots[tokens],), values[tokens])
         if plan is not None:

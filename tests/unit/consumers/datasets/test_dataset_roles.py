@@ -134,7 +134,7 @@ def test_files_and_indexes_of_before_are_read(tmp_path: Path, monkeypatch: pytes
         document = json.loads(sidecar.read_text())
         assert document.pop("messages") == chat_of(0)
         sidecar.write_text(json.dumps(document))
-    monkeypatch.setattr(index, "VERSION", 1)
+    monkeypatch.setattr(index, "ONE_SHAPE", 1)
     open_dataset(tmp_path)
     monkeypatch.undo()
 
@@ -142,6 +142,6 @@ def test_files_and_indexes_of_before_are_read(tmp_path: Path, monkeypatch: pytes
 
     assert data.roots[0].num_opened == 1  # the index was made anew
     assert open_dataset(tmp_path).roots[0].num_opened == 0
-    assert np.frombuffer(Path(index_path(str(tmp_path))).read_bytes()[16:20], "<u4") == index.VERSION
+    assert np.frombuffer(Path(index_path(str(tmp_path))).read_bytes()[16:20], "<u4") == index.ONE_SHAPE
     assert next(iter(open_captures(tmp_path))).messages is None
     assert data.num_rows == {SITE: PROMPT + 3}

@@ -15,7 +15,7 @@ from headgate.capture.engine.commands import doctor
 from headgate.capture.engine.setup.patch_set import Patch
 from headgate.capture.engine.vllm_names import Name
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.sites import HookPoint
+from headgate.capture.schema.sites import HookPoint, SiteShape
 
 
 def printed(report: doctor.ModelReport) -> str:
@@ -25,7 +25,7 @@ def printed(report: doctor.ModelReport) -> str:
 
 
 def test_the_reason_why_there_is_no_hook_z_is_printed() -> None:
-    hooks = (doctor.HookReport(HookPoint.ATTN_IN, "DecoderLayer.self_attn", 3),)
+    hooks = (doctor.HookReport(HookPoint.ATTN_IN, "DecoderLayer.self_attn", (SiteShape(64, "bfloat16"),) * 3),)
     report = doctor.ModelReport("Gemma", 3, 64, torch.bfloat16, 1023, hooks, "it has 128 values")
 
     text = printed(report)

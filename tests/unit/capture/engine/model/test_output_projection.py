@@ -12,8 +12,9 @@ from vllm.model_executor.layers.linear import LinearBase
 from headgate.capture.engine.contracts.worker_hooks import SiteAction
 from headgate.capture.engine.model.layer_layout import OutputProjection, analyse_layer, find_output_projection
 from headgate.capture.engine.worker.install import install_actions
+from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import HookPoint, Site, SiteShape
 
 HIDDEN = 4
 
@@ -77,17 +78,14 @@ class Twice(Heads):
         return self.o_proj(self.o_proj(self.qkv_proj(hidden_states)))
 
 
-FOUND = OutputProjection("o_proj", 0, HIDDEN, HIDDEN, HIDDEN)
+FOUND = OutputProjection("o_proj", 0, HIDDEN, HIDDEN)
 
 
 @pytest.mark.parametrize(
     ("cls", "argument"), [(Heads, "hidden_states"), (Heads, 1), (WithWeights, 0), (GatedBefore, 0)]
 )
 def test_the_linear_layer_that_makes_the_result_is_found(cls: type[Heads], argument: int | str) -> None:
-    found = find_output_projection(cls(), argument)
-
-    assert found == FOUND
-    assert found.obstacle == ""
+    assert find_output_projection(cls(), argument) == FOUND
 
 
 @pytest.mark.parametrize("cls", [ScaledBehind, Delegating, Undecided, Twice])
@@ -129,22 +127,47 @@ def halved() -> Heads:
     return heads
 
 
+def refusal_of(attention: nn.Module, shape: SiteShape) -> str:
+    site = Site(0, HookPoint.HOOK_Z)
+    actions = {site: [SiteAction(run=lambda module, hook, site: site.carry, order=0)]}
+    model = ModelInfo(name="m", num_layers=1, hidden_size=HIDDEN, dtype="float32", sites=(), shapes={site: shape})
+    with pytest.raises(UnsupportedError) as refusal:
+        install_actions(nn.Module(), "layers", [(0, Layer(attention))], actions, model)
+    return str(refusal.value)
+
+
+def test_heads_without_a_projection_are_refused_with_the_reason() -> None:
+    refusal = refusal_of(Delegating(), SiteShape(HIDDEN, "float32"))
+
+    assert "hook_z: the source of Delegating shows no linear layer that makes its result" in refusal
+    assert "attn_in" in refusal.partition("it has ")[2]
+
+
 @pytest.mark.parametrize(
-    ("attention", "why"),
+    ("attention", "shape", "why"),
     [
-        (Heads(6), "hook_z: it has 6 values where the stream has 4, and all sites are equally wide"),
-        (halved(), "hook_z: its 4 values are spread over tensor-parallel ranks, 2 on each"),
-        (Delegating(), "hook_z: the source of Delegating shows no linear layer that makes its result"),
+        (Heads(6), SiteShape(4, "float32"), "6 values, all of them on each rank; the model's configuration says 4"),
+        (halved(), SiteShape(4, "float32"), "4 values, 2 of them on each tensor-parallel rank"),
+        (Heads(4), SiteShape(4, "float32", "columns", 2), "says 4 (columns)"),
     ],
-    ids=["wide", "sharded", "unseen"],
+    ids=["wide", "sharded", "whole"],
 )
-def test_heads_that_can_be_no_site_are_refused_with_the_reason(attention: nn.Module, why: str) -> None:
-    actions = {Site(0, HookPoint.HOOK_Z): [SiteAction(run=lambda module, hook, site: site.carry, order=0)]}
+def test_heads_of_another_shape_than_the_configuration_says_are_refused(
+    attention: nn.Module, shape: SiteShape, why: str
+) -> None:
+    assert why in refusal_of(attention, shape)
 
-    with pytest.raises(UnsupportedError, match=why) as refusal:
-        install_actions(nn.Module(), "layers", [(0, Layer(attention))], actions)
 
-    assert "attn_in" in str(refusal.value).partition("it has ")[2]
+@pytest.mark.parametrize(
+    ("attention", "shape"),
+    [(Heads(6), SiteShape(6, "float32")), (halved(), SiteShape(4, "float32", "columns", 2))],
+    ids=["wide", "sharded"],
+)
+def test_heads_of_any_width_are_a_site(attention: nn.Module, shape: SiteShape) -> None:
+    layout = analyse_layer(Layer, Layer(attention))
+
+    assert HookPoint.HOOK_Z in layout.hooks
+    assert layout.widths[HookPoint.HOOK_Z] == (shape.part_width(2), shape.width)
 
 
 def test_what_the_projection_reads_is_seen_and_steered_alone() -> None:

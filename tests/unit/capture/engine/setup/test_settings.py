@@ -7,20 +7,24 @@ from argparse import Namespace
 from typing import Any
 
 from headgate.capture.engine.setup import settings
+from headgate.capture.schema.sites import HookPoint, Site, SiteShape
 
 SECTION = {"consumers": [{"name": "memory"}]}
 
 
-def config(**server: Any) -> Any:
+def config(num_ranks: int = 1, **server: Any) -> Any:
     model = Namespace(
         hf_text_config=Namespace(num_hidden_layers=2),
         served_model_name="tiny",
         dtype="torch.float32",
         max_model_len=8,
         get_hidden_size=lambda: 4,
+        get_head_size=lambda: 3,
+        get_num_attention_heads=lambda parallel: 2 // parallel.tensor_parallel_size,
     )
     ours = {"capture": SECTION, "server": server, "compiler": {"rewrites": False}}
-    return Namespace(additional_config={"headgate": ours}, model_config=model)
+    parallel = Namespace(tensor_parallel_size=num_ranks)
+    return Namespace(additional_config={"headgate": ours}, model_config=model, parallel_config=parallel)
 
 
 def test_a_config_keeps_the_fields_that_it_has() -> None:
@@ -34,6 +38,16 @@ def test_a_config_keeps_the_fields_that_it_has() -> None:
     assert not settings.compiler_config(made).rewrites
 
     assert set(vars(made)) == before
+
+
+def test_sites_have_the_shapes_of_the_models_configuration() -> None:
+    site, stream = Site(1, HookPoint.HOOK_Z), Site(1, HookPoint.POST_MLP)
+    alone, shared = settings.model_info(config()), settings.model_info(config(num_ranks=2))
+
+    assert alone.shape(stream) == shared.shape(stream) == SiteShape(4, "float32")
+    assert alone.shape(site) == SiteShape(6, "float32", "replicated", 3)
+    assert shared.shape(site) == SiteShape(6, "float32", "columns", 3)
+    assert alone.position_bytes((site, stream)) == 4 * (6 + 4)
 
 
 def test_sections_stay_when_their_place_in_the_config_is_taken() -> None:

@@ -1,0 +1,150 @@
+"""Sites whose rows are not as wide as the stream, on one rank and with their columns spread over two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.consumers.inline import InlineRows
+from headgate.consumers.moments import open_moments
+from headgate.consumers.reader import open_captures
+from tests.conftest import start_llm, stop_llm
+from tests.engine.hf_reference import Reference, own_process, reference_rows, relative_error
+from tests.engine.tiny_models import HIDDEN, LAYERS, tiny_model
+
+FAMILY = "qwen3"
+WIDTH = 128
+"""Of its four heads of 32, where the stream has 64."""
+SITES: dict[str, Any] = {"hook_z": "all", "post_mlp": "all"}
+PROMPTS = [[3 + (7 * i) % 500 for i in range(40)], [9], [3 + (11 * i) % 500 for i in range(17)]]
+NUM_OUTPUT = 5
+CONSUMERS = ("memory", "inline", "request", "shards", "raw", "moments")
+
+
+class Served(NamedTuple):
+    """One engine's answers to `PROMPTS`, and what Hugging Face computes of their tokens.
+
+    Attributes:
+        outputs: With the rows of every site, from every consumer.
+        narrow: With the rows of the stream alone, or of the heads alone, in turn; in one batch.
+        folder: Of the files.
+        references: Of `outputs`.
+    """
+
+    outputs: list[Any]
+    narrow: list[Any]
+    folder: Path
+    references: list[Reference]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "two-ranks"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    from vllm import SamplingParams
+
+    folder = tmp_path_factory.mktemp("widths")
+    files = [
+        {"name": "filesystem", "instance_name": name, "params": {"root": str(folder / name), "layout": name}}
+        for name in ("request", "shards", "raw")
+    ]
+    moments = {"name": "moments", "params": {"root": str(folder / "moments"), "flush_s": 0}}
+    config = {"capture": {"consumers": [{"name": "memory"}, {"name": "inline"}, *files, moments], "sites": SITES}}
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if request.param == 2 else {}
+
+    def sampling(capture: dict[str, Any]) -> Any:
+        params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT)
+        params.capture = capture
+        return params
+
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    alone = [{"memory": {"hooks": {hook: "all"}}} for hook in ("post_mlp", "hook_z", "post_mlp")]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on a machine with one NUMA node
+        llm = start_llm(
+            model=tiny_model(FAMILY),
+            additional_config={"headgate": config},
+            dtype="float32",
+            skip_tokenizer_init=True,
+            max_model_len=128,
+            max_num_batched_tokens=32,
+            **ranks,
+        )
+        try:
+            everything = sampling({name: {"hooks": SITES} for name in CONSUMERS})
+            outputs = llm.generate(prompts, everything, use_tqdm=False)
+            narrow = llm.generate(prompts, [sampling(each) for each in alone], use_tqdm=False)
+        finally:
+            stop_llm(llm)
+    requests = [
+        (prompt, list(output.outputs[0].token_ids), None) for prompt, output in zip(PROMPTS, outputs, strict=True)
+    ]
+    with own_process() as executor:
+        references = executor.submit(reference_rows, tiny_model(FAMILY), FAMILY, torch.float32, requests).result()
+    return Served(outputs, narrow, folder, references)
+
+
+def sites_of(*hooks: HookPoint) -> set[Site]:
+    return {Site(layer, hook) for hook in hooks for layer in range(LAYERS)}
+
+
+def test_rows_of_both_widths_equal_hugging_faces_in_one_request(served: Served) -> None:
+    for output, reference in zip(served.outputs, served.references, strict=True):
+        result = output.capture_results["memory"]
+        rows = result.payload.rows
+
+        assert result.status == "ok", result.error
+        assert rows.keys() == sites_of(HookPoint.HOOK_Z, HookPoint.POST_MLP)
+        assert {site.hook: found.shape[1] for site, found in rows.items()} == {"hook_z": WIDTH, "post_mlp": HIDDEN}
+        assert result.num_bytes == result.num_rows * LAYERS * 4 * (WIDTH + HIDDEN)
+        for site, found in rows.items():
+            assert relative_error(found, reference.rows[site]) <= 1e-4, site
+
+
+def test_requests_of_one_step_may_want_rows_of_different_widths(served: Served) -> None:
+    for output, whole in zip(served.narrow, served.outputs, strict=True):
+        rows, expected = (found.capture_results["memory"].payload.rows for found in (output, whole))
+
+        assert len(rows) == LAYERS
+        for site, found in rows.items():
+            assert relative_error(found, expected[site]) <= 1e-4, site
+
+
+@pytest.mark.parametrize("layout", ["request", "shards", "raw"])
+def test_files_of_every_layout_hold_the_rows_of_both_widths(served: Served, layout: str) -> None:
+    captures = {each.metadata["client_request_id"]: each for each in open_captures(served.folder / layout)}
+
+    for output in served.outputs:
+        capture, rows = captures[output.request_id], output.capture_results["memory"].payload.rows
+        assert capture.metadata["format_version"] == 2
+        assert {site.name for site in capture.sites} == {site.name for site in rows}
+        for site, expected in rows.items():
+            assert torch.equal(capture.tensor(site.name), expected), site
+
+
+def test_answers_hold_the_rows_of_both_widths(served: Served) -> None:
+    import base64
+
+    for output in served.outputs:
+        found = InlineRows(base64.b64decode(output.capture_results["inline"].payload["data"]))
+        for site, expected in output.capture_results["memory"].payload.rows.items():
+            assert torch.equal(found[site], expected), site
+
+
+def test_moments_are_of_each_sites_own_width(served: Served) -> None:
+    rows = [output.capture_results["memory"].payload.rows for output in served.outputs]
+    moments = open_moments(served.folder / "moments")
+
+    for site in sites_of(HookPoint.HOOK_Z, HookPoint.POST_MLP):
+        expected = torch.cat([each[site] for each in rows]).double().mean(dim=0)
+        found = torch.from_numpy(moments[site.name].mean)
+        assert relative_error(found, expected) <= 1e-5, site
+
+
+def test_a_shard_says_which_sites_have_another_width(served: Served) -> None:
+    shard, *_ = (served.folder / "shards").rglob("shard.json")
+
+    assert json.loads(shard.read_text())["shapes"]["0.hook_z"] == [WIDTH, "float32"]
