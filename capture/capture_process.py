@@ -207,6 +207,8 @@ class CaptureServer:
             self._connection.send(encode_ready(Ready(str(error))))
             return
         self._reports.open(delivery.stats)
+        gc.collect()
+        gc.freeze()  # torch's modules are half a million objects, which each full collection would look at
         self._connection.send(encode_ready(Ready()))
         timeout_s = close_timeout_s
         while (data := self._connection.receive()) is not None:

@@ -55,6 +55,7 @@ class Dispatcher:
         keep_bytes: Memory that may be kept for later rows while it is unused.
         hold_bytes: Staging memory from which on rows are held no longer.
         linger_s: Seconds after their forward that rows are held at most.
+        has_own_blocks: See `StepCoalescer`.
     """
 
     def __init__(
@@ -65,12 +66,13 @@ class Dispatcher:
         keep_bytes: int,
         hold_bytes: int = 0,
         linger_s: float = 0.0,
+        has_own_blocks: bool = False,
     ) -> None:
         self._handoff = handoff
         self._queues = queues
         self._splitter = Splitter()
         self._pool = RowPool(keep_bytes)
-        self._held = StepCoalescer(hold_bytes)
+        self._held = StepCoalescer(hold_bytes, has_own_blocks=has_own_blocks)
         self._held_ends: list[RequestEnds] = []
         self._held_until = 0.0
         self._linger_s = linger_s
@@ -258,6 +260,7 @@ class LocalDelivery:
             keep_bytes=place.staging_bytes,
             hold_bytes=int(HELD_SHARE * place.staging_bytes),
             linger_s=place.linger_s,
+            has_own_blocks=all(opened.consumer.keeps_rows for opened in consumers),
         )
         for consumer in self._consumers.values():
             consumer.start()

@@ -10,12 +10,17 @@ Shapes: S sites, N rows of a group, M rows of all groups with the same sites, W 
 
 from __future__ import annotations
 
+import mmap
+import time
 import weakref
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -26,44 +31,92 @@ from torch import Tensor
 from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.planning.step_plan import PackGroup, RequestSpans, SiteSet, spans_of, take_spans
 from headgate.capture.schema.batch import Int32Array, Int64Array
-from headgate.capture.schema.config import HELD_STEPS, MIB
+from headgate.capture.schema.config import HELD_STEPS, KIB, MIB
 from headgate.capture.schema.consumer import RowBlock, RowSpan
 from headgate.capture.staging.host_rows import StagedRows
 
-MIN_BYTES = MIB
-"""Least size that is kept: the system's allocator reuses smaller memory by itself."""
-MOST_TIMES = 4
-"""Memory is used again for what takes at least this part of it."""
+MIN_BYTES = 64 * KIB
+"""Least size that is kept: clearing fewer new pages costs less than keeping them."""
+REGION_BYTES = 64 * MIB
+"""Memory is taken from the system in regions of at least this size."""
+IDLE_S = 10.0
+"""Memory that was unused for so long goes back to the system."""
+OWN_BYTES = 64 * KIB
+"""Rows of a request that take less come with those of others: a block of their own would cost more than their copy."""
 
-Slab = npt.NDArray[np.uint8]
+Bytes = npt.NDArray[np.uint8]
 
 
-class _Free(NamedTuple):
-    """An unused slab; `turn` counts up from one that came back to the next."""
+class _Extents:
+    """Free extents of one kind of memory, for best fit: ``offset: size`` and the same by their ends and sizes."""
 
-    size: int
-    turn: int
-    slab: Slab
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        self._by_size: list[tuple[int, int]] = []
+        self.num_bytes = 0
+
+    def add(self, start: int, size: int) -> None:
+        """Add an extent, and unite it with the free ones next to it."""
+        if (before := self._starts.get(start)) is not None:
+            size += start - before
+            start = before
+            self._remove(before)
+        if (after := self._sizes.get(start + size)) is not None:
+            self._remove(start + size)
+            size += after
+        self._sizes[start], self._starts[start + size] = size, start
+        insort(self._by_size, (size, start))
+        self.num_bytes += size
+
+    def take(self, size: int) -> int | None:
+        """Take `size` bytes of the smallest extent that is large enough; return where they start, None if none is."""
+        at = bisect_left(self._by_size, (size, 0))
+        if at == len(self._by_size):
+            return None
+        found, start = self._by_size[at]
+        self._remove(start)
+        if found > size:
+            self.add(start + size, found - size)
+        return start
+
+    def take_largest(self) -> tuple[int, int]:
+        """Take the largest extent; return its start and size."""
+        size, start = self._by_size[-1]
+        self._remove(start)
+        return start, size
+
+    def _remove(self, start: int) -> None:
+        size = self._sizes.pop(start)
+        del self._starts[start + size]
+        del self._by_size[bisect_left(self._by_size, (size, start))]
+        self.num_bytes -= size
 
 
 class RowPool:
     """Makes tensors and arrays whose memory comes back here when the last reference to it, or to a view of it, is gone.
 
-    Rows come in packets of any size, so memory is used again for smaller ones, too.
+    Rows come in packets of any size, and memory of the system is slow at its first use: every page is cleared. So
+    memory lies in large regions, of which any free part is used again, and what is free for a moment is kept.
 
     All calls are for one thread. Memory comes back on whichever thread drops the last reference, maybe inside the
     garbage collector, so that path takes no lock.
 
     Args:
-        keep_bytes: Unused memory that is kept.
+        keep_bytes: Unused memory that is kept, however long it is unused.
+        clock: Seconds.
     """
 
-    def __init__(self, keep_bytes: int) -> None:
+    def __init__(self, keep_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._keep_bytes = keep_bytes
-        self._returned: deque[Slab] = deque()
-        self._free: list[_Free] = []
-        """Sorted by size."""
-        self._turn = 0
+        self._clock = clock
+        self._returned: deque[tuple[int, int]] = deque()
+        self._regions: list[tuple[int, mmap.mmap, Bytes]] = []
+        """By the offset at which each begins: offsets count through all, with a gap between two."""
+        self._next_offset = 0
+        self._used, self._vacant = _Extents(), _Extents()
+        """Free memory with pages that were used before, and without."""
+        self._idle_bytes, self._idle_until = 0, clock() + IDLE_S
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make an uninitialised tensor on the CPU, like ``torch.empty``."""
@@ -72,58 +125,65 @@ class RowPool:
             return torch.empty(*shape, dtype=dtype)
         return torch.from_numpy(self._take(num_bytes)).view(dtype).view(*shape)
 
-    def empty_bytes(self, shape: Sequence[int]) -> Slab:
+    def empty_bytes(self, shape: Sequence[int]) -> Bytes:
         """Make an uninitialised array of bytes, like ``np.empty``."""
         num_bytes = prod(shape)
         return np.empty(shape, np.uint8) if num_bytes < MIN_BYTES else self._take(num_bytes).reshape(shape)
 
-    def _take(self, num_bytes: int) -> Slab:
-        slab = self._find(num_bytes)
-        if slab is None:
-            self._trim()
-            slab = np.empty(_size_class(num_bytes), dtype=np.uint8)
-        held = slab.view(_SlabView)
-        weakref.finalize(held, self._returned.append, slab).atexit = False
-        return held[:num_bytes].view(np.ndarray)  # whose base is `held`, and not the slab
-
-    def _find(self, num_bytes: int) -> Slab | None:
-        """Take the smallest unused slab that is large enough, unless it is much too large."""
+    @property
+    def free_bytes(self) -> int:
+        """Unused bytes that the system does not have. For the thread that takes memory."""
         self._take_back()
-        at = bisect_left(self._free, num_bytes, key=lambda each: each.size)
-        if at == len(self._free) or self._free[at].size > MOST_TIMES * num_bytes:
-            return None
-        return self._free.pop(at).slab
+        return self._used.num_bytes
+
+    def _take(self, num_bytes: int) -> Bytes:
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._take_back()
+        start = self._used.take(size)
+        if start is None:
+            start = self._vacant.take(size)
+        if start is None:
+            self._add_region(max(size, REGION_BYTES))
+            start = self._vacant.take(size)
+            assert start is not None  # noqa: S101  (the region is large enough)
+        self._give_back_idle()
+        first, _, memory = self._regions[bisect_right(self._regions, start, key=itemgetter(0)) - 1]
+        held = memory[start - first : start - first + size].view(_SlabView)
+        weakref.finalize(held, self._returned.append, (start, size)).atexit = False
+        return held[:num_bytes].view(np.ndarray)  # whose base is `held`, and not the region
 
     def _take_back(self) -> None:
         while self._returned:
-            slab = self._returned.popleft()
-            self._turn += 1
-            insort(self._free, _Free(slab.nbytes, self._turn, slab))
+            self._used.add(*self._returned.popleft())
 
-    @property
-    def free_bytes(self) -> int:
-        """Unused bytes. For the thread that takes memory."""
-        self._take_back()
-        return sum(each.size for each in self._free)
+    def _add_region(self, size: int) -> None:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._regions.append((self._next_offset, memory, np.frombuffer(memory, np.uint8)))
+        self._vacant.add(self._next_offset, size)
+        self._next_offset += size + mmap.PAGESIZE
 
-    def _trim(self) -> None:
-        """Give the memory that was not used for longest back to the system: a change of load must not pile it up."""
-        num_over = self.free_bytes - self._keep_bytes
-        for each in sorted(self._free, key=lambda each: each.turn):
-            if num_over <= 0:
-                break
-            num_over -= each.size
-            self._free.remove(each)
+    def _give_back_idle(self) -> None:
+        """Every `IDLE_S`, return what was free all the time to the system: a change of load must not pile it up."""
+        self._idle_bytes = min(self._idle_bytes, self._used.num_bytes)
+        if self._clock() < self._idle_until:
+            return
+        num_over = self._idle_bytes - self._keep_bytes
+        while num_over > 0:
+            start, size = self._used.take_largest()
+            if size > (over := -(-num_over // mmap.PAGESIZE) * mmap.PAGESIZE):
+                self._used.add(start + over, size - over)
+                size = over
+            first, memory, _ = self._regions[bisect_right(self._regions, start, key=itemgetter(0)) - 1]
+            memory.madvise(mmap.MADV_DONTNEED, start - first, size)
+            self._vacant.add(start, size)
+            num_over -= size
+        self._idle_bytes, self._idle_until = self._used.num_bytes, self._clock() + IDLE_S
 
 
 class _SlabView(np.ndarray):
-    """A view of a slab that can be referred to weakly; tensors and views made of it hold it."""
-
-
-def _size_class(num_bytes: int) -> int:
-    """Round `num_bytes` up to a quarter of a power of two."""
-    step = 1 << (num_bytes.bit_length() - 3)
-    return -(-num_bytes // step) * step
+    """A part of a region that can be referred to weakly; tensors and views made of it hold it."""
 
 
 BlockPart = tuple[RowBlock, tuple[ConsumerRequest, ...]]
@@ -146,10 +206,13 @@ class StepCoalescer:
 
     Args:
         max_bytes: Bytes from which on it is full.
+        has_own_blocks: Whether rows of a request that take `OWN_BYTES` or more are copied to memory of their own,
+            which is free again as soon as nobody needs these rows.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, has_own_blocks: bool = False) -> None:
         self._max_bytes = max_bytes
+        self._own_bytes = OWN_BYTES if has_own_blocks else None
         self._staged: list[StagedRows] = []
         self._num_bytes = 0
         self._req_ids: set[str] = set()
@@ -189,7 +252,8 @@ class StepCoalescer:
         try:
             for each in staged:
                 each.wait()
-            return [_copy_out(parts, pool) for parts in _by_sites(staged)]
+            found = [_RowsOfSites(parts) for parts in _by_sites(staged)]
+            return [rows for each in found for rows in each.copy_out(pool, self._own_bytes)]
         finally:
             for each in staged:
                 each.release()
@@ -215,33 +279,83 @@ def _by_sites(staged: Iterable[StagedRows]) -> list[list[_GroupPart]]:
     return list(found.values())
 
 
-def _copy_out(parts: Sequence[_GroupPart], pool: RowPool) -> CoalescedRows:
-    group, staged, start = parts[0]
-    memory_AD = staged.memory
-    num_sites = len(group.sites)
-    if len(parts) == 1:
-        rows = staged.view(group, start)
-        return CoalescedRows(group, pool.empty(rows.shape, rows.dtype).copy_(rows), staged.token_ids(group))
-    owners, req_ids = _owners(parts)
-    order = np.argsort(owners, kind="stable")
-    if group.shape is not None:
-        outputs = torch.cat([part.staged.view(part.group, part.start) for part in parts], dim=1)
-        rows = outputs.index_select(1, torch.from_numpy(order))
-    else:
-        index_SM = np.concatenate([_index(part, num_sites) for part in parts], axis=1)[:, order]
-        shape = (num_sites, len(order), memory_AD.shape[1])
-        rows = pool.empty(shape, memory_AD.dtype)
-        torch.index_select(memory_AD, 0, torch.from_numpy(index_SM.reshape(-1)), out=rows.view(-1, shape[2]))
-    merged = PackGroup(
-        site_set=group.site_set,
-        rows=np.arange(len(order)),
-        positions=np.concatenate([part.group.positions for part in parts])[order],
-        masks=np.concatenate([part.group.masks for part in parts])[order],
-        spans=spans_of(owners[order], req_ids),
-    )
-    token_ids = [part.staged.token_ids(part.group) for part in parts]
-    known = [ids for ids in token_ids if ids is not None]
-    return CoalescedRows(merged, rows, np.concatenate(known)[order] if len(known) == len(token_ids) else None)
+class _RowsOfSites:
+    """Rows of some steps at the same sites, in the staging memory, taken in the order of their requests.
+
+    Args:
+        parts: The steps, at least one.
+    """
+
+    def __init__(self, parts: Sequence[_GroupPart]) -> None:
+        self._parts = parts
+        self._order: Int64Array | None = None
+        group, staged, _ = parts[0]
+        if len(parts) == 1:
+            self._group, self._token_ids = group, staged.token_ids(group)
+            return
+        owners, req_ids = _owners(parts)
+        self._order = order = np.argsort(owners, kind="stable")
+        self._group = PackGroup(
+            site_set=group.site_set,
+            rows=np.arange(len(order)),
+            positions=np.concatenate([part.group.positions for part in parts])[order],
+            masks=np.concatenate([part.group.masks for part in parts])[order],
+            spans=spans_of(owners[order], req_ids),
+        )
+        token_ids = [part.staged.token_ids(part.group) for part in parts]
+        known = [ids for ids in token_ids if ids is not None]
+        self._token_ids = np.concatenate(known)[order] if len(known) == len(token_ids) else None
+
+    def copy_out(self, pool: RowPool, own_bytes: int | None) -> Iterator[CoalescedRows]:
+        """Copy the rows; those of a request that take `own_bytes` or more are an item of their own."""
+        group, spans = self._group, self._group.spans
+        if group.shape is not None:
+            yield CoalescedRows(group, self._shaped(pool), self._token_ids)
+            return
+        row_bytes = len(group.sites) * self._parts[0].staged.memory[0].nbytes
+        own = [span for span in spans if own_bytes and row_bytes * (span[2] - span[1]) >= own_bytes]
+        for _, start, stop in own:
+            yield self._copied(np.arange(start, stop), pool)
+        if len(own) < len(spans):
+            is_left = np.ones(len(group.positions), dtype=np.bool_)
+            for _, start, stop in own:
+                is_left[start:stop] = False
+            yield self._copied(np.flatnonzero(is_left), pool)
+
+    def _copied(self, index: Int64Array, pool: RowPool) -> CoalescedRows:
+        """Copy the rows at `index`, ascending, which are whole spans of the group."""
+        group, token_ids = self._group, self._token_ids
+        if len(index) < len(group.positions):
+            group = PackGroup(
+                site_set=group.site_set,
+                rows=np.arange(len(index)),
+                positions=group.positions[index],
+                masks=group.masks[index],
+                spans=take_spans(group.spans, index),
+            )
+            token_ids = None if token_ids is None else token_ids[index]
+        _, staged, start = self._parts[0]
+        if self._order is None:
+            view = _select(staged.view(self._group, start), index)
+            return CoalescedRows(group, pool.empty(view.shape, view.dtype).copy_(view), token_ids)
+        memory_AD = staged.memory
+        index_SM = self._places[:, index]
+        rows = pool.empty((*index_SM.shape, memory_AD.shape[1]), memory_AD.dtype)
+        torch.index_select(memory_AD, 0, torch.from_numpy(index_SM.reshape(-1)), out=rows.view(-1, memory_AD.shape[1]))
+        return CoalescedRows(group, rows, token_ids)
+
+    @cached_property
+    def _places(self) -> Int64Array:
+        """Rows of the staging memory, int64 ``[S, M]``."""
+        num_sites = len(self._group.sites)
+        return np.concatenate([_index(part, num_sites) for part in self._parts], axis=1)[:, self._order]
+
+    def _shaped(self, pool: RowPool) -> Tensor:
+        """Copy rows that have another shape than the rows of the staging memory."""
+        outputs = [part.staged.view(part.group, part.start) for part in self._parts]
+        if self._order is None:
+            return pool.empty(outputs[0].shape, outputs[0].dtype).copy_(outputs[0])
+        return torch.cat(outputs, dim=1).index_select(1, torch.from_numpy(self._order))
 
 
 def _index(part: _GroupPart, num_sites: int) -> Int64Array:

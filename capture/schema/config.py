@@ -26,6 +26,7 @@ Overload = Literal["block", "drop", "spill"]
 Location = Literal["worker", "engine", "driver"]
 _Section = TypeVar("_Section", bound=msgspec.Struct)
 
+KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 

@@ -358,6 +358,9 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
         linger_s: Seconds that rows may wait for rows of the next steps, so that they arrive in fewer and larger blocks,
             which costs the engine less. The smallest value of a running request's consumers counts. The operator's
             ``capture.linger_s`` takes precedence.
+        keeps_rows: It keeps the blocks themselves, or views of them, until a request ends. Where all consumers of a
+            process do, many rows of one request come in a block of their own: they need no second copy then, and the
+            block keeps no rows of others in memory.
     """
 
     location: ClassVar[Location] = "worker"
@@ -367,6 +370,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
     is_awaited: ClassVar[bool] = False
     global_spec_param: ClassVar[str | None] = None
     linger_s: ClassVar[float] = 0.05
+    keeps_rows: ClassVar[bool] = False
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         """Open the consumer. Check `params` in `check_params`, which also runs where no instance is made."""

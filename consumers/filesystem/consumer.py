@@ -318,6 +318,7 @@ class FilesystemConsumer(StreamingConsumer):
     takes_tag = True
     global_spec_param = "hooks"
     linger_s = 0.25  # files are complete when a request has ended, not before
+    keeps_rows = True
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)

@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.config import KIB
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.sites import Site
@@ -188,6 +189,9 @@ def _only(pieces: list[Bytes2D], keep: npt.NDArray[np.bool_]) -> list[Bytes2D]:
 
 MAX_BLOCKS = 64
 """Blocks kept at most; more would save little."""
+MIN_CHUNK_BYTES = 64 * KIB
+"""Rows that take less are merged with others, although their block has none of another request: each chunk is a buffer
+of its own for each site when they are written."""
 
 Bytes3D = npt.NDArray[np.uint8]
 
@@ -256,10 +260,11 @@ class RowGatherer:
 
 
 def chunks_of(pieces: Sequence[RequestSlice], pool: RowPool) -> list[Chunk]:
-    """Merge pieces of a request into as few chunks as possible.
+    """Merge pieces of a request into few chunks.
 
-    That is one for each set of sites, if no site is in two different sets. Most are copies: a view would keep the rows
-    of all other requests of a block in memory until this one ends.
+    A piece that has its block for itself is a chunk, without a copy. Others are copies: a view would keep the rows of
+    all other requests of a block in memory until this one ends. Those of the same sites become one chunk, if no site
+    is in two different sets.
 
     Args:
         pieces: In the order of their positions.
@@ -271,7 +276,22 @@ def chunks_of(pieces: Sequence[RequestSlice], pool: RowPool) -> list[Chunk]:
     if sum(map(len, by_sites)) != len(set().union(*by_sites)):
         # Merged chunks would bring a site's rows out of order.
         return [_merge([piece], pool) for piece in pieces]
-    return [_merge(of_sites, pool) for of_sites in by_sites.values()]
+    return [_merge(run, pool) for of_sites in by_sites.values() for run in _runs(of_sites)]
+
+
+def _runs(pieces: Sequence[RequestSlice]) -> Iterator[list[RequestSlice]]:
+    """Pieces that become one chunk, in their order."""
+    run: list[RequestSlice] = []
+    for piece in pieces:
+        if len(piece.block.spans) == 1 and piece.data.nbytes >= MIN_CHUNK_BYTES:
+            if run:
+                yield run
+            yield [piece]
+            run = []
+        else:
+            run.append(piece)
+    if run:
+        yield run
 
 
 def _merge(pieces: Sequence[RequestSlice], pool: RowPool) -> Chunk:

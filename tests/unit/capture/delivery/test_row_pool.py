@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate.capture.delivery.row_packets import MIN_BYTES, RowPool
+from headgate.capture.delivery.row_packets import IDLE_S, MIN_BYTES, REGION_BYTES, RowPool
 from headgate.capture.schema.config import MIB
 
 
@@ -60,17 +60,17 @@ def test_views_of_views_of_bytes_keep_their_memory() -> None:
     assert {pool.empty_bytes((4, MIB)).ctypes.data, pool.empty_bytes((4, MIB)).ctypes.data} >= {address}
 
 
-def test_memory_is_used_again_for_less() -> None:
+def test_memory_is_used_again_in_any_size() -> None:
     pool = RowPool(64 * MIB)
     address = pool.empty_bytes((12, MIB)).ctypes.data
 
-    less, more, much_less = (pool.empty_bytes((size, MIB)) for size in (11, 13, 2))
+    pieces = [pool.empty_bytes((size, MIB)) for size in (5, 4, 3)]
 
-    assert less.ctypes.data == address
-    assert address not in (more.ctypes.data, much_less.ctypes.data)
-    del less
-    assert pool.empty_bytes((2, MIB)).ctypes.data != address, "most of it would lie idle"
-    assert pool.empty_bytes((4, MIB)).ctypes.data == address
+    assert sorted(piece.ctypes.data for piece in pieces)[0] == address
+    assert sum(piece.nbytes for piece in pieces) == 12 * MIB
+    assert pool.free_bytes == 0, "all of it lies where the first array lay"
+    del pieces
+    assert pool.empty_bytes((12, MIB)).ctypes.data == address, "parts that lie next to each other are one again"
 
 
 def test_few_bytes_are_an_array_of_their_own() -> None:
@@ -91,14 +91,39 @@ def test_nobodys_rows_ever_change(demands: list[tuple[int, int, bool]]) -> None:
         assert all((view == value).all() for value, view in held)
 
 
-def test_memory_that_nobody_uses_is_limited() -> None:
-    pool = RowPool(10 * MIB)
+def test_what_nobody_used_for_some_time_goes_back_to_the_system() -> None:
+    now = 0.0
+    pool = RowPool(10 * MIB, clock=lambda: now)
     held = [pool.empty((size, MIB), torch.uint8) for size in range(1, 9)]
     assert pool.free_bytes == 0
     del held
-    assert pool.free_bytes > 30 * MIB
 
-    held = [pool.empty((20, MIB), torch.uint8)]
+    now = IDLE_S
+    pool.empty((2, MIB), torch.uint8)
+    assert pool.free_bytes == 36 * MIB, "it was in use at the begin of that time"
+    now = 2 * IDLE_S
+    rows = pool.empty((2, MIB), torch.uint8)
 
-    assert pool.free_bytes <= 10 * MIB
-    del held
+    assert pool.free_bytes == 10 * MIB
+    assert (pool.empty_bytes((20, MIB)) == 0).all(), "the system gives other pages, cleared, when it is used again"
+    del rows
+
+
+def test_what_is_free_for_a_moment_is_kept() -> None:
+    now = 0.0
+    pool = RowPool(0, clock=lambda: now)
+    for second in range(40):
+        now = float(second)
+        held = [pool.empty((1, MIB), torch.uint8) for _ in range(20)]
+        held.clear()
+
+    assert pool.free_bytes == 20 * MIB
+
+
+def test_a_region_takes_more_than_it_has_usually() -> None:
+    pool = RowPool(0)
+
+    large, other = pool.empty_bytes((3, REGION_BYTES // 2)), pool.empty_bytes((1, MIN_BYTES))
+
+    assert large.shape == (3, REGION_BYTES // 2)
+    assert not np.shares_memory(large, other)

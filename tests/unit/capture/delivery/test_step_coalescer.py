@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headgate.capture.delivery import row_packets
 from headgate.capture.delivery.row_packets import RowPool, StepCoalescer
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.schema.batch import BatchView
@@ -77,9 +79,14 @@ class Ring:
         return found
 
 
-@given(schedules(), st.booleans())
-def test_steps_that_are_held_together_are_what_they_are_one_by_one(steps: list[Step], has_tokens: bool) -> None:
-    ring, together, one_by_one = Ring(MANY_SITES, has_tokens=has_tokens), StepCoalescer(1 << 40), {}
+@given(schedules(), st.booleans(), st.booleans())
+def test_steps_that_are_held_together_are_what_they_are_one_by_one(
+    steps: list[Step], has_tokens: bool, has_own_blocks: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_packets, "OWN_BYTES", 2 * ROW_BYTES)
+        together = StepCoalescer(1 << 40, has_own_blocks=has_own_blocks)
+    ring, one_by_one = Ring(MANY_SITES, has_tokens=has_tokens), dict[Row, Any]()
     for step in steps:
         for arrival in step.arrived:
             ring.add(arrival.req_id, arrival.num_prompt, arrival.specs)
@@ -121,6 +128,30 @@ def test_a_request_s_rows_of_all_steps_are_next_to_each_other() -> None:
     for index in range(len(SITES)):
         for row, (step, batch_row) in enumerate([(1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1)]):
             assert torch.equal(rows[index, row], row_values(step, np.array([batch_row]), index)[0])
+
+
+def test_many_rows_of_a_request_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_packets, "OWN_BYTES", 3 * len(SITES) * ROW_BYTES)
+    monkeypatch.setattr(row_packets, "MIN_BYTES", 1)
+    ring, held, pool = Ring(), StepCoalescer(1 << 20, has_own_blocks=True), RowPool(0)
+    for req_id in ("few-1", "many", "few-2"):
+        ring.add(req_id, 4, {0: CaptureSpec(sites=SITES, positions=Named("all"))})
+    for at, req_ids in enumerate([("few-1", "many", "few-2"), ("many",), ("many", "few-2")], start=4):
+        for part in ring.step(decodes(*req_ids, at=at))[0]:
+            held.add(part)
+
+    own, others = held.copy_out(pool)
+
+    assert own.group.spans == (("many, step 0", 0, 3),)
+    assert others.group.spans == (("few-1, step 0", 0, 1), ("few-2, step 0", 1, 3))
+    assert own.token_ids is not None
+    assert own.token_ids.tolist() == [1001, 2000, 3000]
+    assert others.token_ids is not None
+    assert others.token_ids.tolist() == [1000, 1002, 3001]
+    size = own.rows.nbytes
+    assert pool.free_bytes == 0
+    del own
+    assert pool.free_bytes >= size, "though the others' rows are in use"
 
 
 def one_request() -> Ring:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from headgate.capture.schema.consumer import RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
+from headgate.consumers.filesystem import request_writer
 from headgate.consumers.filesystem.request_writer import MAX_BLOCKS, RowGatherer, chunks_of
 
 SITES = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(3))
@@ -109,3 +111,18 @@ def test_few_rows_of_a_large_block_do_not_keep_it_in_memory() -> None:
         for chunk in chunks_of(pieces, RowPool(0)):
             assert chunk.data is not None
             assert not np.shares_memory(chunk.data, data)
+
+
+def test_many_rows_that_have_their_block_for_themselves_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_writer, "MIN_CHUNK_BYTES", 3 * 4 * 2)
+    gatherer = RowGatherer(1 << 20)
+    whole, later, part = (block_of([0], (0, 1, 2), rows, [at, 0, 0]) for at, rows in ((0, 4), (4, 5), (9, 1)))
+    arrays = [block.rows.view(torch.uint8).numpy() for block in (whole, later, part)]
+    for block, data in zip((whole, later, part), arrays, strict=True):
+        gatherer.add(block, data)
+
+    first, second, third = chunks_of(gatherer.pop("a"), RowPool(0))
+
+    assert first.data is arrays[0] or np.shares_memory(first.data, arrays[0])
+    assert np.shares_memory(second.data, arrays[1])
+    assert [chunk.positions.tolist() for chunk in (first, second, third)] == [[0, 1, 2, 3], [4, 5, 6, 7, 8], [9]]
