@@ -9,6 +9,7 @@ on; requests that it knew get nothing from the one in its place.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time

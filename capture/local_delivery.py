@@ -33,7 +33,13 @@ from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.planning.step_plan import PackGroup
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import Int32Array
-from headgate.capture.schema.config import END_LINGER_S, HELD_SHARE, CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.schema.config import (
+    END_LINGER_S,
+    HELD_BYTES,
+    HELD_SHARE,
+    CaptureConsumersConfig,
+    CaptureConsumerSpec,
+)
 from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo, ReadoutSite
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, open_consumers
 from headgate.capture.staging.host_rows import StagedRows
@@ -257,8 +263,8 @@ class LocalDelivery:
         self._dispatcher = Dispatcher(
             self._handoff,
             {bit: consumer.queue for bit, consumer in self._consumers.items()},
-            keep_bytes=place.staging_bytes,
-            hold_bytes=int(HELD_SHARE * place.staging_bytes),
+            keep_bytes=min(place.staging_bytes, HELD_BYTES),
+            hold_bytes=min(int(HELD_SHARE * place.staging_bytes), HELD_BYTES),
             linger_s=place.linger_s,
             has_own_blocks=all(opened.consumer.keeps_rows for opened in consumers),
         )

@@ -81,9 +81,10 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
         sites: ``{hook point: layers}`` that can be captured; requests choose any subset. Changes the compiled
             graph. Each site costs ``ring_rows * hidden_size`` elements of device memory. The consumer
             `HIDDEN_STATES` adds ``final_norm``, which is the default if it is the only consumer.
-        ring_rows: Rows of the staging ring on the device, at least ``max_num_batched_tokens``, which is the default.
-        staging_bytes: Pinned host memory that the device copies rows into. If None, what a full step of all sites
-            needs, rounded up to a power of two, within 256 MiB and 2 GiB and a sixteenth of the machine's memory.
+        ring_rows: Rows of the staging ring on the device, at least ``max_num_batched_tokens``. If None, twice that on
+            a GPU, as far as the ring then takes a 24th of its memory at most; on a CPU the least.
+        staging_bytes: Pinned host memory that the device copies rows into. If None, what four full steps of all sites
+            need, rounded up to a power of two, within 256 MiB and 16 GiB and a tenth of the memory that is available.
         processes: Processes beside each worker in which consumers run, so that their work does not delay the engine's
             interpreter and a consumer that crashes does not end the engine. With more than one, consumers are assigned
             to them in turn, in the order of the configuration. 0 runs consumers on threads of the worker, where each
@@ -379,6 +380,8 @@ HELD_STEPS = 32
 """Device copies that the dispatch thread holds in the staging memory; more would save little."""
 HELD_SHARE = 1 / 4
 """Part of the staging memory that held rows may take."""
+HELD_BYTES = 512 * MIB
+"""Bytes that held rows may take; more would save nothing, and memory for their copies is kept."""
 END_LINGER_S = 0.004
 """Seconds that the end of a request may wait for rows of other requests, so that both are dispatched together.
 

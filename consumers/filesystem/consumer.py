@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import TIMEOUT_MAX
@@ -19,9 +20,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.monitoring.machine_memory import share_of_memory
+from headgate.capture.monitoring.machine_memory import available_memory, num_processors, share_of_memory
 from headgate.capture.monitoring.stats import Figure
-from headgate.capture.schema.config import GIB
+from headgate.capture.schema.config import GIB, MIB
 from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
@@ -77,7 +78,8 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         layout: For requests that name none.
         tag: For requests that name none.
         tags: Tags that requests may name, `tag` among them; any if None.
-        threads: Writer threads; all rows of one request go through the same one.
+        threads: Writer threads; all rows of one request go through the same one. If None, a quarter of the processors
+            that this process may use, within 2 and 8.
         fsync: Sync files and their folders to the disk before a request's result arrives. Without it a killed process
             still leaves only complete files, but a power failure may not.
         if_exists: If a file of that tag and request id exists: ``error`` ends the request with an error, ``number``
@@ -86,7 +88,8 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         max_request_bytes: Rows of one request kept in memory before they move to a temporary file in the root, and
             are therefore written twice; a quarter of `memory_bytes` if None.
         memory_bytes: Limit for the rows of all requests together, including rows queued for the writer threads; if
-            None, a sixteenth of the machine's memory, within 1 and 32 GiB. A quarter of it is reserved for new rows.
+            None, a quarter of the memory that is available on this machine when the consumer is opened, within 256 MiB
+            and 64 GiB. A quarter of it is reserved for new rows.
         max_tag_bytes: Limit of files under one tag, including files of earlier runs; no limit if None. Each file counts
             4 KiB more than its bytes. A request whose rows or files do not fit ends with an error. Counted by each
             worker process separately. Local roots only.
@@ -107,7 +110,7 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     layout: LayoutName = "request"
     tag: str = "default"
     tags: tuple[str, ...] | None = None
-    threads: int = 4
+    threads: int | None = None
     fsync: bool = True
     if_exists: Literal["error", "number"] = "error"
     shard_bytes: int = GIB
@@ -129,16 +132,6 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return "://" in self.root and not self.root.startswith("file://")
 
     @property
-    def memory(self) -> int:
-        """Bytes of rows held in memory, of all requests."""
-        return self.memory_bytes or share_of_memory(16, least=GIB, most=32 * GIB)
-
-    @property
-    def request_memory(self) -> int:
-        """Bytes of rows held in memory, of one request."""
-        return self.max_request_bytes or self.memory // 4
-
-    @property
     def spool_root(self) -> Path:
         """The folder where files wait for an object store."""
         return Path(self.spool).expanduser() if self.spool else default_spool()
@@ -147,6 +140,36 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def local_root(self) -> Path:
         """The root as a local path."""
         return Path(self.root.removeprefix("file://")).expanduser()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What one instance takes of the machine.
+
+    Attributes:
+        threads: Writer threads.
+        memory: Bytes of rows held in memory, of all requests.
+        request_memory: The same of one request.
+    """
+
+    threads: int
+    memory: int
+    request_memory: int
+
+
+def sizes_of(params: FilesystemParams, num_workers: int) -> Sizes:
+    """The sizes that are configured, and for others what this machine has.
+
+    Args:
+        params: As configured.
+        num_workers: Workers that have an instance each, and share the machine.
+    """
+    memory = params.memory_bytes or share_of_memory(4 * num_workers, least=GIB // 4, most=64 * GIB)
+    return Sizes(
+        threads=params.threads or min(max(num_processors() // 4, 2), 8),
+        memory=memory,
+        request_memory=params.max_request_bytes or memory // 4,
+    )
 
 
 def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
@@ -324,6 +347,7 @@ class FilesystemConsumer(StreamingConsumer):
         super().__init__(params, context)
         self._settings = parse_params(params)
         settings = self._settings
+        self._sizes = sizes = sizes_of(settings, context.pp_size)
         self._remote = RemoteRoot(settings.root, settings.spool_root) if settings.is_remote else None
         self._quota = _quota(settings, self._remote)
         self._store = LocalStore(
@@ -340,12 +364,12 @@ class FilesystemConsumer(StreamingConsumer):
                 numbering=settings.if_exists == "number",
                 removed=self._quota.removed,
             )
-        self._gatherer = RowGatherer(min(settings.memory // 8, MAX_GATHERED_BYTES))
-        self._writers = WritersOfRequests(settings.threads)
+        self._gatherer = RowGatherer(min(sizes.memory // 8, MAX_GATHERED_BYTES))
+        self._writers = WritersOfRequests(sizes.threads)
         self._outstanding: set[Outcome] = set()
         self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
-        self._request_writers = [self._new_request_writer() for _ in range(settings.threads)]
-        queue_bytes = settings.memory // 4 // settings.threads
+        self._request_writers = [self._new_request_writer() for _ in range(sizes.threads)]
+        queue_bytes = sizes.memory // 4 // sizes.threads
         self._threads = [
             WriterThread(
                 f"headgate-{context.instance_name}-{index}",
@@ -355,6 +379,7 @@ class FilesystemConsumer(StreamingConsumer):
             )
             for index, writer in enumerate(self._request_writers)
         ]
+        self._log_sizes()
 
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
@@ -443,15 +468,33 @@ class FilesystemConsumer(StreamingConsumer):
     def _new_request_writer(self) -> RequestWriter:
         from headgate.capture.delivery.row_packets import RowPool  # which imports torch
 
-        settings = self._settings
+        settings, sizes = self._settings, self._sizes
         return RequestWriter(
             self.context,
             _layouts(self._store, settings, self._remote),
             self._store.temp_path,
-            RowPool(settings.memory // 4 // settings.threads),
-            max_request_bytes=settings.request_memory,
-            memory_bytes=settings.memory * 5 // 8 // settings.threads,
+            RowPool(sizes.memory // 4 // sizes.threads),
+            max_request_bytes=sizes.request_memory,
+            memory_bytes=sizes.memory * 5 // 8 // sizes.threads,
         )
+
+    def _log_sizes(self) -> None:
+        sizes, name = self._sizes, self.context.instance_name
+        logger.info(
+            "filesystem consumer %r: %d writer threads and up to %.0f MiB of memory for rows. "
+            "Its parameters threads and memory_bytes set other sizes",
+            name,
+            sizes.threads,
+            sizes.memory / MIB,
+        )
+        if self._settings.memory_bytes is None and sizes.memory < GIB:
+            logger.warning(
+                "filesystem consumer %r: only %.0f MiB of memory are available, so rows of running requests may take "
+                "%.0f MiB; what does not fit is written twice, first to a temporary file. Set memory_bytes for more",
+                name,
+                available_memory() / MIB,
+                sizes.memory / MIB,
+            )
 
     def _hand_over(self, gathered: Mapping[str, list[RequestSlice]]) -> None:
         """Queue rows for the writers of their requests; wait for room."""

@@ -28,9 +28,9 @@ from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, 
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.capture.engine.vllm_names import versions
 from headgate.capture.links.shared_memory import SharedStaging
-from headgate.capture.monitoring.machine_memory import share_of_memory
+from headgate.capture.monitoring.machine_memory import available_memory, share_of_memory
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
-from headgate.capture.schema.config import MIB, CaptureConsumersConfig
+from headgate.capture.schema.config import HELD_STEPS, MIB, CaptureConsumersConfig
 from headgate.capture.schema.consumer import ReadoutSite
 from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.part_hooks import hookimpl
@@ -257,7 +257,7 @@ class CapturePart:
     def _allocate_ring(self, facts: WorkerFacts) -> None:
         num_rows = self._num_rows(facts)
         ring = self._check_memory(facts, num_rows)
-        staging_bytes = self._config.staging_bytes or default_staging_bytes(facts, self._sites)
+        staging_bytes = self._config.staging_bytes or self._default_staging_bytes(facts)
         num_readers = deal_out(self._config).num_readers
         self._readouts, bound = bind_readouts(self._config, facts, self._sites)
         self._staging = StagingRing(
@@ -275,7 +275,8 @@ class CapturePart:
         if self._config.fire_counter:
             self._run_counts = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
         logger.info(
-            "capture: %.1f MiB of %s memory, of which the staging ring has %s; %.0f MiB of host memory",
+            "capture: %.1f MiB of %s memory, of which the staging ring has %s; %.0f MiB of host memory. "
+            "capture.ring_rows and capture.staging_bytes set other sizes",
             self._staging.device_bytes / MIB,
             facts.device.type,
             ring,
@@ -390,13 +391,27 @@ class CapturePart:
             session.close(self._config.close_timeout_s)
 
     def _num_rows(self, facts: WorkerFacts) -> int:
-        rows = self._config.ring_rows or facts.max_tokens
+        rows = self._config.ring_rows or default_ring_rows(facts, self._sites)
         if rows < facts.max_tokens:
             raise ConfigError(
                 f"capture.ring_rows: {rows} rows cannot hold one full step of {facts.max_tokens} tokens; "
                 f"leave it out, set it to at least {facts.max_tokens}, or lower --max-num-batched-tokens"
             )
         return rows
+
+    def _default_staging_bytes(self, facts: WorkerFacts) -> int:
+        chosen = default_staging_bytes(facts, self._sites)
+        step_bytes = facts.max_tokens * facts.model.position_bytes(self._sites)
+        if chosen < step_bytes:
+            logger.warning(
+                "capture: %.1f GiB of host memory are available, so rows on their way get %.0f MiB. A full step of all "
+                "sites has %.0f MiB: the engine will wait until rows of such steps are handed on. Set "
+                "capture.staging_bytes, configure fewer capture.sites, or lower --max-num-batched-tokens",
+                available_memory() / (1 << 30),
+                chosen / MIB,
+                step_bytes / MIB,
+            )
+        return chosen
 
     def _check_memory(self, facts: WorkerFacts, num_rows: int) -> str:
         """Say what the ring takes, for people.
@@ -440,15 +455,33 @@ def bind_readouts(
     return tuple(each for each, _ in found), bound
 
 
+BURST_STEPS = 4
+"""Full steps of prompts that staging memory takes before the step thread waits for their rows to be handed on."""
+
+
+def default_ring_rows(facts: WorkerFacts, sites: Sequence[Site]) -> int:
+    """Choose the rows of the ring: two full steps, so that a step need not wait for the copies of the one before.
+
+    They take a 24th of a GPU's memory at most, and an eighth of what is free there; one full step always. A ring in
+    host memory is copied at once.
+    """
+    if facts.device.type != "cuda" or not sites:
+        return facts.max_tokens
+    free, total = torch.cuda.mem_get_info(facts.device)
+    fitting = min(total // 24, free // 8) // facts.model.position_bytes(sites) // 256 * 256
+    return max(facts.max_tokens, min(2 * facts.max_tokens, fitting))
+
+
 def default_staging_bytes(facts: WorkerFacts, sites: Sequence[Site]) -> int:
-    """Choose the host memory for a full step of all sites: with less, the step thread waits until rows are handed on.
+    """Choose the host memory for rows on their way: `BURST_STEPS` full steps of all sites, or the steps of decoding
+    that are held together, within 256 MiB and 16 GiB and a tenth of the memory that is available on this machine.
 
     A power of two, since pinned memory is allocated in those.
     """
-    step_bytes = facts.max_tokens * facts.model.position_bytes(sites)
-    most = share_of_memory(16, least=256 * MIB, most=2048 * MIB)
-    wanted = max(256 * MIB, 1 << (step_bytes - 1).bit_length())
-    return min(wanted, 1 << (most.bit_length() - 1))
+    num_rows = max(BURST_STEPS * facts.max_tokens, HELD_STEPS * facts.max_num_seqs)
+    wanted = max(256 * MIB, num_rows * facts.model.position_bytes(sites))
+    most = share_of_memory(10 * facts.pp_size, least=256 * MIB, most=16 << 30)
+    return int(min(1 << (wanted - 1).bit_length(), 1 << (most.bit_length() - 1)))
 
 
 def shared_staging(facts: WorkerFacts, sites: Sequence[Site], staging_bytes: int, num_readers: int) -> SharedStaging:
