@@ -97,7 +97,7 @@ class RowPool:
     """Makes tensors and arrays whose memory comes back here when the last reference to it, or to a view of it, is gone.
 
     Rows come in packets of any size, and memory of the system is slow at its first use: every page is cleared. So
-    memory lies in large regions, of which any free part is used again, and what is free for a moment is kept.
+    memory lies in large regions whose free parts are used again in any size, and what is free for a moment is kept.
 
     All calls are for one thread. Memory comes back on whichever thread drops the last reference, maybe inside the
     garbage collector, so that path takes no lock.
@@ -207,7 +207,7 @@ class StepCoalescer:
     Args:
         max_bytes: Bytes from which on it is full.
         has_own_blocks: Whether rows of a request that take `OWN_BYTES` or more are copied to memory of their own,
-            which is free again as soon as nobody needs these rows.
+            which is free again as soon as these rows are not needed.
     """
 
     def __init__(self, max_bytes: int, *, has_own_blocks: bool = False) -> None:

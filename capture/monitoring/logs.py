@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from headgate.capture.schema.errors import ForbiddenError, OverloadedError, RequestError
+
 logger = logging.getLogger("headgate")
 
 INTERVAL_S = 10.0
@@ -68,6 +70,13 @@ class ReasonLog:
 
     def info(self, reason: str, text: str) -> None:
         """Log `text`, unless the same reason was logged a moment ago."""
+        self._write(logging.INFO, reason, text)
+
+    def warning(self, reason: str, text: str) -> None:
+        """Log `text` as a warning, unless the same reason was logged a moment ago."""
+        self._write(logging.WARNING, reason, text)
+
+    def _write(self, level: int, reason: str, text: str) -> None:
         now = self._clock()
         with self._lock:
             if reason not in self._seen and len(self._seen) >= MAX_REASONS:
@@ -78,16 +87,44 @@ class ReasonLog:
                 return
             self._seen[reason] = (now + REASON_S, 0)
         more = f" ({left_out} more for that reason since the last line)" if left_out else ""
-        logger.info("%s: %s%s", self._who, text, more)
+        logger.log(level, "%s: %s%s", self._who, text, more)
+
+
+class RefusalFilter(logging.Filter):
+    """Logs a request that headgate refuses in one line, and counts further ones that have the same reason.
+
+    vLLM answers a refused stream with the error, as it should, and logs a traceback for each.
+
+    Args:
+        log: Where the lines go.
+    """
+
+    def __init__(self, log: ReasonLog) -> None:
+        super().__init__()
+        self._log = log
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is shown."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, RequestError | ForbiddenError | OverloadedError):
+            return True
+        field = getattr(error, "field", "")
+        self._log.info(f"{type(error).__name__} {field.partition('[')[0]}", str(error))
+        return False
+
+
+_REFUSALS = RefusalFilter(ReasonLog("headgate: requests are refused"))
 
 
 def speak_through_vllm() -> None:
     """Give headgate's logger vLLM's handlers and level, unless the application has set up either itself.
 
     vLLM configures its own logger only; without this, what a server's sites cost and that they passed the self-test
-    would not be seen. Idempotent.
+    would not be seen. Tracebacks of refused requests are not shown by those handlers. Idempotent.
     """
     ours, theirs = logging.getLogger("headgate"), logging.getLogger("vllm")
+    for handler in theirs.handlers:
+        handler.addFilter(_REFUSALS)
     if ours.handlers or logging.getLogger().handlers:
         return
     for handler in theirs.handlers:

@@ -29,13 +29,6 @@ _VERSION_2 = _MemoryFiles("memory.max", "memory.current", "inactive_file")
 _VERSION_1 = _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-def host_memory() -> int:
-    """Bytes of memory of this machine, or of this container if it may use less."""
-    sizes = [_meminfo()["MemTotal"]]
-    sizes += [limit for folder, files in _groups("memory") if (limit := _number(folder / files.limit)) is not None]
-    return min(sizes)
-
-
 def available_memory() -> int:
     """Bytes of memory that are free, or hold only what can be read again from a disk; 0 at least."""
     found = _meminfo()
@@ -53,7 +46,7 @@ def share_of_memory(part: int, least: int, most: int) -> int:
 
 
 def num_processors() -> int:
-    """Processors that this process may use, at least one: those that it may run on, or its quota of time on them."""
+    """Processors that this process may use, at least one: the ones it may run on, or its quota of their time."""
     quotas = [len(os.sched_getaffinity(0))]
     for folder, files in _groups("cpu"):
         with suppress(OSError, ValueError):

@@ -144,7 +144,7 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What one instance takes of the machine.
+    """Threads and memory of one instance.
 
     Attributes:
         threads: Writer threads.

@@ -4,7 +4,6 @@ nothing else. Outcomes are noted for the traces of requests.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Collection, Container, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreServices
+from headgate.capture.monitoring.logs import ReasonLog, SparseLog
 from headgate.capture.schema.action_sink import Submitted
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import RequestError
@@ -114,7 +114,8 @@ class Outcomes:
         self._notes.pop(req_id, None)
 
 
-logger = logging.getLogger("headgate")
+_rejected = ReasonLog("headgate: actions are rejected")
+_failed = SparseLog("headgate")
 
 MAX_REASON = 256
 """Characters of the reason of `Stop`; a longer one is cut."""
@@ -174,7 +175,7 @@ class ActionApplier:
         except ValueError as error:
             self._outcomes.count(name, SUBMITTED)
             self._outcomes.count(name, REJECTED)
-            logger.warning("headgate: %s: rejected: %s", name, str(error))
+            _rejected.warning(name, f"{name}: {error}")
             return
         self.apply(name, action, known)
 
@@ -183,9 +184,9 @@ class ActionApplier:
             firsts = self._act(controller, action)
         except RequestError as error:
             self._refuse(controller, action, known, str(error).removeprefix(f"{FIELD}: "))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (a worker's, whatever it is)
             # A worker could not take the content over, and nothing has changed: everybody else goes on.
-            logger.exception("headgate: controller %s: an action failed", controller)
+            _failed.error(f"controller {controller}: an action failed", cause=error)
             self._refuse(controller, action, known, f"{type(error).__name__}: {error}")
         else:
             self._outcomes.count(controller, APPLIED)
@@ -199,7 +200,7 @@ class ActionApplier:
             done, firsts = self._actuation.steer_each(controller, action)
         except (TypeError, ValueError) as error:
             self._outcomes.count(controller, REJECTED, len(action))
-            logger.warning("headgate: controller %s: rejected: %s", controller, str(error))
+            _rejected.warning(controller, f"controller {controller}: {error}")
             return
         num_done = int(np.count_nonzero(done))
         self._outcomes.count(controller, APPLIED, num_done)
@@ -219,7 +220,7 @@ class ActionApplier:
         if target is not None:
             self._outcomes.note({target: None}, controller, action, REJECTED, reason)
         else:
-            logger.warning("headgate: controller %s: rejected: %s", controller, reason)
+            _rejected.warning(controller, f"controller {controller}: {reason}")
 
     def _act(self, controller: str, action: SingleAction) -> Mapping[str, int]:
         if isinstance(action, SetSteering | Stop) and not isinstance(action.request, str):
