@@ -83,7 +83,7 @@ class Kind(NamedTuple):
 KINDS = {
     "operations": Kind("steering_ops", lambda number: encoded_operations(number, SIZE, NUM_OPS)),
     "vectors": Kind("steering_vectors", lambda number: encoded_vector(number, SIZE)),
-    "gates": Kind("steering_gates", lambda number: encoded_gate(number, SIZE)),
+    "gates": Kind("steering_gates", lambda number: encoded_gate(number, SIZE, is_loop=False)),
     "features": Kind("steering_features", lambda number: encoded_features(number, NUM_FEATURES), has_sae=True),
 }
 
