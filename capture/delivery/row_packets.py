@@ -39,7 +39,7 @@ MIN_BYTES = 64 * KIB
 """Least size that is kept: clearing fewer new pages costs less than keeping them."""
 REGION_BYTES = 64 * MIB
 """Memory is taken from the system in regions of at least this size."""
-IDLE_S = 10.0
+IDLE_S = 60.0
 """Memory that was unused for so long goes back to the system."""
 OWN_BYTES = 64 * KIB
 """Rows of a request that take less come with those of others: a block of their own would cost more than their copy."""

@@ -23,6 +23,8 @@ import numpy as np
 import psutil
 import torch
 
+from headgate.capture.links.hub import ResultHub
+from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ModelInfo
@@ -31,8 +33,6 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.ring import StagingRing
-from headgate.capture.staging.shared_memory import SharedStaging
-from headgate.capture.transport.result_hub import ResultHub
 from tests.benchmarks.bench_step_thread import wire
 
 HIDDEN, ROW_BYTES = 2560, 5120
@@ -215,7 +215,7 @@ def measure(options: Options) -> str:
     root = options.folder / "bench-files"
     shutil.rmtree(root, ignore_errors=True)
     hub, session = ResultHub(folder=str(options.folder)), open_one(options, root)
-    process = psutil.Process(session._delivery._child.pid)  # type: ignore[attr-defined]
+    (process,) = psutil.Process().children()
     sweeper = Sweeper(root)
     if options.is_profiled:
         profile = psutil.Popen(["py-spy", "record", "-p", str(process.pid), "-d", "20", "-f", "raw", "-o", "files.txt"])

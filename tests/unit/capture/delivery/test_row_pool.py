@@ -112,7 +112,7 @@ def test_what_nobody_used_for_some_time_goes_back_to_the_system() -> None:
 def test_what_is_free_for_a_moment_is_kept() -> None:
     now = 0.0
     pool = RowPool(0, clock=lambda: now)
-    for second in range(40):
+    for second in range(4 * int(IDLE_S)):
         now = float(second)
         held = [pool.empty((1, MIB), torch.uint8) for _ in range(20)]
         held.clear()
