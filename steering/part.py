@@ -55,12 +55,10 @@ def headgate_requests() -> RequestPart:
 @hookimpl
 def headgate_routes(services: RouteServices) -> APIRouter:
     """Return the routes ``/v1/steering/...`` and ``/v1/patch_sweep``."""
-    from headgate.steering.control.routes import open_probe_routes, open_routes, open_rule_routes
+    from headgate.steering.control.routes import open_routes
     from headgate.steering.control.sweep_routes import open_sweep_route
 
     router = open_routes(services)
-    router.routes.extend(open_probe_routes(services).routes)
-    router.routes.extend(open_rule_routes(services).routes)
     router.routes.extend(open_sweep_route(services).routes)
     return router
 

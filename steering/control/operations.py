@@ -11,7 +11,7 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -158,12 +158,6 @@ class SaeStatus:
     model: str | None
     source: str
     sha256: str
-
-    @classmethod
-    def from_plain(cls, described: Mapping[str, Any]) -> SaeStatus:
-        """Make it from an engine core's description, which may say more."""
-        values = {field.name: described[field.name] for field in fields(cls)}
-        return cls(**{**values, "write_sites": tuple(described["write_sites"])})
 
 
 class GlobalUpdate(msgspec.Struct, frozen=True, kw_only=True):
@@ -327,7 +321,7 @@ def register_sae(
                 again = {key: earlier[key] for key in ("name", "site", "sha256")}
                 undo = "register_sae", with_actor(by.undo(None), path=earlier["source"], **again)
         answers = yield CoreCall(method="register_sae", args=with_actor(by, **args), undo=undo)
-        return SaeStatus.from_plain(answers[0])
+        return msgspec.convert(answers[0], SaeStatus)
 
     return (yield from agreed(attempt, num_engines))
 
@@ -335,7 +329,7 @@ def register_sae(
 def saes() -> Operation[dict[str, SaeStatus]]:
     """Ask for the SAEs whose features can be changed, by name."""
     answers: Sequence[Sequence[Mapping[str, Any]]] = yield CoreCall(method="saes", args={})
-    return {sae["name"]: SaeStatus.from_plain(sae) for sae in answers[0]}
+    return {sae["name"]: msgspec.convert(sae, SaeStatus) for sae in answers[0]}
 
 
 def modules() -> Operation[dict[str, ModuleStatus]]:
@@ -384,10 +378,7 @@ def _status(answers: Sequence[Mapping[str, Any]]) -> SteeringStatus:
     first = answers[0]
     return SteeringStatus(
         shared=GlobalStatus(
-            tiers={tier: tuple(sites) for tier, sites in first["global"]["tiers"].items()},
-            prefill=_content(first["global"], "prefill"),
-            decode=_content(first["global"], "decode"),
-            version=first["global"]["version"],
+            tiers=msgspec.convert(first["global"]["tiers"], dict[str, tuple[str, ...]]), **_content(first["global"])
         ),
         modules=_by_name(first["modules"]),
         slots=tuple(SlotStatus(**answer["slots"], waiting=answer["waiting"]) for answer in answers),
@@ -405,17 +396,17 @@ def _by_name(described: Sequence[Mapping[str, Any]]) -> dict[str, ModuleStatus]:
 
 
 def _module(described: Mapping[str, Any]) -> ModuleStatus:
-    return ModuleStatus(
-        name=described["name"],
-        prefill=_content(described, "prefill"),
-        decode=_content(described, "decode"),
-        version=described["version"],
-    )
+    return ModuleStatus(name=described["name"], **_content(described))
 
 
-def _content(described: Mapping[str, Any], phase: str) -> PhaseContent:
-    op_sites = described.get("op_sites", {}).get(phase, ())
-    return PhaseContent(hash=described["hash"][phase], sites=tuple(described["sites"][phase]), op_sites=tuple(op_sites))
+def _content(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of both phases, and its version."""
+    given = [key for key in ("hash", "sites", "op_sites") if key in described]
+    phases = {
+        phase: msgspec.convert({key: described[key][phase] for key in given}, PhaseContent)
+        for phase in ("prefill", "decode")
+    }
+    return {**phases, "version": described["version"]}
 
 
 def _register_named(kind: str, name: str, content: object, num_engines: int, by: Actor) -> Operation[Mapping[str, Any]]:
@@ -482,12 +473,6 @@ class ProbeStatus:
     metadata: Mapping[str, str]
     sha256: str
 
-    @classmethod
-    def from_plain(cls, described: Mapping[str, Any]) -> ProbeStatus:
-        """Make it from an engine core's description, which may say more."""
-        values = {field.name: described[field.name] for field in fields(cls)}
-        return cls(**{**values, "classes": tuple(described["classes"])})
-
 
 def register_probe(
     name: str, source: ProbeSource, steerable: Steerable, num_engines: int, by: Actor = OPERATOR
@@ -495,19 +480,19 @@ def register_probe(
     """Register a probe; an earlier one of the name is replaced."""
     check_name(name, "name", "a probe")
     wire = probe_to_wire(_read_probe(source, steerable))
-    return ProbeStatus.from_plain((yield from _register_named("probe", name, wire, num_engines, by)))
+    return msgspec.convert((yield from _register_named("probe", name, wire, num_engines, by)), ProbeStatus)
 
 
 def unregister_probe(name: str, num_engines: int, by: Actor = OPERATOR) -> Operation[ProbeStatus]:
     """Forget a probe."""
     check_name(name, "name", "a probe")
-    return ProbeStatus.from_plain((yield from _unregister_named("probe", name, num_engines, by)))
+    return msgspec.convert((yield from _unregister_named("probe", name, num_engines, by)), ProbeStatus)
 
 
 def probes() -> Operation[dict[str, ProbeStatus]]:
     """Ask for the registered probes, by name."""
     answers: Sequence[Sequence[Mapping[str, Any]]] = yield CoreCall(method="probes", args={})
-    return {found["name"]: ProbeStatus.from_plain(found) for found in answers[0]}
+    return {found["name"]: msgspec.convert(found, ProbeStatus) for found in answers[0]}
 
 
 def _read_probe(source: ProbeSource, steerable: Steerable) -> Probe:
@@ -549,12 +534,6 @@ class RuleStatus:
     sites: tuple[str, ...]
     observes: bool
     sha256: str
-
-    @classmethod
-    def from_plain(cls, described: Mapping[str, Any]) -> RuleStatus:
-        """Make it from an engine core's description, which may say more."""
-        values = {field.name: described[field.name] for field in fields(cls)}
-        return cls(**{**values, "probes": tuple(described["probes"]), "sites": tuple(described["sites"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -677,16 +656,16 @@ def register_rule(
 ) -> Operation[RuleStatus]:
     """Register a rule; an earlier one of the name is replaced."""
     wire = read_rule(name, document, steerable).to_wire()
-    return RuleStatus.from_plain((yield from _register_named("rule", name, wire, num_engines, by)))
+    return msgspec.convert((yield from _register_named("rule", name, wire, num_engines, by)), RuleStatus)
 
 
 def unregister_rule(name: str, num_engines: int, by: Actor = OPERATOR) -> Operation[RuleStatus]:
     """Forget a rule."""
     check_name(name, "name", "a rule")
-    return RuleStatus.from_plain((yield from _unregister_named("rule", name, num_engines, by)))
+    return msgspec.convert((yield from _unregister_named("rule", name, num_engines, by)), RuleStatus)
 
 
 def rules() -> Operation[dict[str, RuleStatus]]:
     """Ask for the registered rules, by name."""
     answers: Sequence[Sequence[Mapping[str, Any]]] = yield CoreCall(method="rules", args={})
-    return {found["name"]: RuleStatus.from_plain(found) for found in answers[0]}
+    return {found["name"]: msgspec.convert(found, RuleStatus) for found in answers[0]}

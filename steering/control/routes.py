@@ -158,20 +158,6 @@ class _Routes:
         return name
 
 
-def open_probe_routes(services: RouteServices) -> APIRouter:
-    """Return the router of ``/v1/steering/probes``."""
-    routes = ProbeRoutes(services)
-    router = APIRouter(prefix="/v1/steering/probes", tags=["steering"])
-    keyed = [Depends(services.require_key)]
-    for path, answer, about in (
-        ("/register", routes.register, openapi.REGISTER_PROBE),
-        ("/unregister", routes.unregister, openapi.UNREGISTER_PROBE),
-    ):
-        router.add_api_route(path, answer, methods=["POST"], dependencies=keyed, response_model=None, **about)
-    router.add_api_route("", routes.probes, methods=["GET"], response_model=None, **openapi.PROBES)
-    return router
-
-
 class ProbeRoutes(_Routes):
     """Routes about probes, one method each."""
 
@@ -200,21 +186,6 @@ class ProbeRoutes(_Routes):
         """Return the probes that gates can name."""
         found = await self._handle().probes()
         return {"probes": [dataclasses.asdict(probe) for probe in found.values()], "count": len(found)}
-
-
-def open_rule_routes(services: RouteServices) -> APIRouter:
-    """Return the router of ``/v1/steering/rules`` and ``/v1/steering/dynamic``."""
-    routes = RuleRoutes(services)
-    router = APIRouter(prefix="/v1/steering", tags=["steering"])
-    keyed = [Depends(services.require_key)]
-    for path, answer, about in (
-        ("/rules/register", routes.register, openapi.REGISTER_RULE),
-        ("/rules/unregister", routes.unregister, openapi.UNREGISTER_RULE),
-    ):
-        router.add_api_route(path, answer, methods=["POST"], dependencies=keyed, response_model=None, **about)
-    for path, read, about in (("/rules", routes.rules, openapi.RULES), ("/dynamic", routes.dynamic, openapi.DYNAMIC)):
-        router.add_api_route(path, read, methods=["GET"], dependencies=keyed, response_model=None, **about)
-    return router
 
 
 class RuleRoutes(_Routes):
@@ -252,40 +223,6 @@ class RuleRoutes(_Routes):
 
 
 Tiers = dict[str, PhaseVectors | None]
-
-
-def open_routes(services: RouteServices) -> APIRouter:
-    """Return the router of ``/v1/steering``."""
-    routes = SteeringRoutes(services)
-    router = APIRouter(prefix="/v1/steering", tags=["steering"])
-    keyed = [Depends(services.require_key)]
-    for path, answer, about in (
-        ("/set", routes.set, openapi.SET),
-        ("/clear", routes.clear, openapi.CLEAR),
-        ("/modules/register", routes.register, openapi.REGISTER),
-        ("/modules/unregister", routes.unregister, openapi.UNREGISTER),
-    ):
-        router.add_api_route(path, answer, methods=["POST"], dependencies=keyed, response_model=None, **about)
-    for path, read, about in (
-        ("", routes.status, openapi.STATUS),
-        ("/layers", routes.layers, openapi.LAYERS),
-        ("/modules", routes.modules, openapi.MODULES),
-        ("/saes", routes.saes, openapi.SAES),
-    ):
-        router.add_api_route(path, read, methods=["GET"], response_model=None, **about)
-    admin = [Depends(services.require_admin)]
-    router.add_api_route(
-        "/audit", routes.audit, methods=["GET"], dependencies=admin, response_model=None, **openapi.AUDIT
-    )
-    router.add_api_route(
-        "/saes/register",
-        routes.register_sae,
-        methods=["POST"],
-        dependencies=admin,
-        response_model=None,
-        **openapi.REGISTER_SAE,
-    )
-    return router
 
 
 class SteeringRoutes(_Routes):
@@ -472,3 +409,31 @@ def plain_status(status: SteeringStatus) -> dict[str, Any]:
         "slots": [dataclasses.asdict(slots) for slots in status.slots],
         "is_consistent": status.is_consistent,
     }
+
+
+def open_routes(services: RouteServices) -> APIRouter:
+    """Return the router of ``/v1/steering``."""
+    steering, probes, rules = SteeringRoutes(services), ProbeRoutes(services), RuleRoutes(services)
+    router = APIRouter(prefix="/v1/steering", tags=["steering"])
+    keyed, admin = [Depends(services.require_key)], [Depends(services.require_admin)]
+    for method, path, answer, about, needed in (
+        ("POST", "/set", steering.set, openapi.SET, keyed),
+        ("POST", "/clear", steering.clear, openapi.CLEAR, keyed),
+        ("POST", "/modules/register", steering.register, openapi.REGISTER, keyed),
+        ("POST", "/modules/unregister", steering.unregister, openapi.UNREGISTER, keyed),
+        ("GET", "", steering.status, openapi.STATUS, []),
+        ("GET", "/layers", steering.layers, openapi.LAYERS, []),
+        ("GET", "/modules", steering.modules, openapi.MODULES, []),
+        ("GET", "/saes", steering.saes, openapi.SAES, []),
+        ("GET", "/audit", steering.audit, openapi.AUDIT, admin),
+        ("POST", "/saes/register", steering.register_sae, openapi.REGISTER_SAE, admin),
+        ("POST", "/probes/register", probes.register, openapi.REGISTER_PROBE, keyed),
+        ("POST", "/probes/unregister", probes.unregister, openapi.UNREGISTER_PROBE, keyed),
+        ("GET", "/probes", probes.probes, openapi.PROBES, []),
+        ("POST", "/rules/register", rules.register, openapi.REGISTER_RULE, keyed),
+        ("POST", "/rules/unregister", rules.unregister, openapi.UNREGISTER_RULE, keyed),
+        ("GET", "/rules", rules.rules, openapi.RULES, keyed),
+        ("GET", "/dynamic", rules.dynamic, openapi.DYNAMIC, keyed),
+    ):
+        router.add_api_route(path, answer, methods=[method], dependencies=needed, response_model=None, **about)
+    return router

@@ -52,18 +52,13 @@ from headgate.steering.vectors.sums import LIMIT, peak, too_large
 
 BASE, PREFILL, DECODE = "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"
 NAME, MODULE_REF = "steering_name", "steering_module_ref"
-
-FIELDS = (
-    *(BASE, PREFILL, DECODE, NAME, MODULE_REF, *REQUEST_FIELDS.all, *REQUEST_FEATURES.all, GATES, PREDECESSOR),
-    *(RULES, RETURN_TRACE),
-)
-"""The steering fields of a request."""
+_VECTORS = (BASE, PREFILL, DECODE)
 
 _ELSEWHERE = frozenset((GATES, PREDECESSOR, RULES, RETURN_TRACE))
 """Fields that `read_steering` leaves to others."""
 
 MODULE_FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
-"""The tiers of a module's document or of the global one, in the order of `FIELDS`."""
+"""The tiers of a module's document or of the global one, in the order of `_VECTORS`."""
 
 
 class SteeringDocument(TypedDict, total=False):
@@ -128,7 +123,7 @@ def read_steering(
     """Read the steering of a request; None if it asks for nothing, or for nothing but zeros.
 
     Args:
-        fields: The request's values by the names in `FIELDS`; absent and None are alike.
+        fields: The request's values by the names in `FIELD_DOCS`; absent and None are alike.
         steerable: The model and its limits.
         find: Finds rows that earlier requests have kept.
 
@@ -141,11 +136,11 @@ def read_steering(
     if _ELSEWHERE.issuperset(fields):
         return None, None
     modules = read_modules(fields.get(NAME), fields.get(MODULE_REF))
-    tiers = [read_tier(fields.get(field), steerable, field) for field in FIELDS[:3]]
+    tiers = [read_tier(fields.get(field), steerable, field) for field in _VECTORS]
     ops = read_ops(fields, steerable, steerable.op_sites, steerable.max_ops_per_site, find=find)
     features = read_features(fields, steerable)
     spec = replace(
-        with_ops(sum_tiers(tiers, steerable, FIELDS[:3], modules), ops),
+        with_ops(sum_tiers(tiers, steerable, _VECTORS, modules), ops),
         prefill_features=features.prefill,
         decode_features=features.decode,
     )
@@ -418,7 +413,6 @@ ANSWER_FIELDS = {RETURN_TRACE: TRACE}
 NESTED_NAMES = {"conversation_id": (GATES, PREDECESSOR)}
 """Names within fields that could be taken for fields, each with those."""
 
-_VECTORS = (BASE, PREFILL, DECODE)
 _WITH_ROWS = (*_VECTORS, *REQUEST_FIELDS.all, GATES, PREDECESSOR)
 """Fields whose values may be long."""
 
