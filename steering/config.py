@@ -21,7 +21,7 @@ import msgspec
 from headgate.capture.probe import Probe, ProbeError
 from headgate.capture.probe import load as load_probe
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.capture.schema.sites import HookPoint, Site, parse_sites, sort_sites
+from headgate.capture.schema.sites import NO_SHAPES, HookPoint, Site, SiteShape, parse_sites, sort_sites
 from headgate.steering.controllers.loading import ControllerSpec, check_specs
 from headgate.steering.features.importing import open_coder
 from headgate.steering.features.sparse_coder import SparseCoder
@@ -224,13 +224,18 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     controller_process: bool | None = None
     from_consumers: bool = False
 
-    def steerable(self, *, num_layers: int, hidden_size: int, dtype: str) -> Steerable:
+    def steerable(
+        self, *, num_layers: int, hidden_size: int, dtype: str, shapes: Mapping[Site, SiteShape] = NO_SHAPES
+    ) -> Steerable:
         """Resolve the configured sites and limits for a model.
 
         Raises:
-            ConfigError: If the model has no such sites, or an SAE cannot be encoded in full.
+            ConfigError: If the model has no such sites, an SAE cannot be encoded in full, or operations should act at
+                a site whose rows are not those of the stream.
         """
         sites = self._sites(num_layers)
+        op_sites = self._op_sites(num_layers)
+        _check_op_sites(op_sites, hidden_size, shapes)
         self.encoded_saes(hidden_size)
         limit = self.max_vectors_per_request or 2 * len(sites)
         return Steerable(
@@ -239,13 +244,14 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             dtype=dtype,
             sites=sites,
             max_vectors=min(limit, self.num_slots(num_layers) - 1),
-            op_sites=self._op_sites(num_layers),
+            op_sites=op_sites,
             max_ops_per_site=self.max_ops_per_site,
             max_sae_features=self.num_features,
             max_changes=self.num_changes,
             max_gates=self.max_gates,
             max_rules=self.max_rules,
             max_probe_units=self.num_probe_units,
+            widths={site: shapes[site].width for site in sites if site in shapes and shapes[site].width != hidden_size},
         )
 
     @property
@@ -379,6 +385,17 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return parse_sites(getattr(self, name), num_layers, name)
         except RequestError as error:
             raise ConfigError(f"{WHERE}.{error}") from error
+
+
+def _check_op_sites(sites: Sequence[Site], hidden_size: int, shapes: Mapping[Site, SiteShape]) -> None:
+    for site in sites:
+        shape = shapes.get(site)
+        if shape is not None and (shape.width != hidden_size or shape.shard == "columns"):
+            raise ConfigError(
+                f"{WHERE}.op_sites: {site.name} has rows of {shape.width} values ({shape.shard} on tensor-parallel "
+                f"ranks); operations, gates, probes and SAEs act on whole rows of {hidden_size} values, the hidden "
+                "size. Vectors can be added there: name it in sites alone"
+            )
 
 
 def has_controllers(config: SteeringConfig) -> bool:

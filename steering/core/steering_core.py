@@ -310,7 +310,9 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     """Return the part for the configuration's ``steering`` section: the hook ``headgate_core``."""
     config = parse_config(section)
     model = facts.model
-    steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
+    steerable = config.steerable(
+        num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype, shapes=model.shapes
+    )
     audit = Audit(facts.engine, None if config.audit_file is None else Path(config.audit_file))
     capacity = config.num_slots(model.num_layers) - 1
     if facts.num_stages > 1:

@@ -586,7 +586,7 @@ def read_then(value: object, steerable: Steerable, vectors: VectorReader, where:
 def _additions(value: object, scale: float, steerable: Steerable, where: str) -> tuple[Operation, ...]:
     """Read vectors as operations, one for each site."""
     read = read_rows(value, steerable, where)
-    rows = read.by_site(steerable.hidden_size)
+    rows = read.by_site(steerable)
     if not rows:
         raise RequestError(where, 'adds nothing: its scales are 0; a gate that only observes has "then": "observe"')
     sites = Sites(steerable.op_sites, steerable.max_ops_per_site)

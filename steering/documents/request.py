@@ -577,7 +577,9 @@ def open_reader(section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:
         ConfigError: If the section is wrong.
     """
     config = parse_config(section)
-    steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
+    steerable = config.steerable(
+        num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype, shapes=model.shapes
+    )
     return SteeringReader(steerable, config.sae_root)
 
 

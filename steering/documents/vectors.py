@@ -115,10 +115,11 @@ class TierRows(NamedTuple):
         """Indices of the rows that are zero."""
         return [index for index, peak in enumerate(self.peaks.tolist()) if not peak]
 
-    def by_site(self, hidden_size: int) -> dict[Site, Float32Rows]:
-        """Return the rows that are not zero, float32 ``[hidden_size]``."""
-        rows = widen(np.frombuffer(self.payload, STORAGE[self.dtype]).reshape(-1, hidden_size), self.dtype)
-        return {site: row for site, row, peak in zip(self.sites, rows, self.peaks.tolist(), strict=True) if peak}
+    def by_site(self, steerable: Steerable) -> dict[Site, Float32Rows]:
+        """Return the rows that are not zero, float32 ``[width of the site]``."""
+        rows = widen(np.frombuffer(self.payload, STORAGE[self.dtype]).reshape(-1, steerable.row_size), self.dtype)
+        found = zip(self.sites, rows, self.peaks.tolist(), strict=True)
+        return {site: row[: steerable.width(site)] for site, row, peak in found if peak}
 
 
 PACKED_TYPES: dict[str, np.dtype[Any]] = {str(name): dtype for name, dtype in STORAGE.items()}
@@ -147,7 +148,7 @@ def entries(value: object, hook: HookPoint, steerable: Steerable, where: str) ->
         value = {-1: value}
     if not isinstance(value, Mapping) or not value:
         raise RequestError(where, f"expected {_FORMS}, not empty; got {shown(value)}")
-    ranks, hidden = steerable.ranks[hook], steerable.hidden_size
+    ranks = steerable.ranks[hook]
     for key, given in value.items():
         layer = _layer(key, hook, steerable, where)
         inner = f"{where}.{key}"
@@ -155,8 +156,17 @@ def entries(value: object, hook: HookPoint, steerable: Steerable, where: str) ->
         scale = 1.0
         if isinstance(given, Mapping):
             given, scale = split_scale(given, inner)
-        row, dtype = read_vector(given, hidden, inner)
-        yield FieldVector(rank, row, dtype, scale, inner)
+        row, dtype = read_vector(given, steerable.width(steerable.sites[rank]), inner)
+        yield FieldVector(rank, padded(row, steerable.row_size), dtype, scale, inner)
+
+
+def padded(row: Rows, size: int) -> Rows:
+    """Return a row followed by as many zeros as it lacks."""
+    if len(row) == size:
+        return row
+    found = np.zeros(size, row.dtype)
+    found[: len(row)] = row
+    return found
 
 
 def check_scale(scale: object, where: str) -> float:
@@ -322,6 +332,30 @@ def _tensor(tensor: Any, torch: Any, hidden: int, where: str) -> tuple[Rows, Sto
 
 
 def _packed(value: Mapping[Any, Any], hook: HookPoint, steerable: Steerable, where: str) -> Iterator[FieldVector]:
+    _check_packed_keys(value, where)
+    dtype = packed_type(value["dtype"], f"{where}.dtype")
+    layers = _listing(value["layer_indices"], f"{where}.layer_indices")
+    if not 0 < len(layers) <= steerable.num_layers:
+        raise RequestError(f"{where}.layer_indices", f"expected 1 to {steerable.num_layers} layers, got {len(layers)}")
+    shape = list(_listing(value["shape"], f"{where}.shape"))
+    inner_layers = [_layer(key, hook, steerable, f"{where}.layer_indices") for key in layers]
+    width = max(steerable.width(Site(layer, hook)) for layer in inner_layers)
+    expected = [len(layers), width]
+    # Vectors that were read before are as wide as those of the widest site.
+    if shape not in (expected, [len(layers), steerable.row_size]):
+        raise RequestError(f"{where}.shape", f"expected {expected}, one row for each layer; got {shown(shape)}")
+    scales = _scales(value.get("scales"), len(layers), f"{where}.scales")
+    rows = packed_rows(value["data"], dtype, len(layers), shape[1], f"{where}.data")
+    stored = _stored_type(dtype)
+    for key, layer, row, scale in zip(layers, inner_layers, rows, scales, strict=True):
+        inner = f"{where}.{key}"
+        rank = _known(steerable.ranks[hook][layer], layer, hook, steerable, inner)
+        if row[steerable.width(Site(layer, hook)) :].any():
+            raise RequestError(inner, f"expected {steerable.width(Site(layer, hook))} numbers, got more")
+        yield FieldVector(rank, padded(row, steerable.row_size), stored, scale, inner, is_packed=True)
+
+
+def _check_packed_keys(value: Mapping[Any, Any], where: str) -> None:
     missing = _PACKED_KEYS - {"scales"} - set(value)
     unknown = set(value) - _PACKED_KEYS
     by_layer = [key for key in unknown if _INTEGER.fullmatch(str(key))]
@@ -332,24 +366,6 @@ def _packed(value: Mapping[Any, Any], hook: HookPoint, steerable: Steerable, whe
     if missing or unknown:
         wrong = f"lacks {sorted(missing)}" if missing else f"has the unknown keys {shown(sorted(map(str, unknown)))}"
         raise RequestError(where, f"the packed form {wrong}; its keys are {sorted(_PACKED_KEYS)}, 'scales' optional")
-    dtype = packed_type(value["dtype"], f"{where}.dtype")
-    layers = _listing(value["layer_indices"], f"{where}.layer_indices")
-    if not 0 < len(layers) <= steerable.num_layers:
-        raise RequestError(f"{where}.layer_indices", f"expected 1 to {steerable.num_layers} layers, got {len(layers)}")
-    shape = list(_listing(value["shape"], f"{where}.shape"))
-    expected = [len(layers), steerable.hidden_size]
-    if shape != expected:
-        raise RequestError(
-            f"{where}.shape", f"expected {expected}, one row of the hidden size for each layer; got {shown(shape)}"
-        )
-    scales = _scales(value.get("scales"), len(layers), f"{where}.scales")
-    rows = packed_rows(value["data"], dtype, len(layers), steerable.hidden_size, f"{where}.data")
-    stored = _stored_type(dtype)
-    for key, row, scale in zip(layers, rows, scales, strict=True):
-        layer = _layer(key, hook, steerable, f"{where}.layer_indices")
-        inner = f"{where}.{key}"
-        rank = _known(steerable.ranks[hook][layer], layer, hook, steerable, inner)
-        yield FieldVector(rank, row, stored, scale, inner, is_packed=True)
 
 
 def _listing(value: object, where: str) -> Sequence[Any]:
@@ -442,7 +458,7 @@ def read_tier(value: object, steerable: Steerable, field: str) -> PhaseVectors |
     if value is None:
         return None
     rows = read_rows(value, steerable, field)
-    return PhaseVectors.from_bytes(rows.sites, rows.payload, rows.dtype, steerable.hidden_size, rows.peaks)
+    return PhaseVectors.from_bytes(rows.sites, rows.payload, rows.dtype, steerable.row_size, rows.peaks)
 
 
 def read_rows(value: object, steerable: Steerable, field: str) -> TierRows:
@@ -489,7 +505,7 @@ def read_update(value: object, steerable: Steerable, field: str) -> TierUpdate |
     if value is None or isinstance(value, TierUpdate):
         return value
     rows = checked_rows(_entries(value, steerable, field), steerable)
-    vectors = PhaseVectors.from_bytes(rows.sites, rows.payload, rows.dtype, steerable.hidden_size, rows.peaks)
+    vectors = PhaseVectors.from_bytes(rows.sites, rows.payload, rows.dtype, steerable.row_size, rows.peaks)
     return TierUpdate(vectors, tuple(rows.sites[index] for index in rows.zeros))
 
 

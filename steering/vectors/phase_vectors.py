@@ -80,7 +80,7 @@ class Steerable:
 
     Attributes:
         num_layers: Decoder layers of the whole model.
-        hidden_size: Width of the residual stream, and of every vector.
+        hidden_size: Width of the residual stream.
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: the model's, to which sums are rounded.
         sites: In the order of the forward pass.
         max_vectors: Vectors that one request may take: one for each site and phase, counted once if both phases
@@ -93,6 +93,7 @@ class Steerable:
         max_gates: Gates of one request; 0 if there can be none.
         max_rules: Rules that can be registered; 0 if there can be none.
         max_probe_units: Units of MLP probes at one site, and one for each probe; 0 if none can be read.
+        widths: Of the sites of `sites` whose rows are not as wide as the stream.
     """
 
     num_layers: int
@@ -107,6 +108,7 @@ class Steerable:
     max_gates: int = 0
     max_rules: int = 0
     max_probe_units: int = 0
+    widths: Mapping[Site, int] = field(default_factory=dict, repr=False)
     ranks: Mapping[HookPoint, Sequence[int]] = field(init=False, repr=False, compare=False)
     """Per hook point, each layer's index into `sites`; -1 where it cannot be steered."""
 
@@ -115,6 +117,15 @@ class Steerable:
         for rank, (layer, hook) in enumerate(self.sites):
             ranks[hook][layer] = rank
         object.__setattr__(self, "ranks", ranks)
+
+    def width(self, site: Site) -> int:
+        """Return the width of the vectors of a site."""
+        return self.widths.get(site, self.hidden_size)
+
+    @property
+    def row_size(self) -> int:
+        """The width that every vector is stored with: that of the widest site. Others are followed by zeros."""
+        return max((self.hidden_size, *self.widths.values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -214,7 +214,7 @@ class DeviceTables:
         num_slots: P.
         num_rows: R.
         max_tokens: T, the upper limit.
-        hidden_size: D.
+        hidden_size: D, the width of the widest site's vectors.
         dtype: The model's.
         device: Where the forward runs.
         num_op_sites: O.

@@ -22,7 +22,6 @@ from torch import Tensor
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts
 from headgate.capture.monitoring.step_log import compact
 from headgate.capture.schema.batch import BatchView, NewRequest
-from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import HookPoint, Site
@@ -177,22 +176,21 @@ class SteeringPart:
     @hookimpl
     def headgate_allocate(self, facts: WorkerFacts) -> int:
         """Allocate the tables of this worker's sites."""
-        model = facts.model
+        model, dtype = facts.model, str(facts.dtype).removeprefix("torch.")
         steerable = self._config.steerable(
-            num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=str(facts.dtype).removeprefix("torch.")
+            num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=dtype, shapes=model.shapes
         )
         self._sites = tuple(site for site in steerable.sites if facts.owns(site))
         self._op_sites = tuple(site for site in steerable.op_sites if facts.owns(site))
-        _check_shapes(self._sites, model)
         self._num_slots = self._config.num_slots(model.num_layers) + self._config.num_reserved_slots(model.num_layers)
         encoded = self._config.encoded_saes(model.hidden_size)
         coders = {index: encoded[site] for index, site in enumerate(self._op_sites) if site in encoded}
-        _check_memory(self._num_slots, facts, coders.values())
+        _check_memory(self._num_slots, steerable.row_size, facts, coders.values())
         _check_stages(self._config, facts)
         self._num_changes = self._config.num_changes
         saes = {index: load_sae(coder, facts) for index, coder in coders.items()}
         program_action.ask_forwards(facts.has_one_row_each)
-        limits = EntryLimits(self._config.max_entries, self._num_changes, self._config.num_columns)
+        limits = EntryLimits(self._config.max_entries, self._num_changes, self._config.num_columns, steerable.row_size)
         self._state = WorkerSteering(self._num_slots, self._sites, facts, self._op_sites, limits, saes)
         logger.info(
             "steering: %d sites, %d of them for operations, %d encoded SAEs, %d slots, %.1f MiB of %s memory",
@@ -317,20 +315,9 @@ class SteeringPart:
         return self._state
 
 
-def _check_shapes(sites: Iterable[Site], model: ModelInfo) -> None:
-    """Refuse sites whose rows have another shape than the stream's."""
-    for site in sites:
-        shape = model.shape(site)
-        if shape.width != model.hidden_size or shape.shard == "columns":
-            raise ConfigError(
-                f"{WHERE}.sites: {site.name} has {shape.width} values ({shape.shard} on tensor-parallel ranks), the "
-                f"stream {model.hidden_size}; sites of another width can be captured, and not steered"
-            )
-
-
-def _check_memory(num_slots: int, facts: WorkerFacts, coders: Iterable[SparseCoder]) -> None:
+def _check_memory(num_slots: int, row_size: int, facts: WorkerFacts, coders: Iterable[SparseCoder]) -> None:
     """Refuse vectors and weights that do not fit the device."""
-    row_bytes = facts.model.hidden_size * facts.dtype.itemsize
+    row_bytes = row_size * facts.dtype.itemsize
     if facts.device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(facts.device)
@@ -366,7 +353,7 @@ def _make_actions(
     actions = {}
     for index, site in enumerate(sites):
         tensors = {
-            site_action.POOL: tables.pool,
+            site_action.POOL: _columns_of(tables.pool, facts, site),
             site_action.SLOTS: tables.slots[index],
             **op_tensors.get(site, {}),
         }
@@ -387,6 +374,15 @@ def _make_actions(
             order=20,
         )
     return actions
+
+
+def _columns_of(pool: Tensor, facts: WorkerFacts, site: Site) -> Tensor:
+    """Return the columns of the pool that this rank adds at a site: a view."""
+    shape = facts.model.shape(site)
+    part = shape.part_width(facts.tp_size)
+    num_parts = shape.width // part
+    first = part * (facts.tp_rank * num_parts // facts.tp_size)
+    return pool if part == pool.shape[1] else pool[:, first : first + part]
 
 
 def _op_tensors(op_sites: Sequence[Site], facts: WorkerFacts, tables: DeviceTables) -> dict[Site, dict[str, Tensor]]:

@@ -38,11 +38,13 @@ class EntryLimits(NamedTuple):
         entries: Entries of a program at a site, at most.
         changes: Features of a program that are read at one site and written at others, at most.
         columns: Numbers that gates keep for each row; 0 where there can be no gates.
+        row_size: Width of the vectors of the widest site; 0: of the stream.
     """
 
     entries: int = 0
     changes: int = 0
     columns: int = 0
+    row_size: int = 0
 
 
 NO_ENTRIES = EntryLimits()
@@ -77,7 +79,7 @@ class WorkerSteering:
         self._facts = facts
         dtype: Any = str(facts.dtype).removeprefix("torch.")
         num_rows = rows_needed(facts.max_num_seqs)
-        pool = SlotPool(num_slots, facts.model.hidden_size, dtype)
+        pool = SlotPool(num_slots, limits.row_size or facts.model.hidden_size, dtype)
         self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool, op_sites=op_sites, max_entries=limits.entries)
         self.gates: StepGates | None = None
         if limits.columns and op_sites:
@@ -88,7 +90,7 @@ class WorkerSteering:
             num_slots=num_slots,
             num_rows=num_rows,
             max_tokens=facts.max_tokens,
-            hidden_size=facts.model.hidden_size,
+            hidden_size=pool.row_size,
             dtype=facts.dtype,
             device=facts.device,
             num_op_sites=len(op_sites),

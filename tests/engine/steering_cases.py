@@ -328,7 +328,8 @@ def _methods(hidden: int = HIDDEN) -> Iterator[dict[str, Any]]:
 
 
 WIDE_HEADS = ("qwen3", "gemma", "mixtral", "mixtral_all", "qwen3_moe", "qwen3_moe_all", "gemma2", "gemma3")
-"""Families whose heads are wider than the stream together: `test_widths` compares their rows."""
+"""Families whose heads are wider than the stream together: no operations act there, and `test_widths` compares rows
+and vectors."""
 
 
 def hooks_of(family: str) -> list[HookPoint]:

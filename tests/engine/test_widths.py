@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from headgate.consumers.inline import InlineRows
 from headgate.consumers.moments import open_moments
 from headgate.consumers.reader import open_captures
 from tests.conftest import start_llm, stop_llm
-from tests.engine.hf_reference import Reference, own_process, reference_rows, relative_error
+from tests.engine.hf_reference import Reference, Steering, own_process, reference_rows, relative_error
 from tests.engine.tiny_models import HIDDEN, LAYERS, tiny_model
 
 FAMILY = "qwen3"
@@ -23,6 +24,13 @@ WIDTH = 128
 SITES: dict[str, Any] = {"hook_z": "all", "post_mlp": "all"}
 PROMPTS = [[3 + (7 * i) % 500 for i in range(40)], [9], [3 + (11 * i) % 500 for i in range(17)]]
 NUM_OUTPUT = 5
+RANDOM = torch.Generator().manual_seed(3)
+VECTORS = {
+    Site(layer, hook): torch.randn(width, generator=RANDOM)
+    for layer in range(LAYERS)
+    for hook, width in ((HookPoint.HOOK_Z, WIDTH), (HookPoint.POST_MLP, HIDDEN))
+}
+ACTING = [VECTORS, VECTORS, {site: vector for site, vector in VECTORS.items() if site.hook is HookPoint.POST_MLP}]
 CONSUMERS = ("memory", "inline", "request", "shards", "raw", "moments")
 
 
@@ -34,34 +42,29 @@ class Served(NamedTuple):
         narrow: With the rows of the stream alone, or of the heads alone, in turn; in one batch.
         folder: Of the files.
         references: Of `outputs`.
+        steered: With the rows of every site, each with `VECTORS`; those of the stream alone for the last prompt.
+        steered_references: Of `steered`.
     """
 
     outputs: list[Any]
     narrow: list[Any]
     folder: Path
     references: list[Reference]
+    steered: list[Any]
+    steered_references: list[Reference]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["alone", "two-ranks"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    from vllm import SamplingParams
-
     folder = tmp_path_factory.mktemp("widths")
     files = [
         {"name": "filesystem", "instance_name": name, "params": {"root": str(folder / name), "layout": name}}
         for name in ("request", "shards", "raw")
     ]
     moments = {"name": "moments", "params": {"root": str(folder / "moments"), "flush_s": 0}}
-    config = {"capture": {"consumers": [{"name": "memory"}, {"name": "inline"}, *files, moments], "sites": SITES}}
+    capture = {"consumers": [{"name": "memory"}, {"name": "inline"}, *files, moments], "sites": SITES}
+    config = {"capture": capture, "steering": {"sites": SITES, "op_sites": {"post_mlp": [1]}}}
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if request.param == 2 else {}
-
-    def sampling(capture: dict[str, Any]) -> Any:
-        params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT)
-        params.capture = capture
-        return params
-
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    alone = [{"memory": {"hooks": {hook: "all"}}} for hook in ("post_mlp", "hook_z", "post_mlp")]
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on a machine with one NUMA node
         llm = start_llm(
@@ -74,17 +77,50 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             **ranks,
         )
         try:
-            everything = sampling({name: {"hooks": SITES} for name in CONSUMERS})
-            outputs = llm.generate(prompts, everything, use_tqdm=False)
-            narrow = llm.generate(prompts, [sampling(each) for each in alone], use_tqdm=False)
+            outputs, narrow, steered = answers(llm)
         finally:
             stop_llm(llm)
+    references = references_of(outputs, [Steering()] * len(PROMPTS))
+    acting = references_of(steered, [Steering(prefill=vectors, decode=vectors) for vectors in ACTING])
+    return Served(outputs, narrow, folder, references, steered, acting)
+
+
+def answers(llm: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return what `Served` has of an engine."""
+    from vllm import SamplingParams
+
+    def generate(*captures: dict[str, Any], **fields: Sequence[Any]) -> list[Any]:
+        params = []
+        for index, capture in enumerate(captures):
+            made = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT)
+            for name, value in {"capture": capture, **{name: found[index] for name, found in fields.items()}}.items():
+                setattr(made, name, value)
+            params.append(made)
+        found: list[Any] = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+        return found
+
+    everything = {name: {"hooks": SITES} for name in CONSUMERS}
+    alone = [{"memory": {"hooks": {hook: "all"}}} for hook in ("post_mlp", "hook_z", "post_mlp")]
+    kept = [{"memory": {"hooks": SITES}}] * len(PROMPTS)
+    fields = [field_of(vectors) for vectors in ACTING]
+    return generate(*[everything] * len(PROMPTS)), generate(*alone), generate(*kept, steering_vectors=fields)
+
+
+def references_of(outputs: list[Any], steering: Sequence[Steering]) -> list[Reference]:
     requests = [
-        (prompt, list(output.outputs[0].token_ids), None) for prompt, output in zip(PROMPTS, outputs, strict=True)
+        (prompt, list(output.outputs[0].token_ids), each)
+        for prompt, output, each in zip(PROMPTS, outputs, steering, strict=True)
     ]
     with own_process() as executor:
-        references = executor.submit(reference_rows, tiny_model(FAMILY), FAMILY, torch.float32, requests).result()
-    return Served(outputs, narrow, folder, references)
+        return executor.submit(reference_rows, tiny_model(FAMILY), FAMILY, torch.float32, requests).result()
+
+
+def field_of(vectors: dict[Site, torch.Tensor]) -> dict[str, Any]:
+    """Vectors as a request's field."""
+    found: dict[str, Any] = {}
+    for site, vector in vectors.items():
+        found.setdefault(site.hook.value, {})[site.layer] = vector.tolist()
+    return found
 
 
 def sites_of(*hooks: HookPoint) -> set[Site]:
@@ -102,6 +138,16 @@ def test_rows_of_both_widths_equal_hugging_faces_in_one_request(served: Served) 
         assert result.num_bytes == result.num_rows * LAYERS * 4 * (WIDTH + HIDDEN)
         for site, found in rows.items():
             assert relative_error(found, reference.rows[site]) <= 1e-4, site
+
+
+def test_vectors_of_both_widths_act_as_in_hugging_faces_model(served: Served) -> None:
+    for output, reference, plain in zip(served.steered, served.steered_references, served.references, strict=True):
+        rows = output.capture_results["memory"].payload.rows
+
+        for site, found in rows.items():
+            assert relative_error(found, reference.rows[site]) <= 1e-4, site
+        last = Site(LAYERS - 1, HookPoint.POST_MLP)
+        assert relative_error(rows[last][:1], plain.rows[last][:1]) > 1e-2
 
 
 def test_requests_of_one_step_may_want_rows_of_different_widths(served: Served) -> None:

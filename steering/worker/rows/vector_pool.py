@@ -54,15 +54,19 @@ class SlotPool:
     share vectors by the keys of whole sums (`PooledSums`). New vectors get the lowest free slots, so the order of
     releases between two calls of `acquire` does not matter.
 
+    Attributes:
+        dtype: The model's.
+        row_size: Width of a row.
+
     Args:
         num_slots: Size of the pool, `ZERO_SLOT` included.
-        hidden_size: Width of a vector.
+        row_size: Width of a row; a narrower vector is followed by zeros.
         dtype: The model's.
     """
 
-    def __init__(self, num_slots: int, hidden_size: int, dtype: StoredType) -> None:
+    def __init__(self, num_slots: int, row_size: int, dtype: StoredType) -> None:
         self.dtype = dtype
-        self._hidden_size = hidden_size
+        self.row_size = row_size
         self._storage = STORAGE[dtype]
         self._is_free = np.ones(num_slots, dtype=np.bool_)
         self._is_free[ZERO_SLOT] = False
@@ -96,10 +100,12 @@ class SlotPool:
         Raises:
             AssertionError: If they do not all fit; nothing has changed then. Admission keeps that from happening.
         """
-        if vectors.shape[1:] != (self._hidden_size,) or vectors.dtype != self._storage:
+        if vectors.ndim != 2 or vectors.shape[1] > self.row_size or vectors.dtype != self._storage:
             raise AssertionError(
-                f"vectors: {vectors.dtype} {vectors.shape}, expected {self._storage} (n, {self._hidden_size})"
+                f"vectors: {vectors.dtype} {vectors.shape}, expected {self._storage} (n, {self.row_size})"
             )
+        if vectors.shape[1] < self.row_size:
+            vectors = np.pad(vectors, ((0, 0), (0, self.row_size - vectors.shape[1])))
         kept = np.flatnonzero(np.logical_not(is_zero(vectors)))
         free = self._lowest_free(len(kept))
         if len(free) < len(kept):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.sites import HookPoint, Site, sort_sites
+from headgate.capture.schema.sites import HookPoint, Site, SiteShape, sort_sites
 from headgate.steering import probes
 from headgate.steering.config import SteeringConfig, parse_config
 from tests.fakes.saes import TinySae
@@ -190,3 +190,15 @@ def test_a_transcoder_and_missing_files_are_not_encoded(tmp_path: Path) -> None:
 
         with pytest.raises(ConfigError, match=message):
             config.steerable(num_layers=2, hidden_size=8, dtype="float32")
+
+
+def test_operations_at_a_site_of_another_width_are_refused_by_name() -> None:
+    wide, split = SiteShape(6, "float32"), SiteShape(4, "float32", "columns", 2)
+    facts = {"num_layers": 2, "hidden_size": 4, "dtype": "float32"}
+
+    for shape, why in ((wide, "rows of 6 values"), (split, "columns on tensor-parallel ranks")):
+        shapes = {Site(1, HookPoint.HOOK_Z): shape}
+        found = SteeringConfig(sites={"hook_z": [1]}).steerable(**facts, shapes=shapes)
+        assert (found.width(Site(1, HookPoint.HOOK_Z)), found.row_size) == (shape.width, shape.width)
+        with pytest.raises(ConfigError, match=f"op_sites: 1.hook_z has .*{why}"):
+            SteeringConfig(op_sites={"hook_z": [1]}).steerable(**facts, shapes=shapes)
