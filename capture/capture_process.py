@@ -78,7 +78,7 @@ from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape
 from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.host_rows import Lease, StagedRows, StagingMemory
 
-MAX_UNTOLD, UNTOLD_S = 256, 0.25
+MAX_UNREPORTED, UNREPORTED_S = 256, 0.25
 """Requests that have ended are reported in batches: so many, or after so many seconds."""
 SHOWN_S = 0.25
 """Age that counters may reach while no result is sent."""
@@ -101,7 +101,7 @@ class Reports:
         self._stats: Callable[[], DeliveryStats] | None = None
         self._showing = threading.Lock()
         self._changed = threading.Condition()
-        self._untold: list[tuple[str, str, str]] = []
+        self._unreported: list[tuple[str, str, str]] = []
         self._is_closed = False
 
     def open(self, stats: Callable[[], DeliveryStats]) -> None:
@@ -117,7 +117,7 @@ class Reports:
     def done(self, instance: str, req_id: str, key: str) -> None:
         """See `ResultWatcher.done`."""
         with self._changed:
-            self._untold.append((instance, req_id, key))
+            self._unreported.append((instance, req_id, key))
             self._changed.notify()
 
     def close(self) -> None:
@@ -125,27 +125,29 @@ class Reports:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._tell()
+        self._notify()
 
     def _show(self) -> None:
         if self._stats is not None:
             with self._showing:
                 self._board.show(self._stats())
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
-            ended, self._untold = self._untold, []
+            ended, self._unreported = self._unreported, []
         if ended:
             self._connection.send(encode(Done(ended)))
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: self._untold or self._is_closed, SHOWN_S):
-                    self._changed.wait_for(lambda: len(self._untold) >= MAX_UNTOLD or self._is_closed, UNTOLD_S)
+                if self._changed.wait_for(lambda: self._unreported or self._is_closed, SHOWN_S):
+                    self._changed.wait_for(
+                        lambda: len(self._unreported) >= MAX_UNREPORTED or self._is_closed, UNREPORTED_S
+                    )
                 if self._is_closed:
                     return
-            self._tell()
+            self._notify()
             self._show()
 
 

@@ -107,9 +107,9 @@ def _escape_help(command: Any) -> None:
     """Let rich print the help of a command and of those below it as it is written: it takes ``[plot]`` for a style."""
     if getattr(command, "rich_markup_mode", None) != "rich":
         return
-    for told in (command, *command.params):
-        if getattr(told, "help", None):
-            told.help = escape(told.help)
+    for item in (command, *command.params):
+        if getattr(item, "help", None):
+            item.help = escape(item.help)
     for below in getattr(command, "commands", {}).values():
         _escape_help(below)
 

@@ -210,7 +210,7 @@ class ProbeConsumer(StreamingConsumer):
         return {
             "positions": positions.tolist(),
             "num_prompt_tokens": finished.final.num_prompt_tokens,
-            "probes": {name: _told(self._probes[name], scores[name]) for name in names},
+            "probes": {name: _scores_document(self._probes[name], scores[name]) for name in names},
         }
 
     def abandon(self, request: RequestInfo) -> None:
@@ -283,14 +283,14 @@ def _check(name: str, probe: Probe, model: ModelInfo) -> None:
         )
 
 
-def _told(probe: Probe, scores: Scores) -> dict[str, Any]:
+def _scores_document(probe: Probe, scores: Scores) -> dict[str, Any]:
     values = scores[:, 0] if len(probe.classes) == 1 else scores
-    told = values.astype(object)
-    told[~np.isfinite(values)] = None  # JSON has no NaN
+    listed = values.astype(object)
+    listed[~np.isfinite(values)] = None  # JSON has no NaN
     return {
         "site": probe.site.name,
         "kind": probe.kind.value,
         "classes": list(probe.classes),
         "threshold": probe.threshold,
-        "scores": told.tolist(),
+        "scores": listed.tolist(),
     }

@@ -140,7 +140,12 @@ CHANGES = (
     ),
     Change("CompletionOutput._headgate_notes", "attribute", _NOTED, "those of an output, until it is handed out"),
     Change("CompletionOutput.steering_trace", "attribute", _NOTED, "what return_steering_trace asks for; else None"),
-    Change("LLMEngine._headgate_desk", "attribute", f"{_FRONT}.llm", "results that wait for their request's output"),
+    Change(
+        "LLMEngine._headgate_pending_results",
+        "attribute",
+        f"{_FRONT}.llm",
+        "results that wait for their request's output",
+    ),
     Change("{Client}._headgate_front_end", "attribute", f"{_FRONT}.llm", "closed with the engine core's client"),
     Change("RequestOutput.capture_results", "attribute", _RESULTS, "results of its captures; the class has none"),
     Change("CompletionOutput.capture_results", "attribute", _RESULTS, "those of one of its samples"),

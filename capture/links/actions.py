@@ -96,7 +96,7 @@ class ActionSender:
                 Endpoint(self._address),
                 _SHARE * MAX_BYTES,
                 window_messages=_SHARE,
-                told="The engine core at %s %s: actions of consumers are lost",
+                loss_message="The engine core at %s %s: actions of consumers are lost",
             )
             weakref.finalize(self, _close_channel, channel, self._pid)
         return self._channel

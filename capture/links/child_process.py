@@ -225,7 +225,7 @@ class Supervisor:
             self._thread.join(END_S)
 
     def _begin(self) -> bytes:
-        """Start a child and wait for its first message, of which the content is returned."""
+        """Start a child, wait for its first message, and return its content."""
         self._connection, self.child = self._start()
         self._started_at = time.monotonic()
         timer = threading.Timer(START_S, self._connection.shut)

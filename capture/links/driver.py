@@ -28,7 +28,7 @@ from headgate.capture.delivery.consumer_thread import ConsumerThread, Unfinished
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.delivery.row_packets import BlockPart, Packet, join
 from headgate.capture.links.actions import sink_of
-from headgate.capture.links.hub import Closer, Doors, ResultHub
+from headgate.capture.links.hub import Closer, Inboxes, ResultHub
 from headgate.capture.links.messages import (
     AbandonMessage,
     BeginMessage,
@@ -385,7 +385,7 @@ class DriverHost:
             malformed=sum(feed.inbox.malformed for feed in self._feeds),
         )
 
-    def _open(self, doors: Doors) -> Closer:
+    def _open(self, inboxes: Inboxes) -> Closer:
         opened = open_consumers(
             self._config,
             model=self._model,
@@ -396,7 +396,7 @@ class DriverHost:
         feeds: list[_Feed] = []
         try:
             for consumer in opened:
-                feeds.append(_Feed(consumer, self._hub, doors, self._model))
+                feeds.append(_Feed(consumer, self._hub, inboxes, self._model))
         except BaseException:
             close_consumers(opened[len(feeds) :], self._config.close_timeout_s)
             _close(feeds, self._config.close_timeout_s)
@@ -427,7 +427,7 @@ def open_drivers(
 class _Feed:
     """One consumer, its thread, and the inbox and receiver that fill its queue."""
 
-    def __init__(self, consumer: OpenConsumer, hub: ResultHub, doors: Doors, model: ModelInfo) -> None:
+    def __init__(self, consumer: OpenConsumer, hub: ResultHub, inboxes: Inboxes, model: ModelInfo) -> None:
         instance, opened = consumer.spec.instance, consumer.consumer
         self.consumer = consumer
         self.thread = ConsumerThread(
@@ -438,7 +438,7 @@ class _Feed:
             accepts_empty=True,
         )
         self.receiver = RowReceiver(self.thread.queue, hub.knows)
-        self.inbox = doors.rows(
+        self.inbox = inboxes.rows(
             instance,
             self.receiver.handle,
             name=f"headgate-{instance}-rows",

@@ -55,7 +55,7 @@ Closer: TypeAlias = Callable[[float], bool]
 Handle: TypeAlias = Callable[[Sequence[zmq.Frame]], None]
 
 
-class Doors:
+class Inboxes:
     """The inboxes of one hub: its own, and the ones opened beside it for rows.
 
     Attributes:
@@ -88,7 +88,7 @@ class Doors:
         return inbox
 
 
-Opener: TypeAlias = Callable[[Doors], Closer]
+Opener: TypeAlias = Callable[[Inboxes], Closer]
 
 
 class HubListener:
@@ -110,32 +110,32 @@ class HubListener:
         self._listening = listening
         self._openers: list[Opener] = []
         self._of_parent: list[object] = []
-        self._doors: Doors | None = None
+        self._inboxes: Inboxes | None = None
         self._closers: list[Closer] = []
         self.reset()
 
     def reset(self) -> None:
         """Start closed, in a forked child, and with a new lock, since another thread may have held the old one."""
         self._lock = threading.Lock()
-        if self._doors is not None:
+        if self._inboxes is not None:
             # Their sockets are the parent's: never closed here, nor collected.
-            self._of_parent += [self._doors, *self._closers]
-        self._doors = None
+            self._of_parent += [self._inboxes, *self._closers]
+        self._inboxes = None
         self._closers = []
         self._is_closed = False
 
     @property
     def num_malformed(self) -> int:
         """Messages that could not be read, since it was opened."""
-        doors = self._doors
-        return 0 if doors is None else doors.hub.malformed
+        inboxes = self._inboxes
+        return 0 if inboxes is None else inboxes.hub.malformed
 
     def on_open(self, opener: Opener) -> None:
         """Call ``opener(doors)`` whenever it opens; at once, too, if it is open."""
         with self._lock:
             self._openers.append(opener)
-            if self._doors is not None:
-                self._closers.append(opener(self._doors))
+            if self._inboxes is not None:
+                self._closers.append(opener(self._inboxes))
 
     def open(self, handle: Handle) -> str:
         """Start listening unless it does; return the address that requests carry.
@@ -149,44 +149,44 @@ class HubListener:
         with self._lock:
             if self._is_closed:
                 raise UnsupportedError("this front end was shut down, and takes no captures any more: start another")
-            if self._doors is None:
-                self._doors = self._open_doors(handle)
-            return self._doors.address
+            if self._inboxes is None:
+                self._inboxes = self._open_inboxes(handle)
+            return self._inboxes.address
 
     def close(self, timeout_s: float) -> bool:
         """Stop listening for good and remove the socket; False if something did not end within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            doors, closers = self._doors, self._closers
-            self._doors, self._closers, self._is_closed = None, [], True
-            if doors is None:
+            inboxes, closers = self._inboxes, self._closers
+            self._inboxes, self._closers, self._is_closed = None, [], True
+            if inboxes is None:
                 return True
-            ended = [close(max(deadline - time.monotonic(), 0)) for close in [*closers, doors.hub.close]]
-            _remove_own(os.path.dirname(doors.hub.path), os.getpid())
+            ended = [close(max(deadline - time.monotonic(), 0)) for close in [*closers, inboxes.hub.close]]
+            _remove_own(os.path.dirname(inboxes.hub.path), os.getpid())
         return all(ended)
 
-    def _open_doors(self, handle: Handle) -> Doors:
+    def _open_inboxes(self, handle: Handle) -> Inboxes:
         parent = self._parent_folder or tempfile.gettempdir()
         sweep(parent)
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)  # mode 0700
         remove = weakref.finalize(self, _remove_own, folder, os.getpid())
         with contextlib.ExitStack() as undo:
             undo.callback(remove)
-            doors = Doors(
+            inboxes = Inboxes(
                 f"ipc://{folder}/{SOCKET}",
                 handle,
                 listening=self._listening,
                 name="headgate-results",
                 on_failure=self._on_failure,
             )
-            undo.callback(doors.hub.close, UNDO_TIMEOUT_S)
+            undo.callback(inboxes.hub.close, UNDO_TIMEOUT_S)
             closers = []
             for opener in self._openers:
-                closers.append(opener(doors))
+                closers.append(opener(inboxes))
                 undo.callback(closers[-1], UNDO_TIMEOUT_S)
             undo.pop_all()
         self._closers = closers
-        return doors
+        return inboxes
 
 
 def _remove_own(folder: str, pid: int) -> None:

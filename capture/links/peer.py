@@ -72,7 +72,7 @@ class Channel:
         endpoint: Of the inbox.
         window_bytes: See above.
         window_messages: So many messages at most, too.
-        told: Logged when something is lost for the first time, with the address and the reason.
+        loss_message: Logged when something is lost for the first time, with the address and the reason.
         give_up_s: Seconds without a connection to another host after which it counts as gone.
 
     Attributes:
@@ -85,7 +85,7 @@ class Channel:
         endpoint: Endpoint,
         window_bytes: int,
         window_messages: float = math.inf,
-        told: str = "The front end at %s %s: results or rows for it are lost",
+        loss_message: str = "The front end at %s %s: results or rows for it are lost",
         give_up_s: float = GIVE_UP_S,
     ) -> None:
         self.lost = 0
@@ -93,7 +93,7 @@ class Channel:
         self._endpoint = endpoint
         self._window_bytes = window_bytes
         self._window_messages = window_messages
-        self._told = told
+        self._loss_message = loss_message
         self._give_up_s = give_up_s
         self._session = secrets.token_bytes(SESSION_BYTES)
         self._next_number = 0
@@ -172,14 +172,14 @@ class Channel:
         if self._link is None:
             self._connect_again(timeout_s)
             return
-        heard = self._link.receive(timeout_s)
-        if heard.is_connected:
+        received = self._link.receive(timeout_s)
+        if received.is_connected:
             self._retry = _Retry(self._give_up_s)
-        for number in heard.numbers:
+        for number in received.numbers:
             self._acknowledge(number)
-        if REFUSED in heard.numbers:
+        if REFUSED in received.numbers:
             self._give_up("was started anew")
-        elif heard.is_broken:
+        elif received.is_broken:
             self._link.close()
             self._link = None
             if not self._endpoint.is_far:
@@ -210,7 +210,7 @@ class Channel:
 
     def _lose(self, num_messages: int) -> None:
         if num_messages and not self.lost:
-            logger.warning(self._told, self._endpoint.address, self._ended or "does not keep up")
+            logger.warning(self._loss_message, self._endpoint.address, self._ended or "does not keep up")
         self.lost += num_messages
 
     def _end(self, why: str) -> None:
@@ -253,7 +253,7 @@ class _Retry:
         return now - self._since < self._give_up_s
 
 
-class _Heard(NamedTuple):
+class _Received(NamedTuple):
     """News of a connection.
 
     Attributes:
@@ -303,7 +303,7 @@ class _Link:
         except zmq.Again:  # a connection that failed leaves a socket without any, and a send to that never returns
             self._is_gone = True
 
-    def receive(self, timeout_s: float) -> _Heard:
+    def receive(self, timeout_s: float) -> _Received:
         """Return the messages that have come, waiting for the first."""
         numbers: list[int] = []
         is_connected, is_broken = False, self._is_gone
@@ -316,7 +316,7 @@ class _Link:
             while self._socket in ready and self._socket.poll(0):  # all: what came before it broke was handled
                 numbers.append(int.from_bytes(self._socket.recv(), "little"))
             ready = dict(self._poller.poll(0))
-        return _Heard(numbers, is_connected, is_broken)
+        return _Received(numbers, is_connected, is_broken)
 
     def close(self) -> None:
         """Close it; what was not sent is dropped."""
@@ -394,12 +394,12 @@ class Inbox:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # an acknowledgement that is dropped would close a window for good
-        self._door: ThreadAuthenticator | None = None
+        self._authenticator: ThreadAuthenticator | None = None
         self.far_address: str | None = None
         try:
             self._bind(listening)
         except BaseException:
-            self._let_nobody_in()
+            self._stop_authenticator()
             self._context.destroy(linger=0)
             raise
         self._stop_receiver, self._stop_sender = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
@@ -415,16 +415,16 @@ class Inbox:
             raise UnsupportedError(f"cannot listen at {self.address}: {error}") from error
         if listening is None:
             return
-        self._door = ThreadAuthenticator(self._context)
-        self._door.start()
-        self._door.configure_curve_callback(DOMAIN.decode(), listening.keys)
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(DOMAIN.decode(), listening.keys)
         self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = 1000 * HEARTBEAT_S, 1000 * SILENCE_S
         # Options hold for addresses that are bound after them: the Unix socket stays as it is.
         self.far_address = listening.bind(self._socket)
 
-    def _let_nobody_in(self) -> None:
-        if self._door is not None:
-            self._door.stop()
+    def _stop_authenticator(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
 
     def close(self, timeout_s: float) -> bool:
         """Stop listening; False if the handler did not return within `timeout_s` seconds.
@@ -458,7 +458,7 @@ class Inbox:
         # Here and not in `close`, which may have given up waiting. No other thread uses the sockets any more.
         for one in (self._socket, self._stop_receiver, self._stop_sender):
             one.close(linger=0)
-        self._let_nobody_in()
+        self._stop_authenticator()
         self._context.term()
 
     def _turn(self, poller: zmq.Poller) -> bool:

@@ -271,10 +271,10 @@ def with_messages(results: CaptureResults, messages: Sequence[MessageSpan] | Non
     if messages is None:
         return results
 
-    def told(of_consumers: Mapping[str, CaptureResult]) -> dict[str, CaptureResult]:
+    def without_rows(of_consumers: Mapping[str, CaptureResult]) -> dict[str, CaptureResult]:
         return {name: msgspec.structs.replace(result, messages=messages) for name, result in of_consumers.items()}
 
-    return CaptureResults([told(sample) for sample in results.per_sample], told(results.merged))
+    return CaptureResults([without_rows(sample) for sample in results.per_sample], without_rows(results.merged))
 
 
 def merge_stages(answers: Mapping[int, CaptureResult]) -> CaptureResult:

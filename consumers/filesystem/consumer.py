@@ -260,7 +260,7 @@ def _messages(value: object, field: str) -> list[dict[str, Any]]:
     if not isinstance(value, list | tuple) or len(value) > MAX_MESSAGES:
         got = f"{len(value)} of them" if isinstance(value, list | tuple) else shown(value)
         raise RequestError(field, f"expected a list of at most {MAX_MESSAGES} messages; got {got}")
-    end, told = 0, []
+    end, reported = 0, []
     for number, given in enumerate(value):
         try:
             one = msgspec.convert(given, MessagePlace)
@@ -273,8 +273,8 @@ def _messages(value: object, field: str) -> list[dict[str, Any]]:
                 f"got {shown(given)}",
             )
         end = one.stop
-        told.append(msgspec.to_builtins(one))
-    return told
+        reported.append(msgspec.to_builtins(one))
+    return reported
 
 
 def parse_global(context: SpecContext) -> CaptureSpec | None:

@@ -139,7 +139,9 @@ class _Run:
         """
         hooks = self.wanted.hooks
         alike = {"hooks": hooks, "tag": TAG, "layout": "shards"}
-        specs = [{**alike, "positions": task.positions, "request_id": task.name, **self._told(task)} for task in tasks]
+        specs = [
+            {**alike, "positions": task.positions, "request_id": task.name, **self._options(task)} for task in tasks
+        ]
         results = self.engine.run(tasks, self.wanted, consumer, specs)
         for task, result in zip(tasks, results, strict=True):
             if result.status != "ok":
@@ -150,7 +152,7 @@ class _Run:
             self.done[task.index] = result.num_rows
             self.durable += result.num_rows
 
-    def _told(self, task: Task) -> dict[str, Any]:
+    def _options(self, task: Task) -> dict[str, Any]:
         found = self.messages.pop(task.index, None)
         return {} if found is None else {"messages": found}
 
@@ -196,15 +198,15 @@ def run_prompts(
     run = _Run(engine=engine, wanted=wanted, context=length, wanted_rows=rows, batch=batch, done=root.finished())
     row_bytes = len(wanted.sites) * facts.hidden_size * ITEM_SIZES[facts.dtype] + 2 * ITEM_SIZES["int64"]
 
-    def tell() -> None:
+    def show_progress() -> None:
         if report is not None:
             report(Progress(run.durable, rows, run.durable * row_bytes, len(run.done)))
 
-    tell()
+    show_progress()
     for tasks in run.batches(prompts):
         root.take_manifest_away()
         run.take(tasks, consumer)
-        tell()
+        show_progress()
 
     def finish() -> dict[str, Any]:
         if root.is_remote and run.done != root.finished():

@@ -204,7 +204,7 @@ class Backlog:
             return len(self._kept)
 
 
-MAX_GUESTS = 16
+MAX_HANDSHAKES = 16
 """Connections that shake hands at a time; a reader that has a session is none of them."""
 
 
@@ -212,7 +212,7 @@ class StreamListener:
     """Accepts readers on a thread of its own; each shakes hands on another, and one that was let in has two more.
 
     A connection costs other connections nothing: a connection has `FIRST_BYTES_S` for its first byte and `HANDSHAKE_S`
-    for all, and where `MAX_GUESTS` shake hands already, the next one takes the place of one that has said nothing yet.
+    for all, and where `MAX_HANDSHAKES` do so already, the next one takes the place of one that has sent nothing yet.
 
     Attributes:
         stream: Random: the name of this stream's numbers.
@@ -237,7 +237,7 @@ class StreamListener:
         self._socket = place.listen()
         self.address = place.text if place.path else f"tcp://{_host(place.host)}:{self._socket.getsockname()[1]}"
         self._session: ReaderSession | None = None
-        self._guests: dict[threading.Thread, _Guest] = {}  # in the order in which they came
+        self._candidates: dict[threading.Thread, _Candidate] = {}  # in the order in which they came
         self._lock = threading.Lock()  # guards _guests and what they are
         self._entrance = threading.Lock()  # guards _session: one reader is judged and let in at a time
         self._refused = SparseLog(f"the stream at {self.address}")
@@ -253,9 +253,9 @@ class StreamListener:
         self._thread.join()
         self._socket.close()
         with self._lock:
-            threads = list(self._guests)
-            for guest in self._guests.values():
-                guest.drop()
+            threads = list(self._candidates)
+            for candidate in self._candidates.values():
+                candidate.drop()
         for thread in threads:
             thread.join()
         if self._session is not None:
@@ -274,44 +274,46 @@ class StreamListener:
                 logger.exception("the stream at %s cannot accept a reader", self.address)
                 self._is_closed.wait(1.0)
                 continue
-            guest = _Guest(connection, peer[0] if peer else "")
-            thread = threading.Thread(target=self._receive, args=(guest,), name="headgate-stream-guest", daemon=True)
+            candidate = _Candidate(connection, peer[0] if peer else "")
+            thread = threading.Thread(
+                target=self._receive, args=(candidate,), name="headgate-stream-candidate", daemon=True
+            )
             with self._lock:
                 self._make_room()
-                self._guests[thread] = guest
+                self._candidates[thread] = candidate
             thread.start()
 
     def _make_room(self) -> None:
         """If too many connections wait, drop one of the host with the most: the oldest silent one, or the oldest."""
-        guests = [guest for guest in self._guests.values() if guest.is_waiting]
-        if len(guests) < MAX_GUESTS:
+        candidates = [candidate for candidate in self._candidates.values() if candidate.is_waiting]
+        if len(candidates) < MAX_HANDSHAKES:
             return
-        ((host, _),) = Counter(guest.host for guest in guests).most_common(1)
-        of_host = [guest for guest in guests if guest.host == host]
-        next((guest for guest in of_host if not guest.has_spoken), of_host[0]).drop()
+        ((host, _),) = Counter(candidate.host for candidate in candidates).most_common(1)
+        of_host = [candidate for candidate in candidates if candidate.host == host]
+        next((candidate for candidate in of_host if not candidate.has_spoken), of_host[0]).drop()
 
-    def _receive(self, guest: _Guest) -> None:
+    def _receive(self, candidate: _Candidate) -> None:
         """Shake hands on one connection; it stays open if it became a session."""
         try:
-            self._let_in(guest)
+            self._admit(candidate)
         except (OSError, StreamRefusedError) as error:
             self._refused.warning(f"a reader was refused: {error}")
-            guest.connection.close()
+            candidate.connection.close()
         except Exception:
             logger.exception("the stream at %s could not let a reader in", self.address)
-            guest.connection.close()
+            candidate.connection.close()
         finally:
             with self._lock:
-                del self._guests[threading.current_thread()]
+                del self._candidates[threading.current_thread()]
 
-    def _let_in(self, guest: _Guest) -> None:
+    def _admit(self, candidate: _Candidate) -> None:
         """Shake hands; begin a session if the reader may have one."""
-        connection, deadline = guest.connection, time.monotonic() + HANDSHAKE_S
+        connection, deadline = candidate.connection, time.monotonic() + HANDSHAKE_S
         connection.settimeout(FIRST_BYTES_S)
         keep_alive(connection)
         nonce = secrets.token_hex(16)
         send_text(connection, Greeting(nonce=nonce, needs_token=self._token is not None), None, "")
-        guest.has_spoken = bool(connection.recv(1, socket.MSG_PEEK))
+        candidate.has_spoken = bool(connection.recv(1, socket.MSG_PEEK))
         try:
             hello = receive_text(connection, Hello, self._token, f"reader {nonce}", deadline)
         except StreamRefusedError as error:
@@ -323,9 +325,9 @@ class StreamListener:
             if answer.refusal is not None:
                 raise StreamRefusedError(answer.refusal)
             with self._lock:
-                if not guest.is_waiting:
+                if not candidate.is_waiting:
                     raise ConnectionAbortedError("others came in its place")
-                guest.is_waiting = False
+                candidate.is_waiting = False
             if self._session is not None:
                 self._session.stop()
             connection.settimeout(None)
@@ -363,7 +365,7 @@ class StreamListener:
         )
 
 
-class _Guest:
+class _Candidate:
     """A connection that shakes hands.
 
     Attributes:
@@ -407,12 +409,12 @@ class ReaderSession:
         self._end_sent = first
         self._lock = threading.Lock()  # guards is_running
         backlog.reader_came()
-        self._sender, self._hearer = (
+        self._sender, self._receiver = (
             threading.Thread(target=target, name=f"headgate-stream-{reader}", daemon=True)
-            for target in (self._send, self._hear)
+            for target in (self._send, self._receive_acknowledged)
         )
         self._sender.start()
-        self._hearer.start()
+        self._receiver.start()
 
     def finish(self, timeout_s: float) -> None:
         """Wait until everything is sent of a backlog that has ended, and the word that it has."""
@@ -422,7 +424,7 @@ class ReaderSession:
         """End the connection and wait for its threads."""
         self._end()
         self._sender.join()
-        self._hearer.join()
+        self._receiver.join()
         self._connection.close()
 
     def _end(self) -> None:
@@ -444,7 +446,7 @@ class ReaderSession:
             return
         self._end()
 
-    def _hear(self) -> None:
+    def _receive_acknowledged(self) -> None:
         with suppress(OSError):
             while True:
                 (number,) = ACKNOWLEDGED.unpack(receive_bytes(self._connection, ACKNOWLEDGED.size))

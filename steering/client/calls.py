@@ -294,19 +294,19 @@ def event_document(line: str) -> dict[str, Any] | None:
         return None
     document = json.loads(text)
     if "error" in document:
-        raise _told(document["error"], None)
+        raise _server_error(document["error"], None)
     return document  # type: ignore[no-any-return]
 
 
 def _error(status: int, content: bytes) -> ServerError:
     try:
         document = json.loads(content)
-        return _told(document.get("error", document), status)
+        return _server_error(document.get("error", document), status)
     except (ValueError, AttributeError):
         return ServerError(content[:1000].decode("utf-8", "replace") or "no reason given", status=status, field=None)
 
 
-def _told(error: Any, status: int | None) -> ServerError:
+def _server_error(error: Any, status: int | None) -> ServerError:
     if not isinstance(error, Mapping):
         return ServerError(str(error), status=status, field=None)
     field = error.get("param")
@@ -354,8 +354,8 @@ def chat(
     access: ServerAccess, model: str, messages: Any, fields: Mapping[str, Any], *, stream: bool
 ) -> RouteCall[Answer]:
     """Return the call for the next message of a conversation; a text is the user's first."""
-    told = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    return generation(access, "/v1/chat/completions", model, {"messages": told, **fields}, stream=stream)
+    turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    return generation(access, "/v1/chat/completions", model, {"messages": turns, **fields}, stream=stream)
 
 
 def patch_sweep(access: ServerAccess, model: str, fields: Mapping[str, Any]) -> RouteCall[list[dict[str, Any]]]:

@@ -89,11 +89,11 @@ def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
 
 def _of_controllers(cores: Sequence[tuple[tuple[str], Mapping[str, Any]]]) -> Iterator[Family]:
     """Yield the families of controllers, of each engine core's counts."""
-    found = [(where, name, told) for where, core in cores for name, told in core["controllers"].items()]
+    found = [(where, name, reported) for where, core in cores for name, reported in core["controllers"].items()]
     actions = tuple(
         Sample(labels=(*where, name, outcome), value=count)
-        for where, name, told in found
-        for outcome, count in told["actions"].items()
+        for where, name, reported in found
+        for outcome, count in reported["actions"].items()
     )
     yield Family(
         name="headgate_steering_actions",
@@ -107,5 +107,5 @@ def _of_controllers(cores: Sequence[tuple[tuple[str], Mapping[str, Any]]]) -> It
         kind="counter",
         about="Time that controllers took.",
         labels=("engine", "controller"),
-        samples=tuple(Sample(labels=(*where, name), value=told["seconds"]) for where, name, told in found),
+        samples=tuple(Sample(labels=(*where, name), value=reported["seconds"]) for where, name, reported in found),
     )

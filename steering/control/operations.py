@@ -585,14 +585,14 @@ class ControllerActivity:
     error: str | None
 
     @classmethod
-    def joined(cls, told: Sequence[Mapping[str, Any]]) -> ControllerActivity:
+    def joined(cls, reported: Sequence[Mapping[str, Any]]) -> ControllerActivity:
         """Join what each engine core reports of one controller."""
-        first, actions = told[0], Counter[str]()
-        for each in told:
+        first, actions = reported[0], Counter[str]()
+        for each in reported:
             actions.update(each["actions"])
         summed = ("steps", "skipped", "over_budget", "seconds")
-        sums = {name: sum(each[name] for each in told) for name in summed}
-        error = next((each["error"] for each in told if each["error"] is not None), None)
+        sums = {name: sum(each[name] for each in reported) for name in summed}
+        error = next((each["error"] for each in reported if each["error"] is not None), None)
         kept = {name: first[name] for name in ("name", "entry_point", "applies_to", "budget_ms")}
         return cls(**kept, probes=tuple(first["probes"]), actions=dict(actions), error=error, **sums)
 
@@ -640,7 +640,7 @@ def dynamic() -> Operation[DynamicStatus]:
         gates=dict(gates),
         requests_with_gates=sum(answer["requests_with_gates"] for answer in answers),
         controllers=tuple(
-            ControllerActivity.joined(told) for told in zip(*(answer["controllers"] for answer in answers), strict=True)
+            ControllerActivity.joined(each) for each in zip(*(answer["controllers"] for answer in answers), strict=True)
         ),
         latches=_summed([answer["latches"] for answer in answers]),
         queue=_summed(queues) if (queues := [answer["queue"] for answer in answers if answer["queue"]]) else None,

@@ -398,8 +398,8 @@ class SweepRoute:
                     yield event({"site": site.name, "position": position, "value": shown})
         except (RequestError, OverloadedError) as error:
             code = 503 if isinstance(error, OverloadedError) else 400
-            told = {"message": str(error), "param": getattr(error, "field", None), "code": code}
-            yield event({"error": told})
+            reported = {"message": str(error), "param": getattr(error, "field", None), "code": code}
+            yield event({"error": reported})
         yield END
 
 

@@ -37,7 +37,7 @@ class _Acting:
         return {name: value for name, value in fields.items() if value is not None}
 
     @property
-    def told(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Any]:
         """Plain values for traces, without vectors."""
         named = {"module": self.module} if self.module is not None else dict.fromkeys(self.given)
         return {**named, "scale": float(self.scale)}
@@ -157,12 +157,12 @@ def singles(actions: Iterable[Action]) -> Iterator[SingleAction]:
             yield action
 
 
-def told(action: SingleAction) -> dict[str, Any]:
+def described(action: SingleAction) -> dict[str, Any]:
     """Return an action as plain values, as traces have it."""
     if isinstance(action, SetSteering):
-        return {"set_steering": action.told, "compose": action.compose}
+        return {"set_steering": action.described, "compose": action.compose}
     if isinstance(action, SetGlobal):
-        return {"set_global": action.told}
+        return {"set_global": action.described}
     if isinstance(action, SetScale):
         return {"set_scale": action.target, "scale": float(action.scale)}
     return {"stop": action.reason}

@@ -124,7 +124,7 @@ class ControllerThread:
         """Whether it was not switched off."""
         return self.figures.error is None
 
-    def tell(self, call: Callable[[], object]) -> None:
+    def post(self, call: Callable[[], object]) -> None:
         """Have the thread do `call`, after the calls before; does not wait."""
         if self.is_on and self._is_called_at_once:
             _guarded(call, self)
@@ -524,7 +524,7 @@ class LocalHost:
             for name in self._threads:
                 if name in found.begun:
                     thread = self._threads[name]
-                    thread.tell(partial(thread.controller.request_ends, view))
+                    thread.post(partial(thread.controller.request_ends, view))
 
     def read(self, step: StepTable, discarded: Collection[str]) -> None:
         """See `ControllerHost.read`."""
@@ -570,7 +570,7 @@ class LocalHost:
             if name not in followed.begun:
                 followed.begun.add(name)
                 thread, view = self._threads[name], _view(req_id, followed)
-                thread.tell(partial(thread.controller.request_begins, view))
+                thread.post(partial(thread.controller.request_begins, view))
         if all(req_id in members for req_id in step.requests):
             return None
         at = [index for index, req_id in enumerate(step.requests) if req_id in members]

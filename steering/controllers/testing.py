@@ -36,11 +36,11 @@ class ControllerFeed:
         self._probes = tuple(read_probes("under test", controller))
         self._tokens: dict[str, list[int]] = {}
         self._num_prompt: dict[str, int] = {}
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
 
     def begin(self, request: str, prompt: Sequence[int]) -> None:
         """Begin a request with the tokens of its prompt."""
-        self._tokens[request], self._num_prompt[request], self._told[request] = list(prompt), len(prompt), 0
+        self._tokens[request], self._num_prompt[request], self._reported[request] = list(prompt), len(prompt), 0
         self._controller.request_begins(self._view(request))
 
     def step(self, scores: Mapping[str, Sequence[float] | float]) -> list[SingleAction]:
@@ -54,8 +54,8 @@ class ControllerFeed:
         rows: list[tuple[str, int, float]] = []
         for request, given in scores.items():
             for value in given if isinstance(given, Sequence) else [given]:
-                position = self._told[request]
-                self._told[request] += 1
+                position = self._reported[request]
+                self._reported[request] += 1
                 if position >= len(self._tokens[request]):
                     self._tokens[request].append(position % 100)
                 rows.append((request, position, value))

@@ -89,7 +89,7 @@ class OperatorCalls:
             state,
             reservations,
             services,
-            lambda name, do, undo: self._tell_workers((name, do), undo=(name, undo)),
+            lambda name, do, undo: self._notify_workers((name, do), undo=(name, undo)),
             self._readings,
         )
         self._methods.update(self.rules.methods)
@@ -128,7 +128,7 @@ class OperatorCalls:
         self._reservations.keep_module(name, module.demand, "module")
         try:
             undo = ("release_module", {"name": name}) if earlier is None else _keep(earlier)
-            self._tell_workers(_keep(module), undo=undo)
+            self._notify_workers(_keep(module), undo=undo)
         except BaseException:
             if earlier is None:
                 self._reservations.release_module(name)
@@ -144,7 +144,7 @@ class OperatorCalls:
         if keys := self._state.take_unused():
             self._services.call_workers("forget", {"keys": list(keys)})
 
-    def _tell_workers(self, order: _WorkerCall, *, undo: _WorkerCall) -> None:
+    def _notify_workers(self, order: _WorkerCall, *, undo: _WorkerCall) -> None:
         """Have every worker do `order`; if one fails, `undo` it in all, and if that fails, let the engine end."""
         try:
             self._services.call_workers(*order)
@@ -186,7 +186,7 @@ class OperatorCalls:
             self._services.prepare_change("global")
             self._reservations.set_global(demand_of(after), "global")
             try:
-                self._tell_workers(
+                self._notify_workers(
                     ("set_global", {"spec": to_wire(after)}), undo=("set_global", {"spec": to_wire(before)})
                 )
             except BaseException:
@@ -206,7 +206,7 @@ class OperatorCalls:
     def _unregister(self, name: str) -> dict[str, Any]:
         """Forget a module; requests that use it already keep its vectors."""
         module = self._state.module(name)
-        self._tell_workers(("release_module", {"name": name}), undo=_keep(module))
+        self._notify_workers(("release_module", {"name": name}), undo=_keep(module))
         self._state.unregister(name)
         self._reservations.release_module(name)
         self.forget_unused()

@@ -127,7 +127,7 @@ class ModuleRegistry:
         return module
 
     def hold(self, req_id: str, keys: frozenset[bytes]) -> None:
-        """Keep content for a request until `let_go`."""
+        """Keep content for a request until `release`."""
         if not keys:
             return
         if req_id in self._of_request:
@@ -135,7 +135,7 @@ class ModuleRegistry:
         self._of_request[req_id] = keys
         self._use(keys)
 
-    def let_go(self, req_id: str) -> None:
+    def release(self, req_id: str) -> None:
         """Undo `hold`, if the request holds anything."""
         self._disuse(self._of_request.pop(req_id, frozenset()))
 

@@ -323,7 +323,7 @@ class SteeringState:
     def release(self, req_id: str) -> None:
         """Stop keeping the content of a request that was freed or refused, if it refers to any."""
         with self._registry.lock:
-            self._registry.let_go(req_id)
+            self._registry.release(req_id)
 
     def take_unused(self) -> tuple[bytes, ...]:
         """Return the keys of contents without a reference, sorted, each once: workers can forget them."""

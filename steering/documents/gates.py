@@ -821,8 +821,8 @@ def read_selection(value: object) -> tuple[str, ...] | None:
 def _applies_to(value: object) -> AppliesTo:
     known = [each.value for each in AppliesTo]
     if not isinstance(value, str) or value not in known:
-        told = "is missing" if value is None else f"got {shown(value)}"
-        raise RequestError("applies_to", f"{told}; expected one of {', '.join(known)}")
+        reported = "is missing" if value is None else f"got {shown(value)}"
+        raise RequestError("applies_to", f"{reported}; expected one of {', '.join(known)}")
     return AppliesTo(value)
 
 

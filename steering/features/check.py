@@ -311,8 +311,8 @@ class _Search:
         declared = self._coder.declared.get("l0")
         # FVU alone would praise low thresholds, with which everything is active.
         distance = _WEIGHT_OF_L0 * abs(float(np.log(figures.l0 / declared))) if declared else 0.0
-        told = f"L0 {figures.l0:.3g}" + ("" if figures.fvu is None else f", FVU {figures.fvu:.3g}")
-        return _Trial((figures.fvu or 0.0) + distance, f"{text}: {told}")
+        reported = f"L0 {figures.l0:.3g}" + ("" if figures.fvu is None else f", FVU {figures.fvu:.3g}")
+        return _Trial((figures.fvu or 0.0) + distance, f"{text}: {reported}")
 
     def sites(self) -> Iterator[_Trial]:
         """Judge an SAE at every other site that was captured."""

@@ -289,11 +289,11 @@ def print_json(document: msgspec.Struct) -> None:
 
 def _print_report(report: CoderReport) -> None:
     declared = {"l0": report.declared_l0, "fvu": report.declared_fvu}
-    told = {key: "" if value is None else f" (declared: {value:.3g})" for key, value in declared.items()}
+    reported = {key: "" if value is None else f" (declared: {value:.3g})" for key, value in declared.items()}
     typer.echo(f"{report.name} at {report.site}: {report.num_rows:,} rows, {report.num_left_out:,} left out")
-    typer.echo(f"  L0                    {report.l0:.3g}{told['l0']}")
+    typer.echo(f"  L0                    {report.l0:.3g}{reported['l0']}")
     fvu = "not known: needs the rows of its one write site" if report.fvu is None else f"{report.fvu:.3g}"
-    typer.echo(f"  variance unexplained  {fvu}{told['fvu']}")
+    typer.echo(f"  variance unexplained  {fvu}{reported['fvu']}")
     typer.echo(f"  never active          {report.num_dead:,} features")
     if report.threshold is not None:
         typer.echo(f"  threshold             {report.threshold:.4g} stands for the selection (import: --threshold)")

@@ -66,7 +66,7 @@ def describe(source: VectorSource) -> VectorReport:
     """
     name, file = format_of(source), _loaded(source)
     tiers = file.tiers()
-    told = file.metadata.get("dtype") if name == file.metadata.get("format") else None
+    reported = file.metadata.get("dtype") if name == file.metadata.get("format") else None
     vectors = [
         VectorAt(tier=label, site=site.name, norm=float(np.linalg.norm(row)), peak=float(np.abs(row).max()))
         for label, tier in tiers.items()
@@ -76,7 +76,7 @@ def describe(source: VectorSource) -> VectorReport:
         file=str(source.path),
         format=name,
         sha256=_sha256(source.path),
-        dtype=told or ", ".join(sorted({tier.dtype for tier in tiers.values()})),
+        dtype=reported or ", ".join(sorted({tier.dtype for tier in tiers.values()})),
         hidden_size=next(iter(tiers.values())).hidden_size,
         vectors=vectors,
         metadata=dict(file.metadata),

@@ -487,9 +487,9 @@ def _of_rank(tensor: LazyTensor, rank: int, layout: str) -> LazyTensor:
     return tensor
 
 
-def _one_layer(source: VectorSource, told: int | None, by: str) -> int:
+def _one_layer(source: VectorSource, reported: int | None, by: str) -> int:
     """Return the layer of a file with one vector: by the file, or as the caller says."""
-    layer = source.layer if told is None else told
+    layer = source.layer if reported is None else reported
     if layer is None:
         raise ValueError(f"{by} does not tell the layer; give it: layer=N, or {source.path.name}@layer=N")
     if source.layer not in (None, layer):

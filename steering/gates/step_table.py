@@ -11,7 +11,7 @@ from headgate.capture.schema.batch import Int64Array
 from headgate.steering.vectors.dtypes import Float32Rows
 
 
-class ToldCounts(NamedTuple):
+class ReportedCounts(NamedTuple):
     """Counts of the rows that a request's gates wrote, as a worker has them.
 
     Attributes:
@@ -27,19 +27,19 @@ class ToldCounts(NamedTuple):
     has_ended: bool
 
 
-def spread(values: Float32Rows, told: Int64Array | None, num_columns: int) -> Float32Rows:
+def spread(values: Float32Rows, reported: Int64Array | None, num_columns: int) -> Float32Rows:
     """Return the signals of rows, float32 ``[rows, num_columns]``, from those of some columns; the others are 0.
 
     Args:
         values: float32 ``[rows, K]``.
-        told: int64 ``[K]``, ascending: the columns that are known; None for all.
+        reported: int64 ``[K]``, ascending: the columns that are known; None for all.
         num_columns: Number of columns of the signals.
     """
-    if told is None:
+    if reported is None:
         return values
     # Column by column, so that pages of columns without values are never touched.
     signals = np.zeros((num_columns, len(values)), np.float32)
-    signals[told] = values.T
+    signals[reported] = values.T
     return signals.T
 
 
@@ -72,7 +72,7 @@ class StepTable(NamedTuple):
     @classmethod
     def of(cls, readings: Mapping[str, Any]) -> StepTable:
         """Unpack what `headgate.steering.worker.gates.readings.SignalReadings.collect` made."""
-        signals = spread(readings["values"], readings["told"], readings["columns"])
+        signals = spread(readings["values"], readings["reported"], readings["columns"])
         ids, firsts, counts = readings["ids"], readings["firsts"], readings["counts"]
         return cls(ids, firsts, counts, signals, readings["has_one_each"])
 

@@ -395,13 +395,13 @@ class SteeringTrace(dict[str, Any]):
         """Return it as HTML: what each probe read and each gate wrote, row by row."""
         gates = self.get("gates", {}).items()
         lines = {f"score {probe}": scores for probe, scores in self.get("scores", {}).items()}
-        lines |= {f"applied {gate}": told["applied"] for gate, told in gates}
+        lines |= {f"applied {gate}": reported["applied"] for gate, reported in gates}
         values = np.array([[np.nan if value is None else value for value in line] for line in lines.values()], float)
         positions = self.get("positions", [])
         facts = {
             "rows": f"{len(positions)}",
             "probes": ", ".join(self.get("scores", {})) or "none",
-            "gates": ", ".join(f"{gate}: on at {_num_on(told)} rows" for gate, told in gates) or "none",
+            "gates": ", ".join(f"{gate}: on at {_num_on(reported)} rows" for gate, reported in gates) or "none",
         }
         if not values.size:
             return page("Steering trace", facts)
@@ -410,8 +410,8 @@ class SteeringTrace(dict[str, Any]):
         return page("Steering trace", facts, table, HeatMap("by row", list(lines), columns, values, by_row=True))
 
 
-def _num_on(told: GateTrace) -> int:
-    return sum(value is not None and value != 0 for value in told["applied"])
+def _num_on(reported: GateTrace) -> int:
+    return sum(value is not None and value != 0 for value in reported["applied"])
 
 
 def _extremes(lines: Iterable[str], values: npt.NDArray[np.float64]) -> Iterator[tuple[str, ...]]:

@@ -421,8 +421,8 @@ def _store_scores(h, codes, params, num_scored, signals, pool_ptr, pool_stride, 
         dots = tl.sum(h[None, :] * u.to(tl.float32), axis=1)
         rests = tl.sum(h[None, :] * w.to(tl.float32), axis=1)
         scores = scores_of_row(code, numbers, dots, rests, mean, std, norm, D)
-        scores, total, is_told = units_together(code, index, numbers, dots, rests, scores, total)
-        tl.store(signals + (code >> _CHANGE_SHIFT & _CHANGE_MASK), scores, mask=is_told)
+        scores, total, is_stored = units_together(code, index, numbers, dots, rests, scores, total)
+        tl.store(signals + (code >> _CHANGE_SHIFT & _CHANGE_MASK), scores, mask=is_stored)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -9,7 +9,7 @@ from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import Site
 from headgate.steering.gates.coefficient_changes import CoefficientChanges
-from headgate.steering.gates.step_table import ToldCounts
+from headgate.steering.gates.step_table import ReportedCounts
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steered
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -220,7 +220,7 @@ class WorkerSteering:
         }
 
 
-def _ask_counts(worker: WorkerSteering) -> list[ToldCounts]:
+def _ask_counts(worker: WorkerSteering) -> list[ReportedCounts]:
     """RPC: return how many rows gates wrote; see `StepGates.ask_counts`."""
     return [] if worker.gates is None else worker.gates.ask_counts()
 

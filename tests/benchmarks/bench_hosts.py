@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from headgate.capture.links import peer
-from headgate.capture.links.hub import Doors, ResultHub
+from headgate.capture.links.hub import Inboxes, ResultHub
 from headgate.capture.links.network import Listening, NetworkKeys
 from headgate.capture.links.peer import Channel, endpoint_of
 from headgate.capture.links.sender import ZmqResultSender
@@ -109,7 +109,7 @@ def rows(listening: Listening | None, folder: str) -> str:
     """Measure rows through an inbox that does nothing with them."""
     came = threading.Semaphore(0)
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        doors = Doors(f"ipc://{own}/hub", lambda frames: came.release(), listening=listening, name="rows")
+        doors = Inboxes(f"ipc://{own}/hub", lambda frames: came.release(), listening=listening, name="rows")
         took = measure(send_rows, (doors.address, listening is not None), [came.acquire] * NUM_ROWS_MESSAGES)
         doors.hub.close(10)
     speed = NUM_ROWS_MESSAGES * ROWS_BYTES / took.seconds / 1e9

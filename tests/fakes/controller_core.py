@@ -130,7 +130,7 @@ class Core:
                 "counts": np.ones(count, np.int64),
                 "has_one_each": True,
                 "columns": columns,
-                "told": None,
+                "reported": None,
                 "values": np.zeros((count, columns), np.float32),
             },
             discarded,

@@ -140,7 +140,7 @@ class Core:
     def sent_away(self) -> set[str]:
         """Requests that were, told or not: without a front end of its own the engine core tells with its next step."""
         told = {name for name, why in self.stop_reasons.items() if str(why).startswith(OVERLOADED)}
-        return told | {request.request_id for request, _ in vars(self.core)[CORE_ADAPTER]._untold}
+        return told | {request.request_id for request, _ in vars(self.core)[CORE_ADAPTER]._unreported}
 
     @property
     def is_busy(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.steering.worker.gates.readings import SignalRows, ToldColumns, WrittenCounts
+from headgate.steering.worker.gates.readings import ReportedColumns, SignalRows, WrittenCounts
 from headgate.steering.worker.gates.requests import GatedRequest, GateSlots
 from headgate.steering.worker.transfers import PinnedCopies
 
@@ -33,7 +33,7 @@ def test_copies_are_of_their_own_step_and_nothing_waits(num_rows: int, first: in
         for step in range(40):
             torch.cuda._sleep(SLEEP_CYCLES)
             torch.add(expected, step, out=signals)
-            rows = SignalRows(signals, batch_rows, ToldColumns(columns, device), copies)
+            rows = SignalRows(signals, batch_rows, ReportedColumns(columns, device), copies)
             under_way.append((step, rows, rows.copy()))
             if len(under_way) > 3:
                 check(*under_way.popleft(), first)
@@ -62,7 +62,7 @@ def test_counts_are_read_as_they_were_and_nothing_waits() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     del requests["b"]
-    told = [(each.req_id, each.states.tolist(), each.is_last) for piece in counts.take() for each in piece.told()]
+    told = [(each.req_id, each.states.tolist(), each.is_last) for piece in counts.take() for each in piece.reported()]
 
     assert told == [
         (name, [value] * NUM_COLUMNS, last) for name, value, last in (("a", 1, 0), ("b", 2, 0), ("a", 1, 1))
@@ -72,5 +72,5 @@ def test_counts_are_read_as_they_were_and_nothing_waits() -> None:
 def check(step: int, rows: SignalRows, copy: object, first: int) -> None:
     found = copy.take()  # type: ignore[attr-defined]
     table = np.arange((first + len(rows.batch_rows)) * NUM_COLUMNS, dtype=np.float32).reshape(-1, NUM_COLUMNS)
-    told = table[first:] if rows.told is None else table[first:][:, rows.told]
+    told = table[first:] if rows.reported is None else table[first:][:, rows.reported]
     np.testing.assert_array_equal(found, told + step)

@@ -100,8 +100,8 @@ def _report_model(console: Console, model: str, verbose: bool) -> bool:
 def _in_one_line(error: Exception) -> str:
     if isinstance(error, HeadgateError):
         return str(error)
-    told = " ".join(str(error).split("[type=")[0].split()[:60])  # pydantic appends the input's representation
-    return f"{type(error).__name__}: {told} (--verbose: all of it)"
+    reported = " ".join(str(error).split("[type=")[0].split()[:60])  # pydantic appends the input's representation
+    return f"{type(error).__name__}: {reported} (--verbose: all of it)"
 
 
 def _is_path(model: str) -> bool:

@@ -94,9 +94,9 @@ def show(console: Console, report: Report) -> None:
         console.print(_about(report.facts), highlight=False, markup=False)
     console.print(f"flags: {shlex.join(report.flags) or 'none'}", highlight=False, markup=False)
     counts = {status: sum(verdict.status is status for verdict in report.verdicts) for status in Status}
-    told = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
+    counted = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
     color, end = ("green", "verified") if report.is_passed else ("red", "NOT verified")
-    console.print(f"[bold {color}]{end}[/]: {told}", highlight=False)
+    console.print(f"[bold {color}]{end}[/]: {counted}", highlight=False)
 
 
 def _about(facts: VerifyFacts) -> str:
@@ -166,8 +166,8 @@ def run(
     costs = idle_costs(session.runs)
     bound = DEFAULT_BOUND if max_idle_cost is None else max_idle_cost
     verdicts += judge_costs(costs, bound=bound, is_limit=max_idle_cost is not None)
-    told = f"{model} (random weights)" if random_weights else model
-    report = session.report(told, flags, verdicts, costs, is_good=is_passed(verdicts, strict=strict))
+    counted = f"{model} (random weights)" if random_weights else model
+    report = session.report(counted, flags, verdicts, costs, is_good=is_passed(verdicts, strict=strict))
     show(console, report)
     if json_path is not None:
         write_json(json_path, report)

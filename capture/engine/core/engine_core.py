@@ -95,7 +95,7 @@ class EngineCoreAdapter:
         self._waiting: dict[str, Request] = {}
         """Requests that wait for the part, by id."""
         self.shared_wires = SharedWires()
-        self._untold: list[SentAway] = []
+        self._unreported: list[SentAway] = []
         """Requests that ended between two steps, which the next one reports to their clients."""
         self._entering: str | None = None
         self._goes_by_priority = core.vllm_config.scheduler_config.policy == "priority"
@@ -199,21 +199,21 @@ class EngineCoreAdapter:
             self._part.release(req_id)
             request.status = status
             # With several front ends, or data parallelism, the client is sent the ids that ended.
-            if (told := self._scheduler.finished_req_ids_dict) is not None:
-                told[request.client_index].add(req_id)
+            if (reported := self._scheduler.finished_req_ids_dict) is not None:
+                reported[request.client_index].add(req_id)
             gone.append(request)
         return gone
 
     def end_overdue(self) -> list[SentAway]:
         """End the requests that have waited too long, between two steps; return them with the reasons."""
-        untold, self._untold = self._untold, []
+        unreported, self._unreported = self._unreported, []
         if not self._waiting or not (overdue := self._part.overdue()):
-            return untold
+            return unreported
         RequestStatus = vllm_names.REQUEST_STATUS.get()
 
         gone = self.withdraw(overdue.keys(), RequestStatus.FINISHED_ABORTED)
         self.admit_waiting()
-        return [*untold, *((request, overdue[request.request_id]) for request in gone)]
+        return [*unreported, *((request, overdue[request.request_id]) for request in gone)]
 
     def forget_refused(self, req_id: str) -> None:
         """Release a request that stock refused before the scheduler saw it, unless it is there or waits."""
@@ -249,7 +249,7 @@ class EngineCoreAdapter:
             for request, why in gone:
                 send_away(cast("EngineCoreProc", self._core), request, why)
         else:
-            self._untold += gone
+            self._unreported += gone
 
     def _check_part(self, part: str) -> None:
         if part != self._name:

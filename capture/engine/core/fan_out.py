@@ -109,8 +109,8 @@ def _release(client: SendingClient, samples: FanOut) -> list[object]:
         return []
     EngineCoreRequestType = vllm_names.ENGINE_CORE_REQUEST_TYPE.get()
 
-    told = (EngineCoreRequestType.ABORT, [mark_sent(samples.key)])
-    return [client._send_input(*told, *(() if engine is None else (engine,))) for engine in samples.engines]
+    abort = (EngineCoreRequestType.ABORT, [mark_sent(samples.key)])
+    return [client._send_input(*abort, *(() if engine is None else (engine,))) for engine in samples.engines]
 
 
 class SharedWires:

@@ -48,11 +48,11 @@ def after_step(original: Function, end_overdue: Callable[[], Iterable[SentAway]]
         outputs, is_executed = original()
         for request, why in end_overdue():
             outputs = outputs or {}
-            told = _outputs(request, why)
+            output = _outputs(request, why)
             if (known := outputs.get(request.client_index)) is None:
-                outputs[request.client_index] = told
+                outputs[request.client_index] = output
             else:
-                known.outputs.extend(told.outputs)
+                known.outputs.extend(output.outputs)
                 known.finished_requests = {*(known.finished_requests or ()), request.request_id}
         return outputs, is_executed
 
@@ -69,8 +69,8 @@ def _outputs(request: Request, why: str) -> Any:
     EngineCoreOutputs = vllm_names.ENGINE_CORE_OUTPUTS.get()
     FinishReason = vllm_names.FINISH_REASON.get()
 
-    told = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=OVERLOADED + why)
-    return EngineCoreOutputs(outputs=[told], finished_requests={request.request_id})
+    output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=OVERLOADED + why)
+    return EngineCoreOutputs(outputs=[output], finished_requests={request.request_id})
 
 
 SESSION_ENDED = (

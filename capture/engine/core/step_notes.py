@@ -50,10 +50,10 @@ def end_requests(scheduler: Scheduler, endings: Mapping[str, str], made: dict[in
         if request is None or request.is_finished():
             continue
         scheduler.finish_requests(req_id, RequestStatus.FINISHED_STOPPED)
-        told = EngineCoreOutput(req_id, [], finish_reason=FinishReason.STOP, stop_reason=reason)
+        stopped = EngineCoreOutput(req_id, [], finish_reason=FinishReason.STOP, stop_reason=reason)
         if (outputs := made.get(request.client_index)) is None:
             outputs = made[request.client_index] = EngineCoreOutputs()
-        outputs.outputs.append(told)
+        outputs.outputs.append(stopped)
 
 
 def check_carrier() -> None:

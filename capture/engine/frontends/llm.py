@@ -72,7 +72,7 @@ def shut_down_before_errors(client: Closable) -> None:
     sys.excepthook = shut_down_and_show
 
 
-_PENDING_RESULTS = "_headgate_desk"
+_PENDING_RESULTS = "_headgate_pending_results"
 
 
 @dataclass(slots=True)
@@ -258,14 +258,14 @@ def _explain(engine: LLMEngine, pending: _PendingResults, refused: Iterable[Head
 
 def _collect(engine: LLMEngine, pending: _PendingResults, timeout_s: float) -> None:
     """Wait for all that finished, `timeout_s` together, and hand the results out."""
-    _tell_worker(engine)
+    _notify_worker(engine)
     deadline = time.monotonic() + timeout_s
     finished, pending.finished = pending.finished, []
     for output, ask in finished:
         attach_results(output, pending.front.wait(ask, deadline=deadline), pending.front.capture_reader.hidden_states)
 
 
-def _tell_worker(engine: LLMEngine) -> None:
+def _notify_worker(engine: LLMEngine) -> None:
     """An engine core inside this process takes a step only when asked to: the worker has yet to learn who finished."""
     core = getattr(engine.engine_core, "engine_core", None)
     if core is None:

@@ -24,7 +24,7 @@ from headgate.capture.engine.contracts.vllm_frontend import (
     RequestState,
 )
 from headgate.capture.engine.contracts.wire_format import NOTES_KEY, is_captured, wants_notes
-from headgate.capture.engine.requests.call_context import Notes, Slot, UntoldNotes
+from headgate.capture.engine.requests.call_context import Notes, Slot, UnsentNotes
 from headgate.capture.engine.requests.request_reader import RequestReader, read_notes
 from headgate.capture.engine.requests.sampling_params import HeadgateRequest, answer_fields
 
@@ -192,7 +192,7 @@ async def with_values(
         slot: Its place in an HTTP call, which gets the notes instead; its answer makes values of them.
     """
     if slot is not None:
-        slot.notes = UntoldNotes(lambda notes: read_notes(reader, headgate_request, notes))
+        slot.notes = UnsentNotes(lambda notes: read_notes(reader, headgate_request, notes))
     try:
         async for output in outputs:
             if slot is None or slot.notes is None:

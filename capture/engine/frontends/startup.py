@@ -112,7 +112,7 @@ def open_front_end(vllm_config: VllmConfig) -> FrontEnd | None:
     let_consumers_close(config.close_timeout_s)
     model = model_info(vllm_config)
     consumers = load_consumers(config)
-    logger.info("capture: %s; what can be captured: %s", _told(config, consumers), _sites_told(model))
+    logger.info("capture: %s; what can be captured: %s", _summary(config, consumers), _sites_text(model))
     return FrontEnd(
         config,
         model,
@@ -166,7 +166,7 @@ def open_parts(vllm_config: VllmConfig) -> dict[str, OpenPart]:
     }
 
 
-def _told(config: CaptureConsumersConfig, consumers: Mapping[str, type[CaptureConsumer]]) -> str:
+def _summary(config: CaptureConsumersConfig, consumers: Mapping[str, type[CaptureConsumer]]) -> str:
     """The consumers, where they run, and the host memory that their queues may take."""
     return ", ".join(
         f"consumer {spec.instance} (in the {consumers[spec.instance].location}, {spec.overload} when its queue of "
@@ -175,7 +175,7 @@ def _told(config: CaptureConsumersConfig, consumers: Mapping[str, type[CaptureCo
     )
 
 
-def _sites_told(model: ModelInfo) -> str:
+def _sites_text(model: ModelInfo) -> str:
     return ", ".join(
         hook if not layers else f"{hook} of {len(layers)} layers" for hook, layers in site_map(model.sites).items()
     )

@@ -233,9 +233,9 @@ def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerLay
         if residual and {layout.style for layout in layouts} == {"pair"}:
             first_layer = walk_paths(cls, layer, {hidden: True, residual: False})
             # without a residual, nothing is known of the norm that hands it on
-            told = layouts[0].first_norm
+            reported = layouts[0].first_norm
             layouts += [
-                replace(_Reading(path, hidden, residual, "pair").layout(), first_norm=told) for path in first_layer
+                replace(_Reading(path, hidden, residual, "pair").layout(), first_norm=reported) for path in first_layer
             ]
     except NotUnderstoodError as error:
         raise UnsupportedError(f"{where}: the residual stream cannot be followed: {error}") from error

@@ -56,7 +56,7 @@ class Notes:
             self.by_part.setdefault(part, []).extend(notes)
 
 
-class UntoldNotes:
+class UnsentNotes:
     """Notes about the samples of one engine request that its HTTP answer has not reported yet.
 
     Args:
@@ -142,7 +142,7 @@ class Slot:
     """
 
     results: CaptureResults | None = None
-    notes: UntoldNotes | None = None
+    notes: UnsentNotes | None = None
 
 
 @dataclass(slots=True)

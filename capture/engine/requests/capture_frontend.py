@@ -21,10 +21,10 @@ from headgate.capture.engine.requests import call_context
 from headgate.capture.engine.requests.call_context import HttpCall, current_call
 from headgate.capture.engine.requests.capture_request import (
     CaptureRequestReader,
+    add_messages,
     check_length,
     check_use,
     resolve,
-    tell_messages,
 )
 from headgate.capture.engine.requests.chat_messages import ChatMessages
 from headgate.capture.engine.requests.sampling_params import CAPTURE_MESSAGES, CaptureRequest
@@ -208,7 +208,7 @@ class FrontEnd:
                 raise RequestError(CAPTURE_MESSAGES, "needs a chat request (LLM.chat or /v1/chat/completions)")
             ask.messages.extend(messages.spans(CAPTURE_MESSAGES))
         if ask.messages:
-            resolved = tell_messages(resolved, self.consumers)
+            resolved = add_messages(resolved, self.consumers)
         check_length(params.max_tokens)
         if params.max_tokens is None:
             return resolved

@@ -159,7 +159,7 @@ class CaptureRequestReader:
             raise RequestError(CAPTURE_WAIT, f"expected true or false, got {shown(wait)}")
         specs = {} if raw is None else self._client_specs(raw, request_id)
         named = frozenset(specs)
-        tells_messages = _tells_messages(params, named)
+        wants_messages = _wants_messages(params, named)
         if call_context.read_form(read_field(params, RETURN_HIDDEN_STATES)) is not None:
             specs[self._hidden_states()] = call_context.SPEC
         is_explicit = bool(specs)
@@ -177,7 +177,7 @@ class CaptureRequestReader:
             wait=bool(wait),
             is_explicit=is_explicit,
             named=named,
-            messages=[] if tells_messages else None,
+            messages=[] if wants_messages else None,
             key=key,
         )
 
@@ -265,7 +265,7 @@ def _is_global(consumer: type[CaptureConsumer], params: Mapping[str, object]) ->
     return consumer.global_spec_param is None or params.get(consumer.global_spec_param) is not None
 
 
-def _tells_messages(params: SamplingParams, named: frozenset[str]) -> bool:
+def _wants_messages(params: SamplingParams, named: frozenset[str]) -> bool:
     value = read_field(params, CAPTURE_MESSAGES)
     if value is not None and value is not True:
         raise RequestError(CAPTURE_MESSAGES, f"expected true or false, got {shown(value)}")
@@ -320,11 +320,11 @@ def _with_messages_found(selector: PositionSelector, messages: ChatMessages, fie
     return selector
 
 
-def tell_messages(ask: CaptureRequest, consumers: Mapping[str, type[CaptureConsumer]]) -> CaptureRequest:
+def add_messages(ask: CaptureRequest, consumers: Mapping[str, type[CaptureConsumer]]) -> CaptureRequest:
     """Put the boundaries in ``ask.messages`` into the specs of the consumers that keep them."""
-    told = [{"role": one.role, "start": one.start, "stop": one.stop} for one in ask.messages or ()]
+    reported = [{"role": one.role, "start": one.start, "stop": one.stop} for one in ask.messages or ()]
     specs = {
-        name: replace(spec, options={**spec.options, "messages": told}) if consumers[name].takes_messages else spec
+        name: replace(spec, options={**spec.options, "messages": reported}) if consumers[name].takes_messages else spec
         for name, spec in ask.specs.items()
     }
     return msgspec.structs.replace(ask, specs=specs)

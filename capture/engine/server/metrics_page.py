@@ -100,13 +100,13 @@ def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
     yield from _consumer_families("headgate_capture_consumer", labels, consumers)
 
 
-class ToldFrontEnd(Protocol):
+class MeasuredFrontEnd(Protocol):
     """A `FrontEnd`, as far as its counters are concerned."""
 
     def stats(self) -> tuple[HubStats, DriverStats]: ...
 
 
-def front_end_families(front: ToldFrontEnd, api_server: int) -> Iterator[Family]:
+def front_end_families(front: MeasuredFrontEnd, api_server: int) -> Iterator[Family]:
     """Counters of an API server's own process, of the consumers in it, too; `api_server` counts from 0."""
     hub, drivers = front.stats()
     server = str(api_server)
@@ -165,9 +165,9 @@ def _own_families(
         for figure in consumer["figures"]:
             sample = Sample(labels=where, value=figure["value"])
             found.setdefault(figure["name"], []).append((figure, sample))
-    for name, told in sorted(found.items()):
-        kind, about = told[0][0]["kind"], told[0][0]["about"]
-        samples = tuple(sample for figure, sample in told if figure["kind"] == kind)
+    for name, reported in sorted(found.items()):
+        kind, about = reported[0][0]["kind"], reported[0][0]["about"]
+        samples = tuple(sample for figure, sample in reported if figure["kind"] == kind)
         yield Family(name=f"{prefix}_own_{name}", kind=kind, about=about, labels=labels, samples=samples)
 
 
@@ -247,11 +247,13 @@ async def _fetch_core(
     calls = [client._call_utility_async(METHOD, name, method, {}, engine=core) for name, method in methods.items()]
     found, *answers = await asyncio.gather(stats, *calls)
     workers = cast("Sequence[Mapping[str, Mapping[str, object] | None]]", found)
-    told = {
+    reported = {
         name: cast("Mapping[str, object]", cast("CoreAnswer", answer)["ok"])
         for name, answer in zip(methods, answers, strict=True)
     }
-    return {name: EngineStats(workers=[worker.get(name) for worker in workers], core=told.get(name)) for name in parts}
+    return {
+        name: EngineStats(workers=[worker.get(name) for worker in workers], core=reported.get(name)) for name in parts
+    }
 
 
 def _age(seconds: float) -> Family:

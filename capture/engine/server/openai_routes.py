@@ -122,9 +122,9 @@ def _complete_response(response: object, call: HttpCall) -> None:
         setattr(response, RESULTS, results)
     if states := states_of(call):
         setattr(response, ATTRIBUTE, states[-1][1])
-    told = [_plain_values(slot.notes.take(0)) for slot in call.slots if slot.notes is not None]
-    for name in told[0] if told else ():
-        setattr(response, name, told[0][name] if len(told) == 1 else [values[name] for values in told])
+    reported = [_plain_values(slot.notes.take(0)) for slot in call.slots if slot.notes is not None]
+    for name in reported[0] if reported else ():
+        setattr(response, name, reported[0][name] if len(reported) == 1 else [values[name] for values in reported])
 
 
 async def _stream_events(
@@ -163,17 +163,17 @@ def _content(chunk: str) -> dict[str, Any]:
 
 def _with_values(chunk: str, call: HttpCall) -> str:
     """Return a chunk with the values that are there for its choices."""
-    untold = _untold(call)
-    if not untold or not chunk.startswith("data: {"):
+    unreported = _unreported(call)
+    if not unreported or not chunk.startswith("data: {"):
         return chunk
     content = _content(chunk)
-    choices = [choice for choice in content.get("choices") or () if choice.get("index") in untold]
+    choices = [choice for choice in content.get("choices") or () if choice.get("index") in unreported]
     for choice in choices:
         choice.update(_values_of(call, choice["index"]))
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n" if choices else chunk
 
 
-def _untold(call: HttpCall) -> list[int]:
+def _unreported(call: HttpCall) -> list[int]:
     """Return the choices that there are untold values for."""
     return [
         number * call.num_samples + index
@@ -197,13 +197,13 @@ def _plain_values(values: Document) -> dict[str, Any]:
 
 def _last_chunk(first: Document, call: HttpCall) -> Document | None:
     results = plain_results(call)
-    told: dict[int, dict[str, object]] = {index: {ATTRIBUTE: state} for index, state in states_of(call)}
-    for index in _untold(call):
-        told.setdefault(index, {}).update(_values_of(call, index))
-    if results is None and not told:
+    reported: dict[int, dict[str, object]] = {index: {ATTRIBUTE: state} for index, state in states_of(call)}
+    for index in _unreported(call):
+        reported.setdefault(index, {}).update(_values_of(call, index))
+    if results is None and not reported:
         return None
     empty: dict[str, object] = {"delta": {}} if str(first.get("object")).startswith("chat") else {"text": ""}
-    choices = [{"index": index, **empty, "finish_reason": None, **told[index]} for index in sorted(told)]
+    choices = [{"index": index, **empty, "finish_reason": None, **reported[index]} for index in sorted(reported)]
     chunk = {**{name: first.get(name) for name in ("id", "object", "created", "model")}, "choices": choices}
     return chunk if results is None else {**chunk, RESULTS: results}
 
@@ -243,9 +243,9 @@ def plain_result(instance: str, result: CaptureResult) -> dict[str, object]:
         return msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(result, payload=payload)))  # type: ignore[no-any-return]
     except Exception as error:  # noqa: BLE001  (payload and summary are the consumer's; any failure is its own)
         text = f"consumer {instance!r}: its payload, a {type(result.payload).__name__}, is not JSON: {error}"
-        told = f"{result.error}; {text}" if result.error else text
+        reported = f"{result.error}; {text}" if result.error else text
         status = "partial_error" if result.status == "ok" else result.status
-        plain = msgspec.structs.replace(result, status=status, error=told, payload=None)
+        plain = msgspec.structs.replace(result, status=status, error=reported, payload=None)
         return msgspec.to_builtins(plain)  # type: ignore[no-any-return]
 
 

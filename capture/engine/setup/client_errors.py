@@ -101,5 +101,5 @@ async def answer_refused(request: Request, error: Any) -> JSONResponse:
     from starlette.responses import JSONResponse
 
     status = HTTPStatus(error.status_code)
-    told = {"message": error.detail, "type": status.phrase, "param": error.field, "code": status.value}
-    return JSONResponse({"error": told}, status.value, headers=error.headers)
+    reported = {"message": error.detail, "type": status.phrase, "param": error.field, "code": status.value}
+    return JSONResponse({"error": reported}, status.value, headers=error.headers)

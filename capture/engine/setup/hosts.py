@@ -77,9 +77,9 @@ def listening(config: VllmConfig) -> Listening | None:
 
 def setup_of(config: VllmConfig) -> dict[str, str]:
     """Return what all processes of an engine must have alike: releases, and a digest of each section."""
-    told = {name: json.dumps(document, sort_keys=True, default=str) for name, document in sections(config).items()}
-    told["compiler"] = repr(compiler_config(config))
-    digests = {f"section {name}": hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in told.items()}
+    reported = {name: json.dumps(document, sort_keys=True, default=str) for name, document in sections(config).items()}
+    reported["compiler"] = repr(compiler_config(config))
+    digests = {f"section {name}": hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in reported.items()}
     releases = {f"release of {name}": version for name, version in versions().items()}
     return {**releases, **digests, "byte order": sys.byteorder}
 

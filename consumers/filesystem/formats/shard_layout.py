@@ -182,7 +182,7 @@ class Shard:
     def leave(self) -> None:
         """Add nothing any more. Once the rest is written, the shard's folder is passed to `left`."""
         self._is_left = True
-        self._tell_if_left()
+        self._report_if_left()
 
     def sync(self) -> None:
         """Write what was added since the last call: rows, then the index.
@@ -207,9 +207,9 @@ class Shard:
         finally:
             self._pending.clear()
             self._pending_rows = 0
-            self._tell_if_left()
+            self._report_if_left()
 
-    def _tell_if_left(self) -> None:
+    def _report_if_left(self) -> None:
         if self._is_left and not self._pending and self._left is not None:
             self._left(Path(self._path))
 

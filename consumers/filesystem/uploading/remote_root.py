@@ -109,11 +109,11 @@ class RemoteRoot:
         urls = [self._store.url("/".join((self._store.root, *path.parts))) for path in paths]
         answer = UploadAnswer(outcome, payload, urls)
         if payload["layout"] == "shards":
-            answer.tell()  # its shard grows on
+            answer.report()  # its shard grows on
             return
         unit = UploadUnit(self.path, paths[0].parts if payload["layout"] == "request" else paths[0].parent.parts)
         self._uploader.add(unit, answer)
         if self._uploader.is_failing:
-            answer.tell()
+            answer.report()
         else:
             self._patience.add(answer)

@@ -210,7 +210,7 @@ class UploadAnswer:
         self._payload = payload
         self._urls = urls
 
-    def tell(self, urls: list[str] | None = None) -> None:
+    def report(self, urls: list[str] | None = None) -> None:
         """Give the result: with `urls`, the files are there; without, they wait on this machine."""
         is_uploaded = urls is not None
         facts = {"paths": urls or self._urls, "uploaded": is_uploaded}
@@ -256,7 +256,7 @@ class Patience:
 
     def _run(self) -> None:
         while (answer := self._next()) is not None:
-            answer.tell()
+            answer.report()
 
     def _next(self) -> UploadAnswer | None:
         """The next answer whose time has come; None after the last one."""
@@ -441,7 +441,7 @@ class Uploader:
             if urls is not None:
                 self._remove(unit)  # first: who has the result may send the same name again
                 if answer is not None:
-                    answer.tell(urls)
+                    answer.report(urls)
                 return
             if self._numbering:
                 continue

@@ -205,18 +205,18 @@ class Drives:
     Args:
         columns: The columns that they can have.
         reservations: Reserves slots.
-        tell: Sends these programs to the workers.
+        notify: Sends these programs to the workers.
     """
 
     def __init__(
         self,
         columns: Sequence[int],
         reservations: Reservations[str],
-        tell: Callable[[Sequence[Mapping[str, Any]]], None],
+        notify: Callable[[Sequence[Mapping[str, Any]]], None],
     ) -> None:
         self._free = list(columns)
         self._reservations = reservations
-        self._tell = tell
+        self._notify = notify
         self._known: dict[bytes, Drive] = {}
         """By the key of the content, the one that was used the longest time ago first."""
         self._serials = count()
@@ -237,7 +237,7 @@ class Drives:
         made = Drive(column, driven(content, column), next(self._serials))
         self._reservations.keep_module(_key(column), demand_of_both(made.program), FIELD)
         try:
-            self._tell([*(drive.to_worker() for drive in self._known.values()), made.to_worker()])
+            self._notify([*(drive.to_worker() for drive in self._known.values()), made.to_worker()])
         except BaseException:
             self._reservations.release_module(_key(column))
             raise

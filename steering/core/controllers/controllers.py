@@ -232,14 +232,14 @@ def open_controllers(
         raise ConfigError(f"{_PLACE}: {error}") from error
     readers = [each.reader.to_worker() for each in running]
 
-    def tell(drives: Sequence[Mapping[str, Any]]) -> None:
+    def notify(drives: Sequence[Mapping[str, Any]]) -> None:
         rules.set_beside([*readers, *drives])
 
-    tell(())
+    notify(())
     state.rules.reserve(each.name for each in running)
     host.start({each.name: each.reader.numbers for each in running})
     driven = range(first + MAX_READ, first + MAX_READ + MAX_DRIVEN)
-    drives = Drives(driven, reservations, tell)
+    drives = Drives(driven, reservations, notify)
     for each in running:
         logger.info("steering: controller %s, for %s", each.name, each.spec.applies_to)
     coefficients = Coefficients(drives, services, state.limits)

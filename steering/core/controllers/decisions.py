@@ -24,8 +24,8 @@ from headgate.steering.controllers.actions import (
     SingleAction,
     Stop,
     are_places,
+    described,
     read_action,
-    told,
 )
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import FIELD
@@ -78,7 +78,7 @@ class Outcomes:
             reason: Why; None if it was applied.
         """
         noted = [(req_id, first) for req_id, first in firsts.items() if req_id in self.traced]
-        done = told(action) if noted and action is not None else None
+        done = described(action) if noted and action is not None else None
         for req_id, first in noted:
             note = {"position": first, "controller": controller, "action": done, "outcome": outcome}
             self._notes.setdefault(req_id, []).append(note if reason is None else {**note, "reason": reason})

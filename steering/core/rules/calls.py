@@ -16,10 +16,10 @@ from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.core.rules.step_readings import RequestReadings
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.gates.gate import Rule, fields_of_rule, rule_key
-from headgate.steering.gates.step_table import ToldCounts
+from headgate.steering.gates.step_table import ReportedCounts
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
-Tell = Callable[[str, Mapping[str, Any], Mapping[str, Any]], None]
+Notify = Callable[[str, Mapping[str, Any], Mapping[str, Any]], None]
 """Has all workers do a method with arguments, or undo it with others."""
 
 
@@ -64,7 +64,7 @@ class RuleCalls:
         state: The engine core's.
         reservations: Reserves slots.
         services: Asks for block keys anew.
-        tell: Notifies the workers.
+        notify: Notifies the workers.
         readings: Readings of steps, for which a change counts from the next step on.
 
     Attributes:
@@ -77,14 +77,14 @@ class RuleCalls:
         state: RuleState,
         reservations: Reservations[str],
         services: CoreServices,
-        tell: Tell,
+        notify: Notify,
         readings: RequestReadings,
     ) -> None:
         self._readings = readings
         self._state = state
         self._reservations = reservations
         self._services = services
-        self._tell = tell
+        self._notify = notify
         self._beside: Sequence[Mapping[str, Any]] = ()
         self.controller_status: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
         self.queue_status: Callable[[], Mapping[str, int] | None] = lambda: None
@@ -147,7 +147,7 @@ class RuleCalls:
         """Have the workers and the state change to `rules`, between two steps; no step is in flight."""
         self._readings.settle()
         earlier = self._state.rules.all()
-        self._tell("set_rules", self._to_workers(rules.values()), self._to_workers(earlier))
+        self._notify("set_rules", self._to_workers(rules.values()), self._to_workers(earlier))
         self._state.rules.put(rules)
         self._state.version += 1
         self._readings.change_rules(self._services.rekey_running())
@@ -162,14 +162,14 @@ class RuleCalls:
             Exception: What a worker raised. Nothing has changed.
         """
         rules = self._state.rules.all()
-        self._tell("set_rules", self._to_workers(rules, programs), self._to_workers(rules))
+        self._notify("set_rules", self._to_workers(rules, programs), self._to_workers(rules))
         self._beside = tuple(programs)
 
     def gate_rows(self) -> dict[str, int]:
         """Return the rows that the gates of requests wrote, by name; workers are asked what they have counted."""
         if self._readings.awaits_counts:
             for counts in self._services.call_workers("ask_counts", {}):
-                self._readings.take_counts(cast("list[ToldCounts]", counts))
+                self._readings.take_counts(cast("list[ReportedCounts]", counts))
         return dict(self._readings.counts.gates)
 
     def rule_rows(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.gate import COUNT, FOLLOWING, Gate, layout_of
-from headgate.steering.gates.step_table import RequestSignals, StepTable, ToldCounts
+from headgate.steering.gates.step_table import ReportedCounts, RequestSignals, StepTable
 from headgate.steering.gates.trace import BEFORE, NEVER, GateSource, Note, TraceLog, TraceWriter
 from headgate.steering.vectors.dtypes import Float32Rows
 
@@ -97,7 +97,7 @@ class CountedGates:
     def __init__(self, names: Sequence[str], columns: Sequence[int]) -> None:
         self.names = tuple(names)
         self._columns = [column + COUNT for column in columns]
-        self._told = [0] * len(columns)
+        self._reported = [0] * len(columns)
 
     def more(self, states: Float32Rows, *, is_last: bool) -> list[int]:
         """Return how many more rows each gate wrote.
@@ -107,8 +107,8 @@ class CountedGates:
             is_last: Whether its counts begin anew after this.
         """
         counts = [int(count) for count in np.nan_to_num(states[self._columns]).tolist()]
-        more = [count - told for count, told in zip(counts, self._told, strict=True)]
-        self._told = [0] * len(counts) if is_last else counts
+        more = [count - reported for count, reported in zip(counts, self._reported, strict=True)]
+        self._reported = [0] * len(counts) if is_last else counts
         return more
 
 
@@ -336,7 +336,7 @@ class StepCounts:
             self._own[req_id] = own
         self._known = object()
 
-    def take_counts(self, counts: Iterable[ToldCounts]) -> None:
+    def take_counts(self, counts: Iterable[ReportedCounts]) -> None:
         """Take what workers have counted by themselves."""
         for req_id, states, is_last, has_ended in counts:
             own = self._own.get(req_id)
@@ -420,15 +420,15 @@ class StepCounts:
             end += count
             rules, since = self._rules.acting(req_id), max(self._since.get(req_id, 0), first)
             if rules and since < first + count:
-                told = RequestSignals(req_id, since, step.signals[end - (first + count - since) : end])
-                groups.setdefault(id(rules), (rules, []))[1].append(told)
+                reported = RequestSignals(req_id, since, step.signals[end - (first + count - since) : end])
+                groups.setdefault(id(rules), (rules, []))[1].append(reported)
         for rules, members in groups.values():
-            are_all = sum(len(told.signals) for told in members) == len(step.signals)
-            rows = step.signals if are_all else np.concatenate([told.signals for told in members])
+            are_all = sum(len(reported.signals) for reported in members) == len(step.signals)
+            rows = step.signals if are_all else np.concatenate([reported.signals for reported in members])
             self._counts.add_rules([rule for rule in rules if not rule.is_counted_apart], rows)
             for rule in (rule for rule in rules if rule.is_counted_apart):
-                for told in members:
-                    self._counts.rules[rule.name] += sum(self._written(rule, told.req_id).count(told))
+                for reported in members:
+                    self._counts.rules[rule.name] += sum(self._written(rule, reported.req_id).count(reported))
 
     def _written(self, rule: KeptRule, req_id: str) -> Written:
         """Return the counter of a request's rows for a rule whose strength may act on the row after."""
@@ -461,14 +461,14 @@ class DecodedTraces:
         whose = np.array([one for plan in plans for one in plan.whose], np.int64)
         (self._held,), (self._never,) = (whose == BEFORE).nonzero(), (whose == NEVER).nonzero()
         ends = (4 * np.cumsum(sizes)).tolist()
-        self._told = [
+        self._reported = [
             (ids[at], plan.scores, plan.gates, slice(end - 4 * size, end))
             for (at, _), plan, size, end in zip(writers, plans, sizes, ends, strict=True)
         ]
         self._before: StepTable | None = None
         """The last step."""
 
-    def tells(self, step: StepTable) -> bool:
+    def covers(self, step: StepTable) -> bool:
         """Whether it covers a step: one of a new generated row of each of its requests."""
         is_ours = step.has_one_row_each and self._ids == step.ids
         return is_ours and not np.count_nonzero(step.firsts[self._at] < self._next)
@@ -481,10 +481,10 @@ class DecodedTraces:
         if len(self._never):
             values[self._never] = 0.0
         firsts = step.firsts[self._at]
-        self._before, self._next, told = step, firsts + 1, values.tobytes()
+        self._before, self._next, reported = step, firsts + 1, values.tobytes()
         return {
-            req_id: {"first": first, "rows": 1, "scores": scores, "gates": gates, "values": told[part]}
-            for (req_id, scores, gates, part), first in zip(self._told, firsts.tolist(), strict=True)
+            req_id: {"first": first, "rows": 1, "scores": scores, "gates": gates, "values": reported[part]}
+            for (req_id, scores, gates, part), first in zip(self._reported, firsts.tolist(), strict=True)
         }
 
     def leave(self) -> None:
@@ -578,14 +578,14 @@ class StepTraces:
         """Write the pieces; a step of one generated row each costs little, since it comes for each token."""
         known = self._known
         if self._decoded is not None and (
-            discarded or self._decoded[0] is not known or not self._decoded[1].tells(step)
+            discarded or self._decoded[0] is not known or not self._decoded[1].covers(step)
         ):
             self._decoded[1].leave()
             self._decoded = None
         if self._decoded is None and step.has_one_row_each and not discarded:
             found = [(at, writer) for at, one in enumerate(step.ids) if (writer := self._writers.get(one)) is not None]
             decoded = DecodedTraces(step.ids, found)
-            self._decoded = (known, decoded) if decoded.tells(step) else None
+            self._decoded = (known, decoded) if decoded.covers(step) else None
         if self._decoded is not None:
             return self._decoded[1].notes(step)
         notes: dict[str, Note] = {}
@@ -696,7 +696,7 @@ class RequestReadings:
         self._latching.pop(req_id, None)
         self._counting.forget(req_id)
 
-    def take_counts(self, counts: Iterable[ToldCounts]) -> None:
+    def take_counts(self, counts: Iterable[ReportedCounts]) -> None:
         """Take what workers have counted; see `StepCounts.take_counts`."""
         self._counting.take_counts(counts)
 

@@ -241,7 +241,7 @@ class DrivenStrengths:
         self.is_settled = True
         self._named: tuple[tuple[str, ...], Int64Array] = ((), self.serials)
         """The requests that were asked for last, and the number of each."""
-        self._told: _NamedRequests | None = None
+        self._last_named: _NamedRequests | None = None
         """Requests of the last changes; None once numbers have changed."""
         self._batch: GatedBatch | None = None
         self._members: dict[int, _Members] = {}
@@ -260,20 +260,20 @@ class DrivenStrengths:
             column = self.by_column.get(piece.column)
             if column is None:
                 column = self.by_column[piece.column] = DrivenColumn(len(self.serials), self._num_slots)
-            told = self._told_by(piece.req_ids)
-            if piece.column not in told.columns:
-                fresh |= dict.fromkeys(self._begin(piece, column, told))
-                told = self._told_by(piece.req_ids)
-            numbers = told.numbers if len(piece.whose) == len(piece.req_ids) else told.numbers[piece.whose]
-            column.set(numbers, told.serials, piece, self.serials)
+            named = self._named_by(piece.req_ids)
+            if piece.column not in named.columns:
+                fresh |= dict.fromkeys(self._begin(piece, column, named))
+                named = self._named_by(piece.req_ids)
+            numbers = named.numbers if len(piece.whose) == len(piece.req_ids) else named.numbers[piece.whose]
+            column.set(numbers, named.serials, piece, self.serials)
         self.is_settled = False
         return list(fresh)
 
-    def _begin(self, piece: ColumnChanges, column: DrivenColumn, told: _NamedRequests) -> list[str]:
+    def _begin(self, piece: ColumnChanges, column: DrivenColumn, named: _NamedRequests) -> list[str]:
         """Give the requests of changes numbers; return the ones that were not driven in the column before."""
-        is_driven = column.is_driven(told.numbers)
+        is_driven = column.is_driven(named.numbers)
         if np.count_nonzero(is_driven) == len(is_driven):
-            told.columns.add(piece.column)
+            named.columns.add(piece.column)
             return []
         fresh = [piece.req_ids[at] for at in piece.whose[~is_driven[piece.whose]].tolist()]
         for req_id in fresh:
@@ -356,19 +356,19 @@ class DrivenStrengths:
 
     def _renumbered(self) -> None:
         self._named = ((), self._named[1])
-        self._told = None
+        self._last_named = None
         self._forget_members()
 
     def _forget_members(self) -> None:
         self._members.clear()
         self._joined.clear()
 
-    def _told_by(self, req_ids: tuple[str, ...]) -> _NamedRequests:
-        told = self._told
-        if told is None or told.req_ids is not req_ids:
+    def _named_by(self, req_ids: tuple[str, ...]) -> _NamedRequests:
+        named = self._last_named
+        if named is None or named.req_ids is not req_ids:
             numbers = self._numbers_of(req_ids)
-            told = self._told = _NamedRequests(req_ids, numbers, self.serials[numbers], set())
-        return told
+            named = self._last_named = _NamedRequests(req_ids, numbers, self.serials[numbers], set())
+        return named
 
     def _numbers_of(self, req_ids: tuple[str, ...]) -> Int64Array:
         """Return the number of each of some requests, int64 ``[n]``."""

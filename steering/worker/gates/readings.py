@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.steering.gates.gate import FOLLOWING
-from headgate.steering.gates.step_table import ToldCounts, spread
+from headgate.steering.gates.step_table import ReportedCounts, spread
 from headgate.steering.programs.codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.requests import GatedBatch, GatedRequest, GateRows, GateSlots
@@ -30,7 +30,7 @@ from headgate.steering.worker.transfers import PinnedCopies, PinnedCopy, inferen
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountPiece:
-    """`ToldCounts` of some requests, on the way to the host or there: states float32 ``[n, columns]``, one of each."""
+    """`ReportedCounts` of some requests, on the way to the host: states float32 ``[n, columns]``, one of each."""
 
     req_ids: Sequence[str]
     states: PinnedCopy | Float32Rows
@@ -39,14 +39,14 @@ class CountPiece:
 
     @property
     def is_there(self) -> bool:
-        """Whether `told` returns at once."""
+        """Whether `reported` returns at once."""
         return not isinstance(self.states, PinnedCopy) or self.states.is_there
 
-    def told(self) -> list[ToldCounts]:
+    def reported(self) -> list[ReportedCounts]:
         """Return the counts as they are sent to the engine core. To be called once; waits for the copy. Any thread."""
         states = self.states.take() if isinstance(self.states, PinnedCopy) else self.states
         return [
-            ToldCounts(req_id, each, self.is_last, self.has_ended)
+            ReportedCounts(req_id, each, self.is_last, self.has_ended)
             for req_id, each in zip(self.req_ids, states, strict=True)
         ]
 
@@ -82,7 +82,7 @@ class WrittenCounts:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def ask(self) -> list[ToldCounts]:
+    def ask(self) -> list[ReportedCounts]:
         """Return what was read and is there. Of requests that run, the rest comes with a later step.
 
         While none runs there may be no later step: then everything is waited for.
@@ -94,7 +94,7 @@ class WrittenCounts:
                 self._read([*running], self._states[index], is_last=False, has_ended=False)
         there = [piece for piece in self._pieces if not running or piece.is_there]
         self._pieces = [piece for piece in self._pieces if piece not in there]
-        return [told for piece in there for told in piece.told()]
+        return [reported for piece in there for reported in piece.reported()]
 
     def _slot_of(self, req_id: str) -> int | None:
         """Return the slot of a request that counts; None if it has none."""
@@ -106,7 +106,7 @@ class WrittenCounts:
         self._pieces.append(CountPiece(req_ids, found, is_last, has_ended))
 
 
-class ToldColumns:
+class ReportedColumns:
     """The columns of signals that the host reads.
 
     Args:
@@ -146,24 +146,24 @@ class SignalRows:
         batch_rows: As given.
         columns: As given.
         num_columns: C.
-        told: int64 ``[K]``: the columns that are copied; None if all are.
+        reported: int64 ``[K]``: the columns that are copied; None if all are.
     """
 
     def __init__(
-        self, signals: Tensor, batch_rows: Int64Array, columns: ToldColumns, copies: PinnedCopies | None
+        self, signals: Tensor, batch_rows: Int64Array, columns: ReportedColumns, copies: PinnedCopies | None
     ) -> None:
         self.batch_rows, self.columns, self.num_columns = batch_rows, columns, signals.shape[1]
         are_first = np.array_equal(batch_rows, np.arange(len(batch_rows)))
         self._signals = signals[: len(batch_rows)] if are_first else signals
         self._index = None if are_first else sent(batch_rows, signals.device)
         is_large = len(batch_rows) * self.num_columns * signals.element_size() > LARGE_BYTES
-        self.told: Int64Array | None = columns.columns if is_large else None
+        self.reported: Int64Array | None = columns.columns if is_large else None
         self._copies = copies
 
     def copy(self) -> PinnedCopy | Float32Rows:
         """Copy them to the host, on the current stream; returns the copy, or one that is under way."""
         found = self._signals if self._index is None else self._signals[self._index]
-        if self.told is not None:
+        if self.reported is not None:
             found = found.index_select(1, self.columns.on_device)
         if self._copies is not None:
             return self._copies.start(found)
@@ -181,11 +181,11 @@ class StepSignals:
     Attributes:
         rows: As given.
         num_columns: C.
-        told: int64 ``[K]``: the columns that were copied; None if all were.
+        reported: int64 ``[K]``: the columns that were copied; None if all were.
     """
 
     def __init__(self, rows: GateRows, copied: SignalRows) -> None:
-        self.rows, self.num_columns, self.told = rows, copied.num_columns, copied.told
+        self.rows, self.num_columns, self.reported = rows, copied.num_columns, copied.reported
         self._values = copied.copy()
         self._lock = Lock()
 
@@ -201,7 +201,7 @@ class StepSignals:
         at = self.rows.req_ids.index(req_id)
         start = int(self.rows.counts[:at].sum())
         values = self.values()[start : start + int(self.rows.counts[at])]
-        return int(self.rows.firsts[at]), spread(values, self.told, self.num_columns)
+        return int(self.rows.firsts[at]), spread(values, self.reported, self.num_columns)
 
 
 class SignalCopier:
@@ -217,26 +217,26 @@ class SignalCopier:
         self._copies = copies
         self._starts: Int64Array | None = None
         """First batch rows of the last step; steps that go on have the same array object."""
-        self._told: GateRows | None = None
+        self._reported: GateRows | None = None
         self._copied: SignalRows | None = None
         """Signals of that step's rows."""
 
     def copy(self, rows: GateRows, batch: GatedBatch) -> StepSignals:
         """Copy the signals of a step's rows that are sent; there are some."""
-        if self._told is None or self._copied is None or self._starts is not rows.starts:
-            told = rows.part(batch.told_at)
-            self._copied = self._rows_to_copy(told, batch)
+        if self._reported is None or self._copied is None or self._starts is not rows.starts:
+            reported = rows.part(batch.reported_at)
+            self._copied = self._rows_to_copy(reported, batch)
         else:
-            are_all = len(batch.told_at) == len(rows.req_ids)
-            told = rows if are_all else self._told._replace(firsts=rows.firsts[batch.told_at])
-        self._told, self._starts = told, rows.starts
-        return StepSignals(told, self._copied)
+            are_all = len(batch.reported_at) == len(rows.req_ids)
+            reported = rows if are_all else self._reported._replace(firsts=rows.firsts[batch.reported_at])
+        self._reported, self._starts = reported, rows.starts
+        return StepSignals(reported, self._copied)
 
-    def _rows_to_copy(self, told: GateRows, batch: GatedBatch) -> SignalRows:
+    def _rows_to_copy(self, reported: GateRows, batch: GatedBatch) -> SignalRows:
         """Return the rows to copy; indices that the device has are not sent again."""
-        known, index = self._copied, told.batch_rows
-        if known is None or not np.array_equal(known.columns.columns, batch.told):
-            return SignalRows(self._all, index, ToldColumns(batch.told, self._all.device), self._copies)
+        known, index = self._copied, reported.batch_rows
+        if known is None or not np.array_equal(known.columns.columns, batch.reported):
+            return SignalRows(self._all, index, ReportedColumns(batch.reported, self._all.device), self._copies)
         if np.array_equal(known.batch_rows, index):
             return known
         return SignalRows(self._all, index, known.columns, self._copies)
@@ -257,16 +257,18 @@ class SignalReadings:
     def collect(self) -> dict[str, Any]:
         """Return the requests, the position of the first row and the number of rows of each, and their signals.
 
-        All of it is left out if no rows are sent. ``written``, if there are any, are `ToldCounts`.
+        All of it is left out if no rows are sent. ``written``, if there are any, are `ReportedCounts`.
 
         ``ids`` are a tuple; ``firsts`` and ``counts`` int64 ``[G]``; ``has_one_each`` says that all counts are 1.
-        ``values``, float32, are the signals of all rows, in all ``columns`` if ``told`` is None, else in those whose
-        indices it has, int64 ``[K]``.
+        ``values``, float32, are the signals of all rows, in all ``columns`` if ``reported`` is None, else in those
+        whose indices it has, int64 ``[K]``.
         """
-        written = {"written": [told for piece in self._written for told in piece.told()]} if self._written else {}
+        written = (
+            {"written": [reported for piece in self._written for reported in piece.reported()]} if self._written else {}
+        )
         if self._signals is None:
             return written
-        rows, values, told = self._signals.rows, self._signals.values(), self._signals.told
+        rows, values, reported = self._signals.rows, self._signals.values(), self._signals.reported
         return {
             **written,
             "ids": rows.req_ids,
@@ -274,7 +276,7 @@ class SignalReadings:
             "counts": rows.counts,
             "has_one_each": rows.has_one_each,
             "columns": self._signals.num_columns,
-            "told": told,
+            "reported": reported,
             "values": values,
         }
 

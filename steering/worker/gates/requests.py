@@ -56,14 +56,14 @@ class GatedRequest:
         num_prompt: Tokens of its prompt.
         early: First columns of gates that act at sites before they are evaluated.
         of_rules: The columns of `early` that belong to rules: they may not have been there on earlier rows.
-        told: Columns of its rows that the host reads.
+        reported: Columns of its rows that the host reads.
         is_counted: Whether the count in its states is all that the host reads of it, when it ends or on request.
     """
 
     num_prompt: int
     early: tuple[int, ...]
     of_rules: frozenset[int] = frozenset()
-    told: frozenset[int] = frozenset()
+    reported: frozenset[int] = frozenset()
     is_counted: bool = False
 
 
@@ -85,7 +85,7 @@ def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | 
     columns = _Columns.joined([*of_own, *of_rules])
     early = tuple(sorted(columns.early))
     is_counted = own.is_counted and not (own.is_captured or rules or early)
-    return GatedRequest(own.num_prompt, early, _Columns.joined(of_rules).early, columns.told, is_counted)
+    return GatedRequest(own.num_prompt, early, _Columns.joined(of_rules).early, columns.reported, is_counted)
 
 
 class _Columns(NamedTuple):
@@ -93,12 +93,12 @@ class _Columns(NamedTuple):
 
     Attributes:
         early: The first ones of gates that act at sites before they are evaluated.
-        told: The ones that the host reads: the strengths of gates, to count and to pass on; and scores, if they are
+        reported: The ones that the host reads: the strengths of gates, to count and to pass on; and scores, if they are
             passed on, or for the controller whose program has nothing but them.
     """
 
     early: frozenset[int] = frozenset()
-    told: frozenset[int] = frozenset()
+    reported: frozenset[int] = frozenset()
 
     @classmethod
     def joined(cls, each: Sequence[_Columns]) -> _Columns:
@@ -114,17 +114,17 @@ _GATE, _SCORE = int(Code.GATE), int(Code.SCORE)
 
 def _columns_of(program: Program, *, has_scores: bool) -> _Columns:
     early: set[int] = set()
-    told: set[int] = set()
+    reported: set[int] = set()
     has_scores = has_scores or not program.has_gates
     for code, _, _, field in program.codes.tolist():
         kind = code & CODE_MASK
         if kind == _GATE:
-            told.update(range(change_index(code), change_index(code) + GATE_COLUMNS))
+            reported.update(range(change_index(code), change_index(code) + GATE_COLUMNS))
         elif kind == _SCORE and has_scores:
-            told.add(change_index(code))
+            reported.add(change_index(code))
         if field & EARLY:
             early.add(gate_column(field))
-    return _Columns(frozenset(early), frozenset(told))
+    return _Columns(frozenset(early), frozenset(reported))
 
 
 class GateRows(NamedTuple):
@@ -269,11 +269,11 @@ class GatedBatch:
         self._num_prompt = np.array([request.num_prompt for request in self.requests], np.int64)
         self.has_early = any(request.early for request in self.requests)
         at = [place for place, request in enumerate(self.requests) if not request.is_counted]
-        self.told_at = np.array(at, np.int64)
+        self.reported_at = np.array(at, np.int64)
         """Places of the requests whose rows are sent to the host."""
-        self.told_requests = tuple(self.requests[place] for place in at)
-        told = frozenset[int]().union(*(request.told for request in self.told_requests))
-        self.told = np.array(sorted(told), np.int64)
+        self.reported_requests = tuple(self.requests[place] for place in at)
+        reported = frozenset[int]().union(*(request.reported for request in self.reported_requests))
+        self.reported = np.array(sorted(reported), np.int64)
         """Columns of their rows that the host reads."""
 
     def rows(self, view: BatchView) -> GateRows:

@@ -11,7 +11,7 @@ import torch
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.steering.gates.coefficient_changes import CoefficientChanges
-from headgate.steering.gates.step_table import ToldCounts
+from headgate.steering.gates.step_table import ReportedCounts
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.driven import DrivenStrengths, Places
 from headgate.steering.worker.gates.readings import (
@@ -97,8 +97,8 @@ class StepGates:
         copies = PinnedCopies() if device.type == "cuda" else None
         self._copier = SignalCopier(self.tensors.signals, copies)
         # What other ranks read would never be taken.
-        told_of = self._requests if is_output_rank else {}
-        self._counts = WrittenCounts(self.tensors.states, copies, self._slots, told_of)
+        reported_of = self._requests if is_output_rank else {}
+        self._counts = WrittenCounts(self.tensors.states, copies, self._slots, reported_of)
         self._driven = DrivenStrengths(num_slots, num_columns)
         self._tokens = np.zeros((max_tokens, 2), np.int32)
         """As the device has them after the writes."""
@@ -247,18 +247,18 @@ class StepGates:
     def step_ends(self) -> None:
         """Copy what the gates of the step did, after its forward."""
         rows, batch = self._rows, self._batch
-        if rows is None or batch is None or not batch.told_requests:
+        if rows is None or batch is None or not batch.reported_requests:
             return
         self._signals = self._copier.copy(rows, batch)
         if batch.has_early:
-            self._history.keep(self._signals, batch.told_requests)
+            self._history.keep(self._signals, batch.reported_requests)
 
     def readings(self) -> SignalReadings | None:
         """Return what the engine core gets with the step that ended; None if nothing."""
         counts = self._counts.take()
         return SignalReadings(self._signals, counts) if counts or self._signals is not None else None
 
-    def ask_counts(self) -> list[ToldCounts]:
+    def ask_counts(self) -> list[ReportedCounts]:
         """Return what requests whose rows are not sent have counted, as far as it has arrived."""
         return self._counts.ask()
 

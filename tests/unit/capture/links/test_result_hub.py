@@ -15,7 +15,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from headgate.capture.links.hub import MAX_CLOSED_KEYS, Doors, ResultHub
+from headgate.capture.links.hub import MAX_CLOSED_KEYS, Inboxes, ResultHub
 from headgate.capture.links.messages import BeginMessage, FinishMessage, ResultMessage, encode
 from headgate.capture.links.peer import numbering
 from headgate.capture.links.sender import ZmqResultSender
@@ -334,11 +334,11 @@ def test_what_opens_with_the_hub_closes_with_it_and_a_failure_leaves_nothing(fol
     events: list[object] = []
     fails = [True]
 
-    def open_one(doors: Doors) -> object:
+    def open_one(doors: Inboxes) -> object:
         events.append(doors.address.startswith("ipc://"))
         return lambda timeout_s: events.append("closed") is None
 
-    def open_two(doors: Doors) -> object:
+    def open_two(doors: Inboxes) -> object:
         if fails.pop():
             raise RuntimeError("no")
         return lambda timeout_s: False

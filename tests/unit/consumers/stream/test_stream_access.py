@@ -115,13 +115,13 @@ def test_a_crowd_of_strangers_keeps_no_reader_waiting(said: bytes, monkeypatch: 
     monkeypatch.setattr(consumer, "FIRST_BYTES_S", 3600.0)
     with streaming() as stream, ExitStack() as strangers:
         sent = stream.send("one")
-        for _ in range(3 * consumer.MAX_GUESTS):
+        for _ in range(3 * consumer.MAX_HANDSHAKES):
             stranger = strangers.enter_context(parse_address(stream.address).connect())
             stranger.sendall(said)
         with StreamReader(stream.address, sites=SITE) as reader:
             assert facts([next(reader)]) == expected_facts([sent])
         names = [thread.name for thread in threading.enumerate()]
-    assert names.count("headgate-stream-guest") <= consumer.MAX_GUESTS
+    assert names.count("headgate-stream-candidate") <= consumer.MAX_HANDSHAKES
 
 
 def test_a_stranger_that_says_nothing_is_let_go_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

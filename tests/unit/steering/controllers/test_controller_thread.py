@@ -77,7 +77,7 @@ def test_a_late_step_is_waited_for_once_and_taken_when_it_is_done() -> None:
     assert thread.take() == []
     assert (thread.figures.steps, thread.figures.skipped, thread.figures.over_budget) == (1, 1, 1)
     go_on.set()
-    thread.tell(done.set)
+    thread.post(done.set)
     assert done.wait(TIMEOUT_S)
     assert names(thread.take()) == ["a"]
     assert thread.is_on
@@ -99,7 +99,7 @@ def test_one_that_is_late_again_and_again_is_switched_off() -> None:
         assert thread.take() == []
         events[-1].set()
         if at + 1 < module.MAX_OVER_BUDGET:
-            thread.tell(done.set)
+            thread.post(done.set)
             assert done.wait(TIMEOUT_S)
             thread.take()
 
@@ -188,7 +188,7 @@ def test_one_that_never_waits_is_called_at_once_and_without_a_thread() -> None:
         yield SetSteering(step.requests[0])
 
     thread = ControllerThread("prompt", Prompt(note), TIMEOUT_S)
-    thread.tell(lambda: callers.append(threading.current_thread()))
+    thread.post(lambda: callers.append(threading.current_thread()))
     thread.step(readings("a"))
 
     assert callers == [threading.current_thread()] * 2
@@ -208,7 +208,7 @@ def test_one_that_said_so_and_waits_gets_a_thread() -> None:
     assert names(thread.take()) == ["a"]
     done = threading.Event()
     thread.step(readings("b"))
-    thread.tell(done.set)
+    thread.post(done.set)
 
     assert done.wait(TIMEOUT_S)
     assert names(thread.take()) == ["b"]

@@ -186,7 +186,7 @@ def readings(req_id: str, first: int, signals: np.ndarray) -> dict[str, Any]:
         "counts": np.array([len(signals)]),
         "has_one_each": len(signals) == 1,
         "columns": signals.shape[1],
-        "told": None,
+        "reported": None,
         "values": signals.astype(np.float32),
     }
 

@@ -36,7 +36,7 @@ def readings(*rows: tuple[str, int, list[dict[int, float]]]) -> StepTable:
         "counts": np.array([len(told) for *_, told in rows], np.int64),
         "has_one_each": all(len(told) == 1 for *_, told in rows),
         "columns": COLUMNS,
-        "told": None,
+        "reported": None,
         "values": values,
     }
     return StepTable.of(wire)

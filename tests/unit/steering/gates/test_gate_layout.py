@@ -115,7 +115,7 @@ def test_readings_are_parted_by_request():
         "counts": np.array([1, 2]),
         "has_one_each": False,
         "columns": 2,
-        "told": None,
+        "reported": None,
         "values": values,
     }
 

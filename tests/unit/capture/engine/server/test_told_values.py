@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.requests.call_context import HttpCall, Notes, UntoldNotes
+from headgate.capture.engine.requests.call_context import HttpCall, Notes, UnsentNotes
 from headgate.capture.engine.server import openai_routes
 from headgate.capture.engine.server.openai_routes import answer_choices, answer_response
 from headgate.capture.schema.errors import RequestError
@@ -20,7 +20,7 @@ from headgate.capture.schema.errors import RequestError
 def call_of(num_prompts: int, num_samples: int = 1) -> HttpCall:
     call = HttpCall(num_samples=num_samples)
     for _ in range(num_prompts):
-        call.expect().notes = UntoldNotes(lambda notes: {"told": notes.by_part.get("reading", []), "end": notes.end})
+        call.expect().notes = UnsentNotes(lambda notes: {"told": notes.by_part.get("reading", []), "end": notes.end})
     return call
 
 

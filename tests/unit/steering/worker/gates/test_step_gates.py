@@ -224,7 +224,7 @@ def test_of_prompts_the_columns_travel_that_somebody_reads(monkeypatch: pytest.M
 
     told = [0, 1, 2, 3] if is_first else [1, 2, 3]
     first = 0 if is_first else 3
-    assert found["told"].tolist() == told
+    assert found["reported"].tolist() == told
     expected = np.zeros((5, COLUMNS), np.float32)
     expected[:, told] = np.arange(20, dtype=np.float32).reshape(5, COLUMNS)[:, told]
     np.testing.assert_array_equal(step.signals, expected[first:])
@@ -244,6 +244,6 @@ def test_scores_are_told_for_a_trace_or_a_controller(is_traced: bool, columns: s
     own = OwnGates(4, (Program.from_entries([score, leaf, gate], "float32"),), is_traced=is_traced)
 
     assert (found := gated_request(own, ())) is not None
-    assert found.told == columns
+    assert found.reported == columns
     assert (found := gated_request(OwnGates(4), (rule, driven))) is not None
-    assert found.told == {0}
+    assert found.reported == {0}
