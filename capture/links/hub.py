@@ -131,7 +131,7 @@ class HubListener:
         return 0 if inboxes is None else inboxes.hub.malformed
 
     def on_open(self, opener: Opener) -> None:
-        """Call ``opener(doors)`` whenever it opens; at once, too, if it is open."""
+        """Call ``opener(inboxes)`` whenever it opens; at once, too, if it is open."""
         with self._lock:
             self._openers.append(opener)
             if self._inboxes is not None:
@@ -430,10 +430,10 @@ class ResultHub:
         return self._listener.open(self._handle)
 
     def on_open(self, opener: Opener) -> None:
-        """Call ``opener(doors)`` whenever the hub starts to listen, before the address is known to any process.
+        """Call ``opener(inboxes)`` whenever the hub starts to listen, before the address is known to any process.
 
-        It opens inboxes beside the hub's with `Doors.rows`. The function that it returns is called when the hub is shut
-        down, with the seconds that are left, and returns whether it was done in time.
+        It opens inboxes beside the hub's with `Inboxes.rows`. The function that it returns is called when the hub is
+        shut down, with the seconds that are left, and returns whether it was done in time.
         """
         self._listener.on_open(opener)
 

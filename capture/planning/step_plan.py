@@ -68,7 +68,7 @@ class PackGroup:
 
     @property
     def shape(self) -> SiteShape | None:
-        """Of each row, or of what a readout makes of it; None: that of the stream."""
+        """Values of each row, or of what a readout makes of it; None stands for those of the stream."""
         return self.site_set.shape
 
 
