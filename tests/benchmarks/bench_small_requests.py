@@ -4,6 +4,10 @@ No vLLM and no GPU: so many requests a second come, each captures the last row o
 tokens that nobody captures, in steps of 4 ms. Shown is what the step thread spends on capture, in us a request and as a
 share of a core, and the share that the capture process takes, for each layout of `filesystem` on a RAM disk. An idle
 session comes first: what it shows is what the load itself takes.
+
+With ``--growth N``, N requests come as fast as they are served, and memory, open files and threads of this process and
+of the capture process are shown after each tenth of them. The exit status is 1 if they grow after the first tenth by
+more than `GROWTH_MIB`, or by any file or thread.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import argparse
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +33,9 @@ from tests.benchmarks.bench_step_thread import PROMPT, SITES, STEP_S, open_one, 
 
 DECODED = 32
 LAYOUTS = ("request", "shards")
+GROWTH_MIB = 16.0
+"""Growth of resident memory that is none: the allocators of Python and of the system keep free memory in pieces."""
+MOST_RUNNING = 256
 
 
 class Load:
@@ -92,12 +100,52 @@ def run(session: CaptureSession, hub: ResultHub, options: dict[str, Any] | None,
     return f"{per_request:12.0f} us{100 * load.spent_s / took_s:10.2f} %{100 * used_s / took_s:14.1f} %"
 
 
+def show_growth(layout: str, number: int) -> bool:
+    """See `grow`, for one layout."""
+    print(f"{layout}: this process, then the capture process")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        hub, params = ResultHub(folder=folder), {"root": f"{folder}/rows"}
+        consumer = CaptureConsumerSpec(name="filesystem", instance_name="it", params=params)
+        session = open_one(consumer, is_process=True)
+        is_steady = grow(session, hub, Path(folder), {"tag": "t", "layout": layout}, number)
+        session.close(60)
+        hub.shutdown(1)
+    return is_steady
+
+
+def held(process: psutil.Process) -> tuple[float, int, int]:
+    """MiB of resident memory, open files, and threads."""
+    return process.memory_info().rss / 2**20, process.num_fds(), process.num_threads()
+
+
+def grow(session: CaptureSession, hub: ResultHub, folder: Path, options: dict[str, Any], number: int) -> bool:
+    """Serve so many requests and show what the processes hold; return whether that has not grown."""
+    load, processes = Load(session, hub, options), [psutil.Process(), psutil.Process().children()[-1]]
+    after: list[list[tuple[float, int, int]]] = []
+    for tenth in range(1, 11):
+        while (served := session.stats().consumers[0].requests) < number * tenth // 10:
+            room = MOST_RUNNING - (load.num_begun - served)
+            load.step(min(max(room, 0), 8, number * tenth // 10 - load.num_begun))
+        for path in folder.glob("rows/t/*.safetensors"):
+            path.unlink()
+        for index in range(number * (tenth - 1) // 10, number * tenth // 10):
+            hub.close(f"key-{index + 1}")
+        after.append([held(process) for process in processes])
+        shown = "   ".join(f"{rss:8.1f} MiB {files:5} files {threads:4} threads" for rss, files, threads in after[-1])
+        print(f"{number * tenth // 10:9} requests   {shown}", flush=True)
+    pairs = [(first, last) for first, last in zip(after[0], after[-1], strict=True)]
+    return all(last[0] < first[0] + GROWTH_MIB and last[1:] <= first[1:] for first, last in pairs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What many small captures cost.")
+    parser.add_argument("--growth", type=int, default=0, metavar="N", help="show what N requests leave instead")
     parser.add_argument("--rate", type=float, default=100, help="requests a second")
     parser.add_argument("--seconds", type=float, default=10)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.growth:
+        sys.exit(0 if all(show_growth(layout, given.growth) for layout in LAYOUTS) else 1)
     print(f"{given.rate:g} requests/s   {'step thread':>15}{'of a core':>12}{'the process':>16}")
     for layout in (None, *LAYOUTS):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

@@ -462,14 +462,16 @@ BURST_STEPS = 4
 def default_ring_rows(facts: WorkerFacts, sites: Sequence[Site]) -> int:
     """Choose the rows of the ring: two full steps, so that a step need not wait for the copies of the one before.
 
-    They take a 24th of a GPU's memory at most, and an eighth of what is free there; one full step always. A ring in
-    host memory is copied at once.
+    They take a 24th of a GPU's memory at most. It is one full step where this is more than an eighth of what is free
+    there, and on a CPU, where rows are copied at once. Graphs are compiled for the number of rows, so it must not
+    follow every change of the free memory.
     """
     if facts.device.type != "cuda" or not sites:
         return facts.max_tokens
     free, total = torch.cuda.mem_get_info(facts.device)
-    fitting = min(total // 24, free // 8) // facts.model.position_bytes(sites) // 256 * 256
-    return max(facts.max_tokens, min(2 * facts.max_tokens, fitting))
+    row_bytes = facts.model.position_bytes(sites)
+    chosen = max(facts.max_tokens, min(2 * facts.max_tokens, total // 24 // row_bytes // 256 * 256))
+    return chosen if chosen * row_bytes <= free // 8 else facts.max_tokens
 
 
 def default_staging_bytes(facts: WorkerFacts, sites: Sequence[Site]) -> int:

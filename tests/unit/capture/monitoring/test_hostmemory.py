@@ -145,7 +145,8 @@ def test_stages_of_a_pipeline_share_the_memory(monkeypatch: pytest.MonkeyPatch) 
     [
         (60 * GIB, 140 * GIB, 8256, 34, 2 * 8256),
         (60 * GIB, 60 * GIB, 8256, 34, 15360),  # a 24th of the GPU
-        (12 * GIB, 80 * GIB, 8256, 34, 9216),  # an eighth of what is free
+        (21 * GIB, 80 * GIB, 8256, 34, 8256),  # more than an eighth of what is free
+        (21 * GIB, 80 * GIB, 8256, 30, 2 * 8256),
         (2 * GIB, 24 * GIB, 8256, 34, 8256),
     ],
 )
