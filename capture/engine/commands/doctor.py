@@ -56,7 +56,7 @@ class ModelReport(NamedTuple):
     no_hook_z: str = ""
 
     def hook_mib(self, hook: HookReport) -> float:
-        """Device memory that capture takes for all sites of a hook point, in MiB."""
+        """Device memory that capture takes for all sites of a hook point and a full step, in MiB."""
         return (self.max_tokens + NUM_TRASH_ROWS) * sum(shape.row_bytes for shape in hook.shapes) / MIB
 
 
@@ -244,5 +244,6 @@ def _print_model(console: Console, report: ModelReport) -> None:
         num_sites, memory = str(len(each.shapes)), f"{report.hook_mib(each):.1f} MiB"
         table.add_row(each.hook.value, each.module, each.widths, num_sites, memory)
     console.print(table)
+    console.print("The memory is for one full step; with room on a GPU, capture.ring_rows is two by default.")
     if report.no_hook_z:
         console.print(f"no hook_z: {escape(report.no_hook_z)}")
