@@ -571,7 +571,7 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"headgate-index\0\0"
 VERSION = 3
-"""The version of an index of rows of several shapes; any other index is written as of `ONE_SHAPE`, which earlier releases read."""
+"""Version of an index of rows of several shapes; others are written as `ONE_SHAPE`, which earlier releases read."""
 ONE_SHAPE = 2
 _FIXED = struct.Struct("<16sIIQQI4x")  # magic, version, CRC of the header, its bytes, bytes of the columns, their CRC
 _ALIGN = 64

@@ -24,7 +24,7 @@ from headgate.consumers.filesystem.storage.store import PendingSync, Published, 
 
 FORMAT = "headgate-capture"
 FORMAT_VERSION = 2
-"""The version of captures with rows of several shapes. All others are written as version 1, which every release reads."""
+"""Version of captures with rows of several shapes. Others are written as version 1, which every release reads."""
 POSITIONS = "positions"
 TOKEN_IDS = "token_ids"  # noqa: S105  (a tensor's name)
 SHARD_FOLDER = "_shards"
