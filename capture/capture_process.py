@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -24,15 +24,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.delivery.consumer_thread import UnfinishedWork
-from headgate.capture.delivery.delivery import (
-    CloseReport,
-    Delivery,
-    DeliveryStats,
-    Dispatched,
-    MemoryWanted,
-    RequestBegins,
-    RequestEnds,
-)
+from headgate.capture.delivery.delivery import CloseReport, Delivery, DeliveryStats, Dispatched, RequestReader
 from headgate.capture.links.child_process import (
     END_S,
     Connection,
@@ -43,39 +35,31 @@ from headgate.capture.links.child_process import (
     start_child,
     watch_parent,
 )
+from headgate.capture.links.messages import (
+    Close,
+    Closed,
+    Done,
+    GroupWire,
+    Staged,
+    copy_part,
+    decode,
+    encode,
+    numbers,
+    pack_group,
+    staged,
+)
 from headgate.capture.links.sender import ResultReporter, ResultSender, ResultWatcher
 from headgate.capture.links.shared_memory import NumberedCopy, SharedMemory, SharedRows, SharedStaging, StatsBoard
 from headgate.capture.local_delivery import WorkerPlace, open_local_delivery
 from headgate.capture.monitoring.stats import ConsumerStats, added_figures
 from headgate.capture.planning.step_plan import PackGroup, SiteSet
-from headgate.capture.process.messages import (
-    Begin,
-    Close,
-    Closed,
-    Done,
-    End,
-    GroupWire,
-    NumberedRequests,
-    RequestNumbers,
-    Staged,
-    ToProcess,
-    copy_part,
-    decode_to_process,
-    decode_to_worker,
-    encode,
-    message_of,
-    new_request,
-    numbers,
-    pack_group,
-    request_ends,
-)
+from headgate.capture.schema.batch import Begin, End, MemoryWanted
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.schema.consumer import ReadoutSite, by_consumer
+from headgate.capture.schema.consumer import ReadoutSite
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape
-from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.host_rows import Lease, StagedRows, StagingMemory
 
 MAX_UNREPORTED, UNREPORTED_S = 256, 0.25
@@ -163,7 +147,6 @@ class CaptureServer:
 
     Args:
         sites: Those of the worker, in the order of the ring.
-        bits: Of each consumer that is served here, by its instance: its bit in a row's mask.
         rows_AD: The staging memory, ``[A, D]``.
         rows: The same memory's leases and arrivals.
         connection: To the worker.
@@ -175,7 +158,6 @@ class CaptureServer:
     def __init__(
         self,
         sites: Sequence[Site],
-        bits: Mapping[str, int],
         rows_AD: Tensor,
         rows: SharedRows,
         connection: Connection,
@@ -187,14 +169,10 @@ class CaptureServer:
         self._sites = (*sites, *(each.site for each in readouts))
         self._num_sites = len(sites)
         self._row_shapes = (*map(shapes.get, sites), *(each.facts.shape for each in readouts))
-        self._readouts = by_consumer(readouts)
-        self._specs = SpecReader(sites)
-        self._bits = dict(bits)
         self._rows_AD = rows_AD
         self._rows = rows
         self._connection = connection
         self._site_sets: dict[bytes, SiteSet] = {}
-        self._requests = NumberedRequests()
         self._reports = Reports(connection, board)
 
     def serve(self, open_delivery: OpenDelivery, close_timeout_s: float) -> None:
@@ -215,35 +193,19 @@ class CaptureServer:
         self._connection.send(encode_ready(Ready()))
         timeout_s = close_timeout_s
         while (data := self._connection.receive()) is not None:
-            message = decode_to_process(data)
+            message = decode(data)
             if isinstance(message, Close):
                 timeout_s = message.timeout_s
                 break
-            self._take(message, delivery)
+            if isinstance(message, Staged):
+                delivery.put(self._staged_rows(message))
+            elif isinstance(message, Begin | End | MemoryWanted):
+                delivery.put(message)
         else:
             self._rows.is_over = True
         report = delivery.close(timeout_s)
         self._reports.close()
         self._connection.send(encode(Closed(report, delivery.stats())))
-
-    def _take(self, message: ToProcess, delivery: Delivery) -> None:
-        if isinstance(message, Staged):
-            delivery.put(self._staged_rows(message))
-        elif isinstance(message, Begin):
-            self._requests.begin(message.number, message.req_id)
-            delivery.put(self._request_begins(message))
-        elif isinstance(message, End):
-            self._requests.end(message.req_id)
-            delivery.put(request_ends(message))
-        else:
-            delivery.put(MemoryWanted())
-
-    def _request_begins(self, message: Begin) -> RequestBegins:
-        wanted = {} if message.capture is None else message.capture["specs"]
-        specs = {
-            self._bits[instance]: self._specs.read(raw) for instance, raw in wanted.items() if instance in self._bits
-        }
-        return RequestBegins(new_request(message), specs, message.is_same_client, self._readouts)
 
     def _staged_rows(self, message: Staged) -> StagedRows:
         lease = Lease(message.start, message.num_leased, message.number)
@@ -260,7 +222,7 @@ class CaptureServer:
             sites = tuple(self._sites[index] for index in ids)
             site_set = SiteSet(sites, ids, self._row_shapes[ids[0]], bool(ids[0] >= self._num_sites))
             self._site_sets[group.site_ids] = site_set
-        return pack_group(group, site_set, self._requests)
+        return pack_group(group, site_set)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,7 +231,6 @@ class Settings:
 
     Attributes:
         place: The worker whose rows are delivered.
-        sites: Those of the worker, in the order of the ring.
         num_rows: Rows of the staging memory.
         num_readers: Its readers.
         reader: Which of them this process is.
@@ -277,7 +238,6 @@ class Settings:
     """
 
     place: WorkerPlace
-    sites: tuple[Site, ...]
     num_rows: int
     num_readers: int
     reader: int
@@ -293,7 +253,7 @@ def serve(connection: Connection, settings: Settings, memory_fd: int, freed_fd: 
     rows_AD = shared.rows(place.model.hidden_size, getattr(torch, place.model.dtype))
     board = StatsBoard(place.served, board_fd)
     rows = SharedRows(shared, settings.reader)
-    about = settings.sites, place.served, rows_AD, rows, connection, board
+    about = place.sites, rows_AD, rows, connection, board
     server = CaptureServer(*about, readouts=place.readouts, shapes=place.model.stored_shapes)
     server.serve(partial(open_local_delivery, place), place.config.close_timeout_s)
 
@@ -302,7 +262,7 @@ def serve(connection: Connection, settings: Settings, memory_fd: int, freed_fd: 
 class _Open:
     """A request, and how many results each consumer owes it."""
 
-    begins: RequestBegins
+    request: Begin
     owed: Counter[str] = field(default_factory=Counter)
 
 
@@ -325,20 +285,22 @@ class Ledger:
     ) -> None:
         self._place = place
         self._instances = {bit: instance for instance, bit in bits.items()}
+        self._served = frozenset(bits)
+        self._requests = RequestReader(place.sites, bits, place.readouts)
         self._far = {spec.instance for spec in far}
         self._make_sender = make_sender
         self._sender: ResultSender | None = None
         self._lock = threading.Lock()
         self._open: dict[tuple[str, str], _Open] = {}
 
-    def begin(self, begins: RequestBegins) -> None:
+    def begin(self, request: Begin) -> None:
         """A request is given to the process."""
-        if (key := _key_of(begins)) is None:
+        if request.capture is None:
             return
         with self._lock:
-            found = self._open.setdefault((begins.req_id, key), _Open(begins))
-            found.begins = begins
-            found.owed.update(self._instances[bit] for bit in begins.specs)
+            found = self._open.setdefault((request.req_id, request.capture["key"]), _Open(request))
+            found.request = request
+            found.owed.update(self._served.intersection(request.capture["specs"]))
 
     def end(self, ended: Iterable[tuple[str, str, str]]) -> None:
         """Consumers have ended requests; see `ResultWatcher.done`."""
@@ -358,27 +320,27 @@ class Ledger:
             found, self._open = list(self._open.values()), {}
         failed = Counter[str]()
         for each in found:
-            failed += self._fail(each.begins, set(each.owed), reason)
+            failed += self._fail(each.request, set(each.owed), reason)
         return failed
 
-    def fail(self, begins: RequestBegins, reason: str) -> Counter[str]:
+    def fail(self, request: Begin, reason: str) -> Counter[str]:
         """Send an error for a request that the process did not get; return how many of each consumer."""
-        if (key := _key_of(begins)) is None:
+        if request.capture is None:
             return Counter()
         with self._lock:
-            self._open.pop((begins.req_id, key), None)
-        return self._fail(begins, set(self._instances.values()), reason)
+            self._open.pop((request.req_id, request.capture["key"]), None)
+        return self._fail(request, self._served, reason)
 
     def close(self, timeout_s: float) -> None:
         """Let the errors arrive that were sent."""
         if self._sender is not None:
             self._sender.close(timeout_s)
 
-    def _fail(self, begins: RequestBegins, instances: set[str], reason: str) -> Counter[str]:
+    def _fail(self, begin: Begin, instances: Collection[str], reason: str) -> Counter[str]:
         sender = self._sender = self._sender or self._make_sender()
         reporter = ResultReporter(sender, self._place.pp_rank, self._place.pp_size)
         failed = Counter[str]()
-        for bit, request in begins.requests().items():
+        for bit, request in self._requests.read(begin).items():
             instance = self._instances[bit]
             if instance not in instances:
                 continue
@@ -388,15 +350,9 @@ class Ledger:
                 continue
             failed[instance] += 1
             if is_far:
-                sender.send_abandon(request.info, instance=instance, stage=self._place.pp_rank)
+                sender.send_end(request.info, None, instance=instance, stage=self._place.pp_rank)
             reporter.report(instance, request.info, CaptureResult(status="error", error=f"{instance}: {reason}"))
         return failed
-
-
-def _key_of(begins: RequestBegins) -> str | None:
-    """The key of a request; None if it captures nothing."""
-    capture = None if begins.new.wire is None else begins.new.wire.get("capture")
-    return None if capture is None else capture["key"]
 
 
 logger = logging.getLogger("headgate")
@@ -437,7 +393,6 @@ class CaptureProcess:
         self._board = board
         self._counters = _Counters(board)
         self._unsent: list[bytes] = []
-        self._requests = RequestNumbers()
         self._process = Supervisor("the capture process", start, self, is_restarted=True)
         self._serving.set()
         self._process.watch()
@@ -446,12 +401,12 @@ class CaptureProcess:
         """See `Delivery.put`."""
         with self._lock:
             is_open = self._serving.is_set() and not self.is_lost
-            if is_open and isinstance(item, RequestBegins):
+            if is_open and isinstance(item, Begin):
                 self._ledger.begin(item)
             if is_open:
-                self._unsent.append(encode(message_of(item, self._requests)))
+                self._unsent.append(encode(staged(item) if isinstance(item, StagedRows) else item))
                 return len(self._unsent) < MAX_UNSENT or self._send_unsent()
-        if isinstance(item, RequestBegins) and not self._process.is_closing.is_set():
+        if isinstance(item, Begin) and not self._process.is_closing.is_set():
             reason = "the capture process has ended and is being started again; send the request again in a moment"
             self._counters.fail(self._ledger.fail(item, reason))
         return False
@@ -497,7 +452,7 @@ class CaptureProcess:
 
     def received(self, data: bytes) -> None:
         """See `Owner`."""
-        message = decode_to_worker(data)
+        message = decode(data)
         if isinstance(message, Done):
             self._ledger.end(message.ended)
         elif isinstance(message, Closed):
@@ -510,7 +465,6 @@ class CaptureProcess:
         with self._lock:
             self._serving.clear()
             self._unsent.clear()
-            self._requests.clear()
             self.is_lost = True
             self._arena.leave(self._reader)
 
@@ -596,14 +550,11 @@ def _added(before: ConsumerStats, now: ConsumerStats) -> ConsumerStats:
     return replace(now, **sums, result_counts=counts, figures=added_figures(before.figures, now.figures))
 
 
-def open_capture_process(
-    place: WorkerPlace, sites: Sequence[Site], memory: SharedStaging, reader: int = 0
-) -> CaptureProcess:
+def open_capture_process(place: WorkerPlace, memory: SharedStaging, reader: int = 0) -> CaptureProcess:
     """Start a capture process for a worker, and wait until its consumers are open.
 
     Args:
         place: The worker, and the consumers that the process serves.
-        sites: Of the worker, in the order of the ring.
         memory: What the process reads.
         reader: Which of its readers the process is.
 
@@ -614,7 +565,6 @@ def open_capture_process(
 
     settings = Settings(
         place=place,
-        sites=tuple(sites),
         num_rows=memory.num_rows,
         num_readers=memory.shared.num_readers,
         reader=reader,
@@ -663,15 +613,15 @@ class DeliveryTarget:
 
     Args:
         delivery: Its own.
-        bits: Of the consumers that it serves.
+        bits: Of the consumers that it serves, by their instances.
         index: Which reader of the staging memory it is.
         memory: The staging memory.
     """
 
-    def __init__(self, delivery: Delivery, bits: frozenset[int], index: int, memory: SharedStaging) -> None:
+    def __init__(self, delivery: Delivery, bits: Mapping[str, int], index: int, memory: SharedStaging) -> None:
         self.delivery = delivery
-        self._bits = bits
-        self._mask = sum(1 << bit for bit in bits)
+        self._instances = frozenset(bits)
+        self._mask = sum(1 << bit for bit in bits.values())
         self._index = index
         self._memory = memory
         self._rows = SharedRows(memory.shared, index)
@@ -687,17 +637,17 @@ class DeliveryTarget:
             self._known.clear()
             self.delivery.recover()
 
-    def begin(self, item: RequestBegins) -> bool:
+    def begin(self, item: Begin) -> bool:
         """Give it a request; False if it did not take it, or has nothing to do with it."""
-        specs = {bit: spec for bit, spec in item.specs.items() if bit in self._bits}
         self._missed.discard(item.req_id)
-        if not specs and item.req_id not in self._known:
+        is_wanted = item.capture is not None and not self._instances.isdisjoint(item.capture["specs"])
+        if not is_wanted and item.req_id not in self._known:
             return False
-        is_taken = self.delivery.put(replace(item, specs=specs))
+        is_taken = self.delivery.put(item)
         (self._known if is_taken else self._missed).add(item.req_id)
         return is_taken
 
-    def end(self, item: RequestEnds) -> None:
+    def end(self, item: End) -> None:
         """Send it the end of a request that it was given."""
         self._missed.discard(item.req_id)
         if item.req_id in self._known:
@@ -749,7 +699,7 @@ class SpreadDelivery:
         """See `Delivery.put`."""
         for reader in self._readers:
             reader.recover()
-        if isinstance(item, RequestBegins):
+        if isinstance(item, Begin):
             are_taken = [reader.begin(item) for reader in self._readers]
             if not any(are_taken):
                 self._forget(item.req_id)
@@ -757,7 +707,7 @@ class SpreadDelivery:
         for reader in self._readers:
             if isinstance(item, StagedRows):
                 reader.put_rows(item)
-            elif isinstance(item, RequestEnds):
+            elif isinstance(item, End):
                 reader.end(item)
             else:
                 reader.delivery.put(item)
@@ -800,12 +750,11 @@ class SpreadDelivery:
         )
 
 
-def open_delivery(place: WorkerPlace, sites: Sequence[Site], memory: StagingMemory) -> Delivery:
+def open_delivery(place: WorkerPlace, memory: StagingMemory) -> Delivery:
     """Open the configured consumers, in processes beside the worker and on threads of it.
 
     Args:
         place: The worker.
-        sites: Of the worker, in the order of the ring.
         memory: The staging memory; with as many readers as `deal_out` says, if there are any.
 
     Raises:
@@ -820,7 +769,7 @@ def open_delivery(place: WorkerPlace, sites: Sequence[Site], memory: StagingMemo
 
     def open_one(index: int) -> Delivery:
         if index < len(served.processes):
-            return open_capture_process(places[index], sites, memory, index)
+            return open_capture_process(places[index], memory, index)
         return open_local_delivery(places[index])
 
     if len(places) == 1:
@@ -832,7 +781,5 @@ def open_delivery(place: WorkerPlace, sites: Sequence[Site], memory: StagingMemo
             if each.exception() is None:
                 each.result().close(place.config.close_timeout_s)
     opened = [each.result() for each in opening]
-    readers = [
-        DeliveryTarget(opened[index], frozenset(own.served.values()), index, memory) for index, own in enumerate(places)
-    ]
+    readers = [DeliveryTarget(opened[index], own.served, index, memory) for index, own in enumerate(places)]
     return SpreadDelivery(readers, list(place.config.bits))

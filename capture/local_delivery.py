@@ -21,9 +21,7 @@ from headgate.capture.delivery.delivery import (
     DeliveryStats,
     Dispatched,
     Handoff,
-    MemoryWanted,
-    RequestBegins,
-    RequestEnds,
+    RequestReader,
 )
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.delivery.row_packets import BlockPart, Packet, RowPool, Splitter, StepCoalescer, join
@@ -32,7 +30,7 @@ from headgate.capture.links.sender import ResultReporter, ResultWatcher
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.planning.step_plan import PackGroup
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
-from headgate.capture.schema.batch import Int32Array
+from headgate.capture.schema.batch import Begin, End, Int32Array, MemoryWanted
 from headgate.capture.schema.config import (
     END_LINGER_S,
     HELD_BYTES,
@@ -42,6 +40,7 @@ from headgate.capture.schema.config import (
 )
 from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo, ReadoutSite
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, open_consumers
+from headgate.capture.schema.sites import Site
 from headgate.capture.staging.host_rows import StagedRows
 
 if TYPE_CHECKING:
@@ -56,6 +55,7 @@ class Dispatcher:
     without. Rows of small steps are held for a moment and dispatched together; see `StepCoalescer`.
 
     Args:
+        requests: Makes the consumers' requests.
         handoff: Where the step thread puts; closing it ends the thread, once it is empty.
         queues: Consumer bit to queue.
         keep_bytes: Memory that may be kept for later rows while it is unused.
@@ -66,6 +66,7 @@ class Dispatcher:
 
     def __init__(
         self,
+        requests: RequestReader,
         handoff: Handoff[Dispatched],
         queues: Mapping[int, ConsumerQueue],
         *,
@@ -74,12 +75,13 @@ class Dispatcher:
         linger_s: float = 0.0,
         has_own_blocks: bool = False,
     ) -> None:
+        self._requests = requests
         self._handoff = handoff
         self._queues = queues
         self._splitter = Splitter()
         self._pool = RowPool(keep_bytes)
         self._held = StepCoalescer(hold_bytes, has_own_blocks=has_own_blocks)
-        self._held_ends: list[RequestEnds] = []
+        self._held_ends: list[End] = []
         self._held_until = 0.0
         self._linger_s = linger_s
         self._token_checks: dict[str, TokenCheck] = {}
@@ -131,7 +133,7 @@ class Dispatcher:
             self._held.add(item)
         elif isinstance(item, MemoryWanted):
             self._held_until = 0.0
-        elif isinstance(item, RequestBegins):
+        elif isinstance(item, Begin):
             if item.req_id in self._token_checks:
                 self._release_held()
             self._begin(item)
@@ -150,16 +152,16 @@ class Dispatcher:
         for end in ends:
             self._guard(self._end, end)
 
-    def _begin(self, item: RequestBegins) -> None:
-        requests = item.requests()
+    def _begin(self, item: Begin) -> None:
+        requests = self._requests.read(item)
         for bit, request in self._splitter.end(item.req_id).items():
             self._queues[bit].replace(request, is_silent=bit in requests and item.is_same_client)
         self._splitter.begin(item.req_id, requests)
-        self._token_checks[item.req_id] = TokenCheck(item.new.num_prompt_tokens)
+        self._token_checks[item.req_id] = TokenCheck(len(item.prompt_token_ids))
         for bit, request in requests.items():
             self._queues[bit].begin(request)
 
-    def _end(self, item: RequestEnds) -> None:
+    def _end(self, item: End) -> None:
         check = self._token_checks.pop(item.req_id)
         mismatch = None if item.final is None else check.mismatch(item.final)
         for bit, request in self._splitter.end(item.req_id).items():
@@ -201,6 +203,7 @@ class WorkerPlace:
     Attributes:
         config: As configured.
         model: The model being served.
+        sites: Those of the worker, in the order of the ring.
         staging_bytes: Size of the staging memory.
         linger_s: The shortest time that rows of any consumer may wait for others, in seconds.
         pp_rank: Pipeline stage of the worker.
@@ -214,6 +217,7 @@ class WorkerPlace:
 
     config: CaptureConsumersConfig
     model: ModelInfo
+    sites: tuple[Site, ...]
     staging_bytes: int
     linger_s: float = 0.0
     pp_rank: int = 0
@@ -261,6 +265,7 @@ class LocalDelivery:
         self._consumers = {opened.bit: self._make_consumer(opened, place) for opened in consumers}
         self._handoff: Handoff[Dispatched] = Handoff()
         self._dispatcher = Dispatcher(
+            RequestReader(place.sites, {each.spec.instance: each.bit for each in consumers}, place.readouts),
             self._handoff,
             {bit: consumer.queue for bit, consumer in self._consumers.items()},
             keep_bytes=min(place.staging_bytes, HELD_BYTES),

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from headgate.capture.capture_process import open_delivery
-from headgate.capture.delivery.delivery import CloseReport, Delivery, MemoryWanted, RequestBegins, RequestEnds
+from headgate.capture.delivery.delivery import CloseReport, Delivery
 from headgate.capture.links.network import NetworkKeys
 from headgate.capture.local_delivery import WorkerPlace
 from headgate.capture.monitoring.stats import CaptureStats
@@ -22,9 +22,18 @@ from headgate.capture.monitoring.step_log import compact
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import PackGroup, StepPlan
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
-from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, Int64Array, NewRequest
+from headgate.capture.schema.batch import (
+    WIRE_VERSION,
+    BatchView,
+    Begin,
+    End,
+    FinalState,
+    Int64Array,
+    MemoryWanted,
+    NewRequest,
+)
 from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, ReadoutSite, by_consumer
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, ReadoutSite
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape
 from headgate.capture.schema.spec import SpecReader
@@ -117,11 +126,10 @@ class CaptureSession:
         self._keys: dict[str, str] = {}
         self._window = BatchingWindow(linger_s)
         self._urgent = set[str]()  # requests whose clients wait for what consumers make of their rows
-        self._ends: dict[str, RequestEnds] = {}  # requests that have ended, while rows are left in the ring
+        self._ends: dict[str, End] = {}  # requests that have ended, while rows are left in the ring
         self._plan: StepPlan | None = None
         self._step_thread: int | None = None
         self._planner = StepPlanner(sites, readouts, shapes)
-        self._readouts = by_consumer(readouts)
         self._patience_s = _patience_s(config)
         self._close_report: CloseReport | None = None
         staging.on_wait = partial(_ask_for_memory, delivery)
@@ -146,7 +154,8 @@ class CaptureSession:
         specs = {self._bit(instance): self._specs.read(raw) for instance, raw in wanted.items()}
         self._step_thread = threading.get_ident()
         is_same_client = self._keys.get(new.req_id) == key
-        if self._delivery.put(RequestBegins(new, specs, is_same_client, self._readouts)):
+        prompt = np.asarray(new.prompt_token_ids, np.int64)
+        if self._delivery.put(Begin(new.req_id, prompt, capture, is_same_client)):
             self._keys[new.req_id] = key
             self._window.begin(new.req_id, specs)
             if capture is not None and capture["wait"]:
@@ -168,7 +177,7 @@ class CaptureSession:
         if self._keys.pop(req_id, None) is None:
             return
         self._planner.remove(req_id)
-        self._ends[req_id] = RequestEnds(req_id, final)
+        self._ends[req_id] = End(req_id, final)
         self._window.stop(req_id)
         if req_id in self._urgent or self._staging.kept_since is None:
             self._urgent.discard(req_id)
@@ -335,6 +344,7 @@ def open_session(
     place = WorkerPlace(
         config=_located(config, classes),
         model=model,
+        sites=tuple(sites),
         staging_bytes=staging.host_bytes,
         linger_s=min(linger_s.values(), default=0.0),
         pp_rank=pp_rank,
@@ -344,7 +354,7 @@ def open_session(
         keys=keys,
         readouts=tuple(readouts),
     )
-    delivery = open_delivery(place, sites, staging.memory)
+    delivery = open_delivery(place, staging.memory)
     return CaptureSession(
         config=config,
         sites=sites,

@@ -29,7 +29,6 @@ LAYERS = {
         *(
             ["links"],
             ["local_delivery"],
-            ["process"],
             ["capture_process"],
             ["session"],
             ["handles"],

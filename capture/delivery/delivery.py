@@ -3,64 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-
 from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.delivery.consumer_thread import UnfinishedWork
 from headgate.capture.monitoring.stats import ConsumerStats
-from headgate.capture.schema.batch import FinalState, NewRequest
-from headgate.capture.schema.consumer import ReadoutFacts, RequestInfo
+from headgate.capture.schema.batch import Begin, End, MemoryWanted
+from headgate.capture.schema.consumer import ReadoutFacts, ReadoutSite, RequestInfo, by_consumer
 from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import Site
-from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.schema.spec import CaptureSpec, SpecReader
 from headgate.capture.staging.host_rows import StagedRows
 
-
-@dataclass(frozen=True, slots=True)
-class RequestBegins:
-    """A new request.
-
-    Attributes:
-        new: The request. One that is known under its id is given up for it.
-        specs: What each consumer gets of it, by the consumer's bit.
-        is_same_client: The results of a request that is given up go where this one's go: one result stands for both.
-        readouts: Of the worker, by consumer and site; see `by_consumer`.
-    """
-
-    new: NewRequest
-    specs: Mapping[int, CaptureSpec]
-    is_same_client: bool = False
-    readouts: Mapping[int, Mapping[Site, ReadoutFacts]] = field(default_factory=dict, repr=False)
-
-    @property
-    def req_id(self) -> str:
-        """Internal id."""
-        return self.new.req_id
-
-    def requests(self) -> dict[int, ConsumerRequest]:
-        """Make the request for each consumer, by the consumer's bit."""
-        return consumer_requests(self.new, self.specs, self.readouts)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEnds:
-    """The end of a request, put after its last rows; `final` is None if its end is unknown."""
-
-    req_id: str
-    final: FinalState | None
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryWanted:
-    """Sent when the step thread is about to wait for staging memory."""
-
-
-Dispatched = StagedRows | RequestBegins | RequestEnds | MemoryWanted
+Dispatched = Begin | StagedRows | End | MemoryWanted
 
 T = TypeVar("T")
 
@@ -118,30 +76,57 @@ class Handoff(Generic[T]):
             return self._is_exhausted or (self._is_closed and self._items.qsize() == 1)
 
 
-def consumer_requests(
-    new: NewRequest, specs: Mapping[int, CaptureSpec], readouts: Mapping[int, Mapping[Site, ReadoutFacts]]
-) -> dict[int, ConsumerRequest]:
-    """The request as each consumer knows it, by the consumer's bit."""
-    capture = None if new.wire is None else new.wire.get("capture")
-    if capture is None:
-        return {}
-    prompt_token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
-    made = {}
-    for bit, spec in specs.items():
-        num_samples = capture["n"]
-        info = RequestInfo(
-            request_id=new.req_id,
-            client_request_id=capture["id"],
-            # With n > 1 vLLM calls the samples "0_ID", "1_ID", ...
-            sample_index=int(new.req_id.split("_", 1)[0]) if num_samples > 1 else 0,
-            num_samples=num_samples,
-            prompt_token_ids=prompt_token_ids,
-            spec=spec,
-            readouts={site: facts for site, facts in readouts.get(bit, {}).items() if site in spec.sites},
-            origin=Origin(reply=capture["reply"], key=capture["key"]),
-        )
-        made[bit] = ConsumerRequest(info)
-    return made
+class RequestReader:
+    """Makes the request of each consumer of a `Begin`.
+
+    Args:
+        sites: Of the worker, in the order of the ring.
+        bits: Of the consumers that are served, by their instances; others get nothing.
+        readouts: The readouts that the worker computes.
+    """
+
+    def __init__(self, sites: Sequence[Site], bits: Mapping[str, int], readouts: Sequence[ReadoutSite]) -> None:
+        self._specs = SpecReader(sites)
+        self._bits = dict(bits)
+        self._readouts = by_consumer(readouts)
+
+    def read(self, begin: Begin) -> dict[int, ConsumerRequest]:
+        """Return the request as each consumer knows it, by the consumer's bit."""
+        found = {}
+        for instance, raw in ({} if begin.capture is None else begin.capture["specs"]).items():
+            if (bit := self._bits.get(instance)) is not None:
+                spec = self._specs.read(raw)
+                own = self._readouts.get(bit, {})
+                readouts = {site: facts for site, facts in own.items() if site in spec.sites}
+                found[bit] = ConsumerRequest(request_info(begin, spec, readouts))
+        return found
+
+
+def request_info(begin: Begin, spec: CaptureSpec, readouts: Mapping[Site, ReadoutFacts]) -> RequestInfo:
+    """Return a request that captures as one consumer knows it.
+
+    Args:
+        begin: The request.
+        spec: What it wants of the consumer, at sites of this worker.
+        readouts: Of those sites.
+
+    Raises:
+        ValueError: If its id does not say which of several samples it is.
+    """
+    capture = begin.capture
+    assert capture is not None  # noqa: S101  (there is a spec)
+    num_samples = capture["n"]
+    return RequestInfo(
+        request_id=begin.req_id,
+        client_request_id=capture["id"],
+        # With n > 1 vLLM calls the samples "0_ID", "1_ID", ...
+        sample_index=int(begin.req_id.split("_", 1)[0]) if num_samples > 1 else 0,
+        num_samples=num_samples,
+        prompt_token_ids=begin.prompt_token_ids,
+        spec=spec,
+        readouts=readouts,
+        origin=Origin(reply=capture["reply"], key=capture["key"]),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,6 @@
 """Actions on their way from consumers to the engine core that they act in, wherever on this host the consumers live.
 
-A message has two frames: a header, and the action as `headgate.capture.schema.action_sink.encode_action` made
-it. The engine core takes what has come between two steps; what it has not taken fills the window of its senders.
+The engine core takes what has come between two steps; what it has not taken fills the window of its senders.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from headgate.capture.links.hub import PREFIX, SOCKET, sweep
-from headgate.capture.links.messages import MalformedMessage
+from headgate.capture.links.messages import Action, MalformedMessage, decode_frames, encode
 from headgate.capture.links.peer import Channel, Endpoint, Inbox
 from headgate.capture.schema.action_sink import (
     MAX_BYTES,
@@ -30,13 +28,6 @@ from headgate.capture.schema.action_sink import (
     encode_action,
 )
 from headgate.capture.schema.errors import ConsumerError, UnsupportedError
-
-
-class _ActionHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Whose action it is, and how many of the same consumer were dropped since the last one that was sent."""
-
-    consumer: str
-    num_dropped: int
 
 
 def actions_address(instance_id: str, engine: int = 0) -> str:
@@ -72,8 +63,8 @@ class ActionSender:
         encoded = encode_action(action)
         with self._lock:
             channel = self._opened()
-            header = msgspec.msgpack.encode(_ActionHeader(self._instance, self._num_dropped))
-            if channel is not None and channel.send([header, encoded], timeout_s=0):
+            action = Action(consumer=self._instance, encoded=encoded, num_dropped=self._num_dropped)
+            if channel is not None and channel.send([encode(action)], timeout_s=0):
                 self._num_dropped = 0
                 return True
             self._num_dropped += 1
@@ -117,13 +108,10 @@ class _Queue:
 
     def put(self, frames: Sequence[zmq.Frame]) -> None:
         """Take a message in, on the inbox's thread; it is acknowledged after that."""
-        if len(frames) != 2:
-            raise MalformedMessage(f"{len(frames)} frames, expected a header and an action")
-        try:
-            header = msgspec.msgpack.decode(frames[0].buffer, type=_ActionHeader)
-        except msgspec.MsgspecError as error:
-            raise MalformedMessage(f"header: {error}") from error
-        submitted = Submitted(header.consumer, frames[1].bytes, header.num_dropped)
+        message = decode_frames(frames)
+        if not isinstance(message, Action):
+            raise MalformedMessage(f"{type(message).__name__} is not for an engine core")
+        submitted = Submitted(message.consumer, message.encoded, message.num_dropped)
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < _SHARE or self._is_closing)
             self._waiting.append(submitted)

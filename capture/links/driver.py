@@ -30,20 +30,17 @@ from headgate.capture.delivery.row_packets import BlockPart, Packet, join
 from headgate.capture.links.actions import sink_of
 from headgate.capture.links.hub import Closer, Inboxes, ResultHub
 from headgate.capture.links.messages import (
-    AbandonMessage,
-    BeginMessage,
-    FinishMessage,
     MalformedMessage,
-    RowsMessage,
-    decode,
+    Result,
+    Rows,
+    decode_frames,
     origin_of,
     read_begin,
-    read_final,
     read_rows,
 )
 from headgate.capture.monitoring.stats import ConsumerStats
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
-from headgate.capture.schema.batch import FinalState, Int64Array
+from headgate.capture.schema.batch import Begin, End, FinalState, Int64Array
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import (
     BatchedConsumer,
@@ -185,30 +182,29 @@ class RowReceiver:
         Raises:
             MalformedMessage: If it is none, or comes out of turn.
         """
-        message = decode(frames)
-        if isinstance(message, BeginMessage):
-            self._begin(message, frames)
-        elif isinstance(message, RowsMessage):
+        message = decode_frames(frames)
+        if isinstance(message, Begin):
+            self._begin(message)
+        elif isinstance(message, Rows):
             self._rows(message, frames)
-        elif isinstance(message, FinishMessage):
-            self._finish(message, frames)
-        elif isinstance(message, AbandonMessage):
-            self._abandon(message)
+        elif isinstance(message, End):
+            self._end(message)
         else:
             raise MalformedMessage(f"{type(message).__name__} is not for a consumer")
 
-    def _begin(self, message: BeginMessage, frames: Sequence[zmq.Frame]) -> None:
-        if not self._knows(message.key):
+    def _begin(self, message: Begin) -> None:
+        info = read_begin(message)
+        key = _key(info)
+        if not self._knows(key[0]):
             self.num_unknown += 1
             return
-        info = read_begin(message, frames)
         self._num_stages = self._num_stages or message.num_stages
-        arriving = self._arriving.get((message.key, message.req_id)) or _Arriving()
+        arriving = self._arriving.get(key) or _Arriving()
         if message.num_stages != self._num_stages or message.stage in arriving.begun:
             raise MalformedMessage(f"request {message.req_id} begins twice, or with another number of stages")
-        self._arriving[message.key, message.req_id] = arriving
+        self._arriving[key] = arriving
         arriving.begun[message.stage] = info
-        self._begun.setdefault(message.stage, {})[message.key, message.req_id] = info
+        self._begun.setdefault(message.stage, {})[key] = info
         if len(arriving.begun) == self._num_stages:
             self._begin_in_queue(arriving)
 
@@ -220,7 +216,7 @@ class RowReceiver:
             with_sites = [stage for stage, info in arriving.begun.items() if info.spec.sites]
             self._offer(self._owned(arriving, arriving.join.start(joined, with_sites)))
 
-    def _rows(self, message: RowsMessage, frames: Sequence[zmq.Frame]) -> None:
+    def _rows(self, message: Rows, frames: Sequence[zmq.Frame]) -> None:
         blocks = read_rows(message, frames, self._begun.get(message.stage, {}))
         num_known = sum(len(block.spans) for block in blocks)
         self.num_unknown += sum(len(header.spans) for header in message.blocks) - num_known
@@ -238,13 +234,19 @@ class RowReceiver:
             parts += self._owned(arriving, arriving.join.add(message.stage, own))
         self._offer(parts)
 
-    def _finish(self, message: FinishMessage, frames: Sequence[zmq.Frame]) -> None:
+    def _end(self, message: End) -> None:
         key = (message.key, message.req_id)
         arriving = self._arriving.get(key)
         if arriving is None or message.stage not in arriving.begun:
             self.num_unknown += 1
             return
-        arriving.ended[message.stage] = (read_final(message, frames), message.dropped_rows)
+        if message.final is None:
+            if arriving.request is not None:
+                # The worker reports the failure itself, and knows more of it.
+                self._queue.replace(arriving.request, is_silent=True)
+            self._forget(key)
+            return
+        arriving.ended[message.stage] = (message.final, message.dropped_rows)
         if len(arriving.ended) < self._num_stages or arriving.request is None:
             return
         if self._num_stages > 1:
@@ -252,17 +254,6 @@ class RowReceiver:
         final, _ = arriving.ended[0]
         _note_lost(arriving, arriving.request, final)
         self._queue.finish(arriving.request, final)
-        self._forget(key)
-
-    def _abandon(self, message: AbandonMessage) -> None:
-        key = (message.key, message.req_id)
-        arriving = self._arriving.get(key)
-        if arriving is None or message.stage not in arriving.begun:
-            self.num_unknown += 1
-            return
-        if arriving.request is not None:
-            # The worker reports the failure itself, and knows more of it.
-            self._queue.replace(arriving.request, is_silent=True)
         self._forget(key)
 
     def _forget(self, key: RequestKey) -> None:
@@ -457,14 +448,14 @@ def _fail_hung(queue: ConsumerQueue) -> float | None:
 def _deliver(hub: ResultHub, instance: str, request: RequestInfo, result: CaptureResult | None) -> None:
     if result is None:
         return
-    hub.deliver(
+    answer = Result(
         key=origin_of(request).key,
+        req_id=request.request_id,
         sample_index=request.sample_index,
         instance=instance,
-        stage=0,
-        num_stages=1,
         result=result,
     )
+    hub.deliver(answer)
 
 
 def _close(feeds: Sequence[_Feed], timeout_s: float) -> bool:

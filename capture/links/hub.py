@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import zmq
 from msgspec.structs import replace
 
-from headgate.capture.links.messages import MalformedMessage, ResultMessage, decode
+from headgate.capture.links.messages import MalformedMessage, Result, decode_frames
 from headgate.capture.links.network import Listening
 from headgate.capture.links.peer import (
     FarAddress,
@@ -249,22 +249,24 @@ class ExpectedRequest:
         """Whether every consumer answered for every sample."""
         return len(self._complete) == self.num_samples * len(self.instances)
 
-    def is_missing(self, sample: int, instance: str, stage: int, num_stages: int) -> bool:
+    def is_missing(self, answer: Result) -> bool:
         """Whether this is an answer that did not come yet."""
+        whose = answer.sample_index, answer.instance
         return (
-            0 <= sample < self.num_samples
-            and instance in self.instances
-            and 0 <= stage < num_stages <= self.num_stages
-            and (sample, instance) not in self._complete
-            and stage not in self._answers.get((sample, instance), {})
+            0 <= answer.sample_index < self.num_samples
+            and answer.instance in self.instances
+            and 0 <= answer.stage < answer.num_stages <= self.num_stages
+            and whose not in self._complete
+            and answer.stage not in self._answers.get(whose, {})
         )
 
-    def add(self, sample: int, instance: str, stage: int, num_answers: int, result: CaptureResult) -> None:
+    def add(self, answer: Result, num_answers: int) -> None:
         """Keep an answer; `num_answers` make the result complete."""
-        answers = self._answers.setdefault((sample, instance), {})
-        answers[stage] = result
+        whose = answer.sample_index, answer.instance
+        answers = self._answers.setdefault(whose, {})
+        answers[answer.stage] = answer.result
         if len(answers) >= num_answers:
-            self._complete.add((sample, instance))
+            self._complete.add(whose)
 
     def results(self, missing: CaptureResult) -> CaptureResults:
         """Merge the answers so far; `missing` stands for those of consumers that did not answer for a sample."""
@@ -317,16 +319,15 @@ class ExpectedResults:
         with self._lock:
             return key in self._requests or key in self._closed
 
-    def deliver(self, key: str, sample: int, instance: str, stage: int, num_stages: int, result: CaptureResult) -> bool:
+    def deliver(self, answer: Result) -> bool:
         """See `ResultHub.deliver`."""
         with self._lock:
-            expected = self._requests.get(key)
-            if expected is None or not expected.is_missing(sample, instance, stage, num_stages):
+            expected = self._requests.get(answer.key)
+            if expected is None or not expected.is_missing(answer):
                 self.num_unknown += 1
                 return False
             self.num_results += 1
-            num_answers = 1 if instance in self.single else num_stages
-            expected.add(sample, instance, stage, num_answers, result)
+            expected.add(answer, 1 if answer.instance in self.single else answer.num_stages)
             callbacks = tuple(expected.callbacks) if expected.is_complete else ()
         for callback in callbacks:
             callback()
@@ -456,11 +457,9 @@ class ResultHub:
         """Whether `key` is, or was lately, the key of a request of this process."""
         return self._table.knows(key)
 
-    def deliver(
-        self, *, key: str, sample_index: int, instance: str, stage: int, num_stages: int, result: CaptureResult
-    ) -> bool:
+    def deliver(self, answer: Result) -> bool:
         """Take one answer; False if no request waits for it."""
-        return self._table.deliver(key, sample_index, instance, stage, num_stages, result)
+        return self._table.deliver(answer)
 
     def wait(self, key: str, timeout_s: float) -> CaptureResults:
         """Wait until all results are there, for `timeout_s` seconds at most; missing results are ``pending``.
@@ -517,17 +516,10 @@ class ResultHub:
         self._table.end_waits(CaptureResult(status="error", error=f"{reason}; restart the server"))
 
     def _handle(self, frames: Sequence[zmq.Frame]) -> None:
-        message = decode(frames)
-        if not isinstance(message, ResultMessage):
+        message = decode_frames(frames)
+        if not isinstance(message, Result):
             raise MalformedMessage(f"{type(message).__name__} is not for a hub")
-        self.deliver(
-            key=message.key,
-            sample_index=message.sample_index,
-            instance=message.instance,
-            stage=message.stage,
-            num_stages=message.num_stages,
-            result=message.result,
-        )
+        self.deliver(message)
 
     def _reset(self) -> None:
         """Start with nothing: new locks too, since a fork may copy them while another thread holds them."""

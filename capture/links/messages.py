@@ -1,25 +1,29 @@
-"""Messages between a worker and a front end: a msgpack header and raw frames. Never pickle.
+"""Everything that processes and hosts say to each other about requests: one union of messages in msgpack, never pickle.
 
-Every message is one multipart ZMQ message. Its first frame is the header, one of the structs below, tagged; the
-frames after it are arrays, whose shapes and dtypes are in the header:
+====================== ====================================================================================
+`Begin`, `End`         a request: worker to capture process, worker to driver
+`Staged`               rows in shared memory: worker to capture process
+`Rows`                 rows: worker to driver
+`Result`               what a consumer made of a request: worker to front end
+`Action`               what a consumer has the engine do: consumer to engine core
+`MemoryWanted`         worker to capture process: dispatch what is held
+`Close`                worker to capture process: the end
+`Done`, `Closed`       capture process to worker
+====================== ====================================================================================
 
-================ ==================================================================================
-`ResultMessage`  none
-`BeginMessage`   prompt token ids, int64
-`RowsMessage`    two a block: positions, int64 ``[N]``, and rows, ``[S, N, width]`` in the block's dtype
-`FinishMessage`  token ids, int64
-`AbandonMessage` none
-================ ==================================================================================
+Over ZMQ a message is one multipart message, whose first frame it is. Two frames for each block follow `Rows`, whose
+shapes and dtypes it has: positions, int64 ``[N]``, and rows, ``[S, N, width]``; bfloat16 rows are sent as they are.
 
-Arrays are in the byte order of their host: an engine whose hosts differ in it does not start. bfloat16 rows are sent as
-they are.
+Arrays of int64 are bytes in the byte order of their host: an engine whose hosts differ in it does not start. In
+`Staged` they may also be the first number and how many there are, if they count up: rows of a quarter of a second have
+to fit into the socket at once, since what does not waits for a thread of the worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,12 +31,15 @@ import torch
 import zmq
 from torch import Tensor
 
-from headgate.capture.schema.batch import FinalState, Int64Array, SpecWire
-from headgate.capture.schema.consumer import FinishedRequest, ReadoutFacts, RequestInfo, RowBlock, RowSpan
+from headgate.capture.delivery.delivery import CloseReport, DeliveryStats, request_info
+from headgate.capture.planning.step_plan import PackGroup, RequestSpans, SiteSet, count_up
+from headgate.capture.schema.batch import Begin, End, Int64Array, MemoryWanted
+from headgate.capture.schema.consumer import ReadoutFacts, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult, Origin
 from headgate.capture.schema.sites import ITEM_SIZES, Site
 from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.staging.host_rows import CopyPart, StagedRows
 
 Frames: TypeAlias = Sequence[bytes | memoryview]
 
@@ -43,8 +50,8 @@ class MalformedMessage(ValueError):
     """Raised for frames that are not one of our messages; the receiver counts them and goes on."""
 
 
-class ResultMessage(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
-    """Result of a request for one worker-located consumer at one pipeline stage.
+class Result(msgspec.Struct, frozen=True, kw_only=True, tag="result", array_like=True):
+    """Result of a request for one consumer at one pipeline stage.
 
     Attributes:
         key: What the hub knows the request by.
@@ -57,29 +64,12 @@ class ResultMessage(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """
 
     key: str
-    req_id: str
-    sample_index: int
+    req_id: str = ""
+    sample_index: int = 0
     instance: str
-    stage: int
-    num_stages: int
+    stage: int = 0
+    num_stages: int = 1
     result: CaptureResult
-
-
-class BeginMessage(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
-    """Announcement of a request that wants rows for a driver-located consumer; `num_stages` stages will send them.
-
-    `readouts` are those of this stage: by the site's name, the number of outputs and the key.
-    """
-
-    key: str
-    req_id: str
-    client_request_id: str
-    sample_index: int
-    num_samples: int
-    stage: int
-    num_stages: int
-    spec: SpecWire
-    readouts: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
 
 
 class SpanHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -100,61 +90,128 @@ class BlockHeader(msgspec.Struct, frozen=True, kw_only=True):
     spans: list[SpanHeader]
 
 
-class RowsMessage(msgspec.Struct, frozen=True, kw_only=True, tag="rows"):
+class Rows(msgspec.Struct, frozen=True, kw_only=True, tag="rows", array_like=True):
     """Blocks of one `StreamingConsumer.write` that go to one front end."""
 
     stage: int
     blocks: list[BlockHeader]
 
 
-class FinishMessage(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
-    """End of a request, which got its last row of this stage; `dropped_rows` rows were lost on the way."""
+class Action(msgspec.Struct, frozen=True, kw_only=True, tag="action", array_like=True):
+    """An action of a consumer, which steers requests of the engine.
 
-    key: str
-    req_id: str
-    stage: int
-    num_prompt_tokens: int
-    status: str
-    dropped_rows: int
-    notes: dict[str, Any] = msgspec.field(default_factory=dict)
-    num_outdated: int = 0
+    Attributes:
+        consumer: Its instance name.
+        encoded: As `headgate.capture.schema.action_sink.encode_action` made it.
+        num_dropped: Actions of the same consumer that were dropped since the last one that was sent.
+    """
 
-
-class AbandonMessage(msgspec.Struct, frozen=True, kw_only=True, tag="abandon"):
-    """Failure of a request on this stage; its result, an error, travels by itself."""
-
-    key: str
-    req_id: str
-    stage: int
+    consumer: str
+    encoded: bytes
+    num_dropped: int
 
 
-Message: TypeAlias = ResultMessage | BeginMessage | RowsMessage | FinishMessage | AbandonMessage
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
+Numbers = bytes | list[int]
+"""int64: all of them, or the first one and how many there are, which count up."""
 
 
-def encode(message: Message, arrays: Sequence[memoryview] = ()) -> list[bytes | memoryview]:
-    """Make the frames of a message.
+class GroupWire(msgspec.Struct, frozen=True, array_like=True):
+    """A `PackGroup`: `masks` is one mask if all rows have it."""
+
+    site_ids: bytes
+    rows: Numbers
+    positions: bytes
+    masks: bytes | int
+    spans: RequestSpans
+
+
+class Staged(msgspec.Struct, frozen=True, tag="staged", array_like=True):
+    """A `StagedRows`: its lease is ``start : start + num_leased``, its part has `num_rows` rows from `first` on."""
+
+    number: int
+    start: int
+    num_leased: int
+    since: float
+    first: int
+    num_rows: int
+    num_copies: int
+    num_token_rows: int
+    num_output_rows: int
+    groups: list[GroupWire]
+
+
+class Close(msgspec.Struct, frozen=True, tag="close", array_like=True):
+    """Asks to deliver what is there in so many seconds, and to end."""
+
+    timeout_s: float
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
+    """Requests whose part in a capture process is over: consumer, id and key of each."""
+
+    ended: list[tuple[str, str, str]]
+
+
+class Closed(msgspec.Struct, frozen=True, tag="closed", array_like=True):
+    """The last message: everything was closed, and these are the counters."""
+
+    report: CloseReport
+    stats: DeliveryStats
+
+
+Message: TypeAlias = Begin | End | Staged | Rows | Result | Action | MemoryWanted | Close | Done | Closed
+
+
+def _plain(value: object) -> object:
+    """Bytes of what is an array: token ids, and long bytes of a request's wire."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
+
+
+def _read(kind: object, data: object) -> object:
+    """An int64 array as it was sent, read-only; anything that is of no certain type as it is."""
+    if kind is object:
+        return data
+    if not isinstance(data, bytes) or len(data) % 8:
+        raise ValueError("no int64 array")
+    return np.frombuffer(data, np.int64)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, dec_hook=_read)
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as bytes.
 
     Raises:
         TypeError, ValueError, OverflowError, RecursionError: If a payload is not made of plain values.
     """
-    return [_encoder.encode(message), *arrays]
+    return _encoder.encode(message)
 
 
-def decode(frames: Sequence[zmq.Frame]) -> Message:
-    """Read the header; the arrays are read by the functions below.
+def decode(data: bytes | memoryview) -> Message:
+    """Read what `encode` made, by another process of this installation."""
+    return _decoder.decode(data)
+
+
+def decode_frames(frames: Sequence[zmq.Frame]) -> Message:
+    """Read the message of some frames; `read_rows` reads the arrays that follow `Rows`.
 
     Raises:
-        MalformedMessage: If it is not one of our messages.
+        MalformedMessage: If it is not one of our messages, or not so many arrays follow it.
     """
     if not frames:
         raise MalformedMessage("no header")
     try:
-        return cast(Message, _decoder.decode(frames[0].buffer))
+        message = decode(frames[0].buffer)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:  # TypeError: a map as a map's key
         raise MalformedMessage(f"header: {error}") from error
+    expected = 2 * len(message.blocks) if isinstance(message, Rows) else 0
+    if len(frames) != expected + 1:
+        raise MalformedMessage(f"{len(frames) - 1} arrays, expected {expected}")
+    return message
 
 
 def origin_of(request: RequestInfo) -> Origin:
@@ -168,56 +225,51 @@ def origin_of(request: RequestInfo) -> Origin:
     return request.origin
 
 
-def encode_begin(request: RequestInfo, *, stage: int, num_stages: int) -> list[bytes | memoryview]:
-    """Make the frames of a `BeginMessage`."""
-    message = BeginMessage(
-        key=origin_of(request).key,
+def begin_of(request: RequestInfo, *, instance: str, stage: int, num_stages: int) -> Begin:
+    """Return the message that announces a request to a consumer in the driver."""
+    return Begin(
         req_id=request.request_id,
-        client_request_id=request.client_request_id,
-        sample_index=request.sample_index,
-        num_samples=request.num_samples,
+        prompt_token_ids=request.prompt_token_ids,
+        capture={
+            "id": request.client_request_id,
+            "n": request.num_samples,
+            "key": origin_of(request).key,
+            "reply": None,
+            "wait": False,
+            "specs": {instance: request.spec.to_wire()},
+        },
+        readouts={site.name: facts for site, facts in request.readouts.items()},
         stage=stage,
         num_stages=num_stages,
-        spec=request.spec.to_wire(),
-        readouts={site.name: (facts.num_outputs, facts.key) for site, facts in request.readouts.items()},
     )
-    return encode(message, [array_bytes(request.prompt_token_ids)])
 
 
-def read_begin(message: BeginMessage, frames: Sequence[zmq.Frame]) -> RequestInfo:
-    """Read the request that a `BeginMessage` announces.
+def read_begin(message: Begin) -> RequestInfo:
+    """Read the request that `begin_of` announced.
 
     Raises:
-        MalformedMessage: If its frames or its spec are not as they should be.
+        MalformedMessage: If something in it is not as it should be.
     """
-    _check_num_arrays(frames, 1)
-    if not (0 <= message.stage < message.num_stages and 0 <= message.sample_index < message.num_samples):
-        raise MalformedMessage(
-            f"stage {message.stage} of {message.num_stages}, sample {message.sample_index} of {message.num_samples}"
-        )
+    if not 0 <= message.stage < message.num_stages:
+        raise MalformedMessage(f"stage {message.stage} of {message.num_stages}")
+    specs = {} if message.capture is None else message.capture["specs"]
     try:
-        spec = CaptureSpec.from_wire(message.spec)
+        (wire,) = specs.values()
         readouts = {Site.parse(name): ReadoutFacts(*facts) for name, facts in message.readouts.items()}
+        info = request_info(message, CaptureSpec.from_wire(wire), readouts)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedMessage(f"spec: {error!r}") from error
-    return RequestInfo(
-        request_id=message.req_id,
-        client_request_id=message.client_request_id,
-        sample_index=message.sample_index,
-        num_samples=message.num_samples,
-        prompt_token_ids=read_int64(frames[1]),
-        spec=spec,
-        readouts=readouts,
-        origin=Origin(None, message.key),
-    )
+    if not 0 <= info.sample_index < info.num_samples:
+        raise MalformedMessage(f"sample {info.sample_index} of {info.num_samples}")
+    return info
 
 
 def encode_rows(blocks: Sequence[RowBlock], *, stage: int) -> list[bytes | memoryview]:
-    """Make the frames of a `RowsMessage`; the rows are not copied if they are contiguous."""
+    """Make the frames of a `Rows` message; the rows are not copied if they are contiguous."""
     arrays: list[memoryview] = []
     for block in blocks:
         arrays += [array_bytes(block.positions), tensor_bytes(block.rows)]
-    return encode(RowsMessage(stage=stage, blocks=[_block_header(block) for block in blocks]), arrays)
+    return [encode(Rows(stage=stage, blocks=[_block_header(block) for block in blocks])), *arrays]
 
 
 def _block_header(block: RowBlock) -> BlockHeader:
@@ -234,9 +286,9 @@ def _block_header(block: RowBlock) -> BlockHeader:
 
 
 def read_rows(
-    message: RowsMessage, frames: Sequence[zmq.Frame], requests: Mapping[tuple[str, str], RequestInfo]
+    message: Rows, frames: Sequence[zmq.Frame], requests: Mapping[tuple[str, str], RequestInfo]
 ) -> list[RowBlock]:
-    """Read the blocks of a `RowsMessage`; they share the memory of the frames.
+    """Read the blocks of a `Rows` message; they share the memory of the frames.
 
     Args:
         message: The header.
@@ -246,7 +298,6 @@ def read_rows(
     Raises:
         MalformedMessage: If header and frames do not fit each other.
     """
-    _check_num_arrays(frames, 2 * len(message.blocks))
     blocks = []
     for header, positions, rows in zip(message.blocks, frames[1::2], frames[2::2], strict=True):
         spans = tuple(
@@ -323,37 +374,6 @@ def _read_tensor(header: BlockHeader, frame: zmq.Frame) -> Tensor:
     return torch.frombuffer(frame.buffer if is_aligned else bytearray(frame.buffer), dtype=dtype).view(header.shape)
 
 
-def encode_finish(finished: FinishedRequest, *, stage: int) -> list[bytes | memoryview]:
-    """Make the frames of a `FinishMessage`."""
-    message = FinishMessage(
-        key=origin_of(finished.request).key,
-        req_id=finished.request.request_id,
-        stage=stage,
-        num_prompt_tokens=finished.final.num_prompt_tokens,
-        status=finished.final.status,
-        dropped_rows=finished.dropped_rows,
-        notes=dict(finished.final.notes),
-        num_outdated=finished.final.num_outdated,
-    )
-    return encode(message, [array_bytes(finished.final.token_ids)])
-
-
-def read_final(message: FinishMessage, frames: Sequence[zmq.Frame]) -> FinalState:
-    """Read how the request of a `FinishMessage` ended.
-
-    Raises:
-        MalformedMessage: If its frames are not as they should be.
-    """
-    _check_num_arrays(frames, 1)
-    return FinalState(
-        num_prompt_tokens=message.num_prompt_tokens,
-        token_ids=read_int64(frames[1]),
-        status=message.status,
-        notes=message.notes,
-        num_outdated=message.num_outdated,
-    )
-
-
 def array_bytes(array: Int64Array) -> memoryview:
     """View an int64 array as bytes; copied if it is not contiguous."""
     return np.ascontiguousarray(array, dtype=np.int64).data.cast("B")
@@ -375,6 +395,58 @@ def read_int64(frame: zmq.Frame) -> Int64Array:
     return np.frombuffer(frame.buffer, dtype=np.int64).copy()
 
 
-def _check_num_arrays(frames: Sequence[zmq.Frame], expected: int) -> None:
-    if len(frames) != expected + 1:
-        raise MalformedMessage(f"{len(frames) - 1} arrays, expected {expected}")
+def staged(item: StagedRows) -> Staged:
+    """Return the message that stands for rows in shared memory."""
+    part, lease = item.part, item.lease
+    about = (part.start, part.num_rows, part.num_copies, part.num_token_rows, part.num_output_rows)
+    return Staged(lease.number, lease.start, lease.num_rows, item.since, *about, [_group(each) for each in part.groups])
+
+
+def _group(group: PackGroup) -> GroupWire:
+    masks = group.masks
+    are_alike = bool((masks == masks[0]).all())
+    return GroupWire(
+        site_ids=group.site_ids.tobytes(),
+        rows=_packed(group.rows),
+        positions=group.positions.tobytes(),
+        masks=int(masks[0]) if are_alike else masks.tobytes(),
+        spans=group.spans,
+    )
+
+
+def _packed(values: Int64Array) -> Numbers:
+    first, count = int(values[0]), len(values)
+    are_counting = values[-1] - first == count - 1 and bool((values[1:] - values[:-1] == 1).all())
+    return [first, count] if are_counting else values.tobytes()
+
+
+def pack_group(group: GroupWire, site_set: SiteSet) -> PackGroup:
+    """Return the rows that a `GroupWire` stands for, at the sites that it names."""
+    rows, masks = numbers(group.rows), group.masks
+    return PackGroup(
+        site_set=site_set,
+        rows=rows,
+        positions=numbers(group.positions),
+        masks=np.full(len(rows), masks, np.int64) if isinstance(masks, int) else numbers(masks),
+        spans=group.spans,
+    )
+
+
+def numbers(data: Numbers) -> Int64Array:
+    """Return the numbers that were sent, int64, read-only."""
+    if isinstance(data, list):
+        return count_up(data[0], data[0] + data[1])
+    found: Int64Array = np.frombuffer(data, np.int64)
+    return found
+
+
+def copy_part(message: Staged, groups: Sequence[PackGroup]) -> CopyPart:
+    """Return the part that a `Staged` stands for."""
+    return CopyPart(
+        tuple(groups),
+        message.first,
+        message.num_rows,
+        message.num_copies,
+        message.num_token_rows,
+        message.num_output_rows,
+    )

@@ -22,19 +22,10 @@ import numpy as np
 import zmq
 
 from headgate.capture.delivery.consumer_thread import DEFERRED, Deferred
-from headgate.capture.links.messages import (
-    AbandonMessage,
-    Frames,
-    ResultMessage,
-    encode,
-    encode_begin,
-    encode_finish,
-    encode_rows,
-    origin_of,
-    select_spans,
-)
+from headgate.capture.links.messages import Frames, Result, begin_of, encode, encode_rows, origin_of, select_spans
 from headgate.capture.links.network import NetworkKeys
 from headgate.capture.links.peer import GIVE_UP_S, Channel, endpoint_of, rows_address
+from headgate.capture.schema.batch import End, FinalState
 from headgate.capture.schema.config import MIB, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock, StreamingConsumer
 from headgate.capture.schema.errors import ConsumerError
@@ -84,16 +75,16 @@ class ResultReporter:
             if self._watcher is not None:
                 self._watcher.due()
             if result is not None:
-                self._sender.send_result(
-                    reply=origin.reply,
+                message = Result(
                     key=origin.key,
                     req_id=request.request_id,
                     sample_index=request.sample_index,
                     instance=instance,
-                    result=result,
                     stage=self._stage,
                     num_stages=self._num_stages,
+                    result=result,
                 )
+                self._sender.send_result(origin.reply, message)
         finally:
             if self._watcher is not None:
                 self._watcher.done(instance, request.request_id, origin.key)
@@ -127,18 +118,7 @@ class SenderStats:
 class ResultSender(Protocol):
     """Sends a worker's results, and the rows for driver-located consumers. Callable from any thread."""
 
-    def send_result(
-        self,
-        *,
-        reply: str | None,
-        key: str,
-        req_id: str,
-        sample_index: int,
-        instance: str,
-        stage: int,
-        num_stages: int,
-        result: CaptureResult,
-    ) -> None:
+    def send_result(self, reply: str | None, result: Result) -> None:
         """Send a result without waiting; nowhere if `reply` is None."""
         ...
 
@@ -150,12 +130,10 @@ class ResultSender(Protocol):
         """Send rows of requests that were announced; wait up to `timeout_s` for room. False: they were not sent."""
         ...
 
-    def send_finish(self, finished: FinishedRequest, *, instance: str, stage: int) -> None:
-        """Send the end of a request, which got its last row, without waiting."""
-        ...
-
-    def send_abandon(self, request: RequestInfo, *, instance: str, stage: int) -> None:
-        """Send the failure of a request, which will never be finished, without waiting."""
+    def send_end(
+        self, request: RequestInfo, final: FinalState | None, *, instance: str, stage: int, dropped_rows: int = 0
+    ) -> None:
+        """Send the end of a request, after its last row, without waiting; see `headgate.capture.schema.batch.End`."""
         ...
 
     def stats(self) -> SenderStats:
@@ -198,51 +176,28 @@ class ZmqResultSender:
         """Messages without a known destination, by whether they were results."""
         self._is_closed = False
 
-    def send_result(
-        self,
-        *,
-        reply: str | None,
-        key: str,
-        req_id: str,
-        sample_index: int,
-        instance: str,
-        stage: int,
-        num_stages: int,
-        result: CaptureResult,
-    ) -> None:
+    def send_result(self, reply: str | None, result: Result) -> None:
         """Send a result without waiting; a payload that is not made of plain values becomes an error."""
-        if reply is None:
-            return
-        message = ResultMessage(
-            key=key,
-            req_id=req_id,
-            sample_index=sample_index,
-            instance=instance,
-            stage=stage,
-            num_stages=num_stages,
-            result=result,
-        )
-        self._send(self._results, reply, _encode_result(message), timeout_s=0)
+        if reply is not None:
+            self._send(self._results, reply, [_encode_result(result)], timeout_s=0)
 
     def send_begin(self, request: RequestInfo, *, instance: str, stage: int, num_stages: int) -> None:
         """See `ResultSender.send_begin`; the request must have a reply address."""
         address = rows_address(_reply(request), instance)
-        self._send(self._rows, address, encode_begin(request, stage=stage, num_stages=num_stages), timeout_s=None)
+        begin = begin_of(request, instance=instance, stage=stage, num_stages=num_stages)
+        self._send(self._rows, address, [encode(begin)], timeout_s=None)
 
     def send_rows(self, reply: str, blocks: Sequence[RowBlock], *, instance: str, stage: int, timeout_s: float) -> bool:
         """See `ResultSender.send_rows`."""
         frames = encode_rows(blocks, stage=stage)
         return self._send(self._rows, rows_address(reply, instance), frames, timeout_s=timeout_s)
 
-    def send_finish(self, finished: FinishedRequest, *, instance: str, stage: int) -> None:
-        """See `ResultSender.send_finish`."""
-        address = rows_address(_reply(finished.request), instance)
-        self._send(self._rows, address, encode_finish(finished, stage=stage), timeout_s=None)
-
-    def send_abandon(self, request: RequestInfo, *, instance: str, stage: int) -> None:
-        """See `ResultSender.send_abandon`."""
-        message = AbandonMessage(key=origin_of(request).key, req_id=request.request_id, stage=stage)
-        self._send(self._rows, rows_address(_reply(request), instance), encode(message), timeout_s=None)
+    def send_end(
+        self, request: RequestInfo, final: FinalState | None, *, instance: str, stage: int, dropped_rows: int = 0
+    ) -> None:
+        """See `ResultSender.send_end`."""
+        end = End(request.request_id, final, origin_of(request).key, stage, dropped_rows)
+        self._send(self._rows, rows_address(_reply(request), instance), [encode(end)], timeout_s=None)
 
     def stats(self) -> SenderStats:
         """Counters so far."""
@@ -301,7 +256,7 @@ class ZmqResultSender:
                 channel.tend()
 
 
-def _encode_result(message: ResultMessage) -> list[bytes | memoryview]:
+def _encode_result(message: Result) -> bytes:
     try:
         payload = message.result.payload
         if (sent := plain_payload(payload)) is not payload:
@@ -375,16 +330,19 @@ class RowSender(StreamingConsumer):
     def finish(self, finished: FinishedRequest) -> Deferred:
         """Pass the end on; the result comes from the front end."""
         lost = self._lost_rows.pop(finished.request.request_id, 0)
-        finished = FinishedRequest(
-            request=finished.request, final=finished.final, dropped_rows=finished.dropped_rows + lost
+        self._sender.send_end(
+            finished.request,
+            finished.final,
+            instance=self.context.instance_name,
+            stage=self.context.pp_rank,
+            dropped_rows=finished.dropped_rows + lost,
         )
-        self._sender.send_finish(finished, instance=self.context.instance_name, stage=self.context.pp_rank)
         return DEFERRED
 
     def abandon(self, request: RequestInfo) -> None:
         """Pass the failure on; the consumer's thread reports it."""
         if self._lost_rows.pop(request.request_id, None) is not None:
-            self._sender.send_abandon(request, instance=self.context.instance_name, stage=self.context.pp_rank)
+            self._sender.send_end(request, None, instance=self.context.instance_name, stage=self.context.pp_rank)
 
     def _count_lost(self, blocks: Sequence[RowBlock]) -> None:
         positions: dict[str, list[int]] = {}

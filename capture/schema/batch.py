@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -168,3 +169,49 @@ class FinalState:
         The whole prompt counts also when nothing was sampled (an abort), whether or not all of it was forwarded.
         """
         return max(len(self.token_ids) - 1, self.num_prompt_tokens)
+
+
+class Begin(msgspec.Struct, tag="begin", array_like=True, frozen=True):
+    """The begin of a captured request: in one process, between processes, and between hosts.
+
+    A request's `Begin` comes before its rows, and its `End` after them.
+
+    Attributes:
+        req_id: Internal id. A request that is known under it is given up for this one.
+        prompt_token_ids: int64 ``[num_prompt_tokens]``.
+        capture: What consumers get of it; None if it captures nothing, and only takes the place of another.
+        is_same_client: The results of a request that is given up go where this one's go: one result stands for both.
+        readouts: By the name of a site, `ReadoutFacts` if its rows are outputs of one; only on the way to the driver.
+        stage: Pipeline stage that sends it; likewise.
+        num_stages: How many stages send it; likewise.
+    """
+
+    req_id: str
+    prompt_token_ids: Int64Array
+    capture: CaptureWire | None = None
+    is_same_client: bool = False
+    readouts: dict[str, tuple[int, str]] = {}
+    stage: int = 0
+    num_stages: int = 1
+
+
+class End(msgspec.Struct, tag="end", array_like=True, frozen=True):
+    """The end of a captured request, after its last rows.
+
+    Attributes:
+        req_id: Internal id.
+        final: How it ended; None if that is unknown, or if it failed on its way: its result, an error, says why.
+        key: Of the request; only on the way to the driver.
+        stage: Pipeline stage that sends it; likewise.
+        dropped_rows: Rows that were lost on that way.
+    """
+
+    req_id: str
+    final: FinalState | None
+    key: str = ""
+    stage: int = 0
+    dropped_rows: int = 0
+
+
+class MemoryWanted(msgspec.Struct, tag="memory", array_like=True, frozen=True):
+    """The step thread is about to wait for staging memory: whoever holds rows lets go of them."""

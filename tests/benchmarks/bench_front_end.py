@@ -18,6 +18,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from headgate.capture.links.messages import Result
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.results import CaptureResult
@@ -88,7 +89,7 @@ class Engine:
             yield SimpleNamespace(finished=False, outputs=[])
         if extra := request.sampling_params.extra_args:
             key = extra["headgate"]["capture"]["key"]
-            self.front.hub.deliver(key=key, sample_index=0, instance="filesystem", stage=0, num_stages=1, result=RESULT)
+            self.front.hub.deliver(Result(key=key, instance="filesystem", result=RESULT))
         yield SimpleNamespace(finished=True, outputs=[SimpleNamespace(index=0, finish_reason="length")])
 
 

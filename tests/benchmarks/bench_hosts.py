@@ -20,6 +20,7 @@ import zmq
 
 from headgate.capture.links import peer
 from headgate.capture.links.hub import Inboxes, ResultHub
+from headgate.capture.links.messages import Result
 from headgate.capture.links.network import Listening, NetworkKeys
 from headgate.capture.links.peer import Channel, endpoint_of
 from headgate.capture.links.sender import ZmqResultSender
@@ -52,14 +53,13 @@ def send_results(reply: str, num_hosts: int, is_far: bool, begin: Any) -> None:
     begin.wait()
     for number in range(NUM_RESULTS):
         senders[number % num_hosts].send_result(
-            reply=reply,
-            key=f"k{number}",
-            req_id="r",
-            sample_index=0,
-            instance="files",
-            stage=0,
-            num_stages=1,
-            result=CaptureResult(status="ok", payload=PAYLOAD, num_rows=384),
+            reply,
+            Result(
+                key=f"k{number}",
+                req_id="r",
+                instance="files",
+                result=CaptureResult(status="ok", payload=PAYLOAD, num_rows=384),
+            ),
         )
     for sender in senders:
         sender.close(60)

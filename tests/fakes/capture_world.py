@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from headgate.capture.capture_process import DeliveryTarget, SpreadDelivery
 from headgate.capture.delivery.delivery import Delivery
+from headgate.capture.links.messages import Result
 from headgate.capture.links.sender import ResultSender, SenderStats
 from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.local_delivery import LocalDelivery, WorkerPlace
@@ -57,9 +59,9 @@ class KeptResults:
     def stats(self) -> SenderStats:
         return SenderStats(lost_results=0, lost_messages=0)
 
-    def send_result(self, **message: Any) -> None:
+    def send_result(self, reply: str | None, result: Result) -> None:
         with self._changed:
-            self.sent.append(message)
+            self.sent.append({"reply": reply, **msgspec.structs.asdict(result)})
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> int:
@@ -159,6 +161,7 @@ def local_session(
     place = WorkerPlace(
         config=config,
         model=MODEL,
+        sites=tuple(sites),
         staging_bytes=staging.host_bytes,
         linger_s=min(linger_s.values(), default=0.0),
         pp_rank=pp_rank,
@@ -168,9 +171,9 @@ def local_session(
     memory = staging.memory
     delivery: Delivery
     if isinstance(memory, SharedStaging) and memory.shared.num_readers > 1:
-        delivery = spread_delivery(place, sites, consumers, sender, memory, close_sender)
+        delivery = spread_delivery(place, consumers, sender, memory, close_sender)
     elif isinstance(memory, SharedStaging):
-        delivery = looped_process(place, sites, consumers, sender, memory, close_sender)
+        delivery = looped_process(place, consumers, sender, memory, close_sender)
     else:
         delivery = LocalDelivery(place, consumers, sender, close_sender=close_sender)
     bits = {each.spec.instance: each.bit for each in consumers}
@@ -180,7 +183,6 @@ def local_session(
 
 def spread_delivery(
     place: WorkerPlace,
-    sites: tuple[Site, ...],
     consumers: Sequence[OpenConsumer],
     sender: ResultSender,
     memory: SharedStaging,
@@ -194,10 +196,10 @@ def spread_delivery(
         closing = close_sender if index == 0 else None
         delivery: Delivery
         if index < count - 1:
-            delivery = looped_process(at, sites, own, sender, memory, closing, index)
+            delivery = looped_process(at, own, sender, memory, closing, index)
         else:
             delivery = LocalDelivery(at, own, sender)
-        readers.append(DeliveryTarget(delivery, at.bits, index, memory))
+        readers.append(DeliveryTarget(delivery, {each.spec.instance: each.bit for each in own}, index, memory))
     return SpreadDelivery(readers, [each.spec.instance for each in consumers])
 
 

@@ -14,7 +14,6 @@ from headgate.capture.links.sender import ResultSender
 from headgate.capture.links.shared_memory import SharedRows, SharedStaging, StatsBoard
 from headgate.capture.local_delivery import LocalDelivery, WorkerPlace
 from headgate.capture.schema.registry import OpenConsumer
-from headgate.capture.schema.sites import Site
 
 
 class Looped:
@@ -33,7 +32,6 @@ class Looped:
 
 def looped_process(
     place: WorkerPlace,
-    sites: Sequence[Site],
     consumers: Sequence[OpenConsumer],
     sender: ResultSender,
     memory: SharedStaging,
@@ -50,7 +48,7 @@ def looped_process(
         ours, theirs = socket.socketpair()
         connection = Connection(theirs)
         rows = SharedRows(memory.shared, reader)
-        server = CaptureServer(sites, bits, rows_AD, rows, connection, board, readouts=place.readouts)
+        server = CaptureServer(place.sites, rows_AD, rows, connection, board, readouts=place.readouts)
 
         def serve() -> None:
             server.serve(

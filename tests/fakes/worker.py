@@ -19,6 +19,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from vllm.v1.worker.worker_base import WorkerBase
 
 from headgate.capture.engine.setup.hosts import worker_setup
+from headgate.capture.links.messages import Result
 from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.batch import RequestWire
 from headgate.capture.schema.positions import selector_from_wire
@@ -190,14 +191,14 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
             if instance == "hidden_states":
                 payload = self._state(rows[-1])
             self._sender.send_result(
-                reply=capture["reply"],
-                key=capture["key"],
-                req_id=req_id,
-                sample_index=int(req_id.split("_", 1)[0]) if capture["n"] > 1 else 0,
-                instance=instance,
-                stage=0,
-                num_stages=1,
-                result=CaptureResult(status="ok", payload=payload, num_rows=len(rows)),
+                capture["reply"],
+                Result(
+                    key=capture["key"],
+                    req_id=req_id,
+                    sample_index=int(req_id.split("_", 1)[0]) if capture["n"] > 1 else 0,
+                    instance=instance,
+                    result=CaptureResult(status="ok", payload=payload, num_rows=len(rows)),
+                ),
             )
 
     def _state(self, position: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from headgate.capture.delivery.completeness import ConsumerRequest
+from headgate.capture.links.messages import Result
 from headgate.capture.links.peer import numbering, rows_address
 from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.config import CaptureConsumerSpec
@@ -232,14 +233,13 @@ def test_a_request_that_is_abandoned_by_its_worker_is_let_go_of_and_not_answered
         worker.finish(other)
         assert result(hub, "flow", "request-2").status == "ok"
         sender.send_result(
-            reply=hub.address,
-            key="key-request-1",
-            req_id="request-1",
-            sample_index=0,
-            instance="flow",
-            stage=0,
-            num_stages=1,
-            result=CaptureResult(status="error", error="the worker knows why"),
+            hub.address,
+            Result(
+                key="key-request-1",
+                req_id="request-1",
+                instance="flow",
+                result=CaptureResult(status="error", error="the worker knows why"),
+            ),
         )
 
         assert result(hub, "flow").error == "the worker knows why"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headgate.capture.links.messages import Result
 from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.consumer import RequestInfo
 from headgate.capture.schema.results import CaptureResult
@@ -128,14 +129,15 @@ def test_one_stage_that_fails_ends_the_request_with_its_error(folder: Path, send
         second.begin(requests[1])
         second.sink.abandon(requests[1])
         sender.send_result(
-            reply=hub.address,
-            key="key-request-1",
-            req_id="request-1",
-            sample_index=0,
-            instance="whole",
-            stage=1,
-            num_stages=2,
-            result=CaptureResult(status="error", error="stage 1 hung"),
+            hub.address,
+            Result(
+                key="key-request-1",
+                req_id="request-1",
+                instance="whole",
+                stage=1,
+                num_stages=2,
+                result=CaptureResult(status="error", error="stage 1 hung"),
+            ),
         )
         assert result(hub, "whole").error == "stage 1 hung"
         first.write((requests[0], POSITIONS))

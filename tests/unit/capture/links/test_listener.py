@@ -17,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from headgate.capture.links.hub import OLD_S, ResultHub
+from headgate.capture.links.messages import Result
 from headgate.capture.links.peer import MAX_FAILURES, Inbox
 from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.results import CaptureResult
@@ -91,16 +92,7 @@ def test_a_thread_that_fails_now_and_then_goes_on(folder: Path, caplog: pytest.L
         inbox = Inbox(f"ipc://{folder}/hub", lambda frames: read.release(), name="reader", watch=watch)
         for key in ("a", "b"):
             fails.append(True)
-            sender.send_result(
-                reply=inbox.address,
-                key=key,
-                req_id="r",
-                sample_index=0,
-                instance="i",
-                stage=0,
-                num_stages=1,
-                result=ok(),
-            )
+            sender.send_result(inbox.address, Result(key=key, req_id="r", instance="i", result=ok()))
             assert read.acquire(timeout=TIMEOUT_S)
         assert sender.close(TIMEOUT_S) == 0
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -13,21 +16,20 @@ from hypothesis import strategies as st
 from headgate.capture.links.messages import (
     BlockHeader,
     MalformedMessage,
-    RowsMessage,
+    Rows,
     SpanHeader,
     array_bytes,
+    begin_of,
     decode,
+    decode_frames,
     encode,
-    encode_begin,
-    encode_finish,
     encode_rows,
     read_begin,
-    read_final,
     read_rows,
     select_spans,
 )
-from headgate.capture.schema.batch import FinalState
-from headgate.capture.schema.consumer import FinishedRequest, ReadoutFacts, RequestInfo, RowBlock, RowSpan
+from headgate.capture.schema.batch import Begin, End, FinalState
+from headgate.capture.schema.consumer import ReadoutFacts, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.results import Origin
@@ -76,8 +78,8 @@ def test_rows_arrive_bit_for_bit_wherever_zmq_places_them(dtype: torch.dtype, of
     known = {("k", "a"): request("a"), ("k", "b"): request("b")}
     frames = frames_of(encode_rows(sent, stage=2), offset=offset)
 
-    message = decode(frames)
-    assert isinstance(message, RowsMessage)
+    message = decode_frames(frames)
+    assert isinstance(message, Rows)
     received = read_rows(message, frames, known)
 
     assert message.stage == 2
@@ -95,8 +97,8 @@ def test_blocks_of_the_same_sites_share_them_so_that_consumers_can_tell() -> Non
     received = []
     for _ in range(2):
         frames = frames_of(encode_rows([block([request("a")], [2])], stage=0))
-        message = decode(frames)
-        assert isinstance(message, RowsMessage)
+        message = decode_frames(frames)
+        assert isinstance(message, Rows)
         received += read_rows(message, frames, {("k", "a"): request("a")})
 
     assert received[0].sites is received[1].sites
@@ -112,8 +114,8 @@ def test_rows_that_are_not_contiguous_are_sent_as_they_are_read() -> None:
     )
     frames = frames_of(encode_rows([sent], stage=0))
 
-    message = decode(frames)
-    assert isinstance(message, RowsMessage)
+    message = decode_frames(frames)
+    assert isinstance(message, Rows)
     (received,) = read_rows(message, frames, {("k", "r0"): request()})
 
     assert torch.equal(received.rows, whole[:, 2:6])
@@ -124,8 +126,8 @@ def test_rows_of_unknown_requests_are_left_out() -> None:
     sent = block(requests, [2, 3, 1])
     frames = frames_of(encode_rows([sent, block([requests[1]], [2])], stage=0))
 
-    message = decode(frames)
-    assert isinstance(message, RowsMessage)
+    message = decode_frames(frames)
+    assert isinstance(message, Rows)
     received = read_rows(message, frames, {("k", "a"): requests[0], ("k", "b"): requests[2]})
 
     assert len(received) == 1
@@ -140,34 +142,36 @@ def test_rows_of_unknown_requests_are_left_out() -> None:
 def test_a_key_belongs_to_its_request() -> None:
     frames = frames_of(encode_rows([block([request("a", key="forged")], [2])], stage=0))
 
-    message = decode(frames)
-    assert isinstance(message, RowsMessage)
+    message = decode_frames(frames)
+    assert isinstance(message, Rows)
 
     assert read_rows(message, frames, {("k", "a"): request("a")}) == []
 
 
-def test_begin_and_finish_arrive_as_sent() -> None:
-    begin = frames_of(encode_begin(request(), stage=1, num_stages=2))
+def test_begin_and_end_arrive_as_sent() -> None:
+    sent = request("1_r0")
     tokens, notes = np.array([1, 2**40, 3], dtype=np.int64), {"part": {"positions": [0, 1], "seen": [0.5, None]}}
-    final = FinalState(num_prompt_tokens=5, token_ids=tokens, status="stop", notes=notes)
-    finish = frames_of(encode_finish(FinishedRequest(request=request(), final=final, dropped_rows=4), stage=1))
+    final = FinalState(num_prompt_tokens=5, token_ids=tokens, status="stop", notes=notes, num_outdated=2)
 
-    begun, finished = decode(begin), decode(finish)
-    received = read_begin(begun, begin)
-    received_final = read_final(finished, finish)
+    begun = decode(encode(begin_of(sent, instance="files", stage=1, num_stages=2)))
+    ended = decode(encode(End("1_r0", final, "k", 1, dropped_rows=4)))
+    assert isinstance(begun, Begin)
+    assert isinstance(ended, End)
+    received = read_begin(begun)
 
     assert (begun.stage, begun.num_stages) == (1, 2)
     assert received.spec == request().spec
-    assert received.readouts == request().readouts
+    assert received.readouts == sent.readouts
     assert all(isinstance(facts, ReadoutFacts) for facts in received.readouts.values())
     assert received.origin == Origin(None, "k")
-    assert (received.request_id, received.client_request_id) == ("r0", "client-r0")
+    assert (received.request_id, received.client_request_id) == ("1_r0", "client-1_r0")
     assert (received.sample_index, received.num_samples) == (1, 2)
     assert np.array_equal(received.prompt_token_ids, request().prompt_token_ids)
-    assert finished.dropped_rows == 4
-    assert np.array_equal(received_final.token_ids, final.token_ids)
-    assert (received_final.num_prompt_tokens, received_final.status) == (5, "stop")
-    assert received_final.notes == notes
+    assert (ended.req_id, ended.key, ended.stage, ended.dropped_rows) == ("1_r0", "k", 1, 4)
+    assert ended.final is not None
+    for name in (each.name for each in fields(FinalState)):
+        got, expected = getattr(ended.final, name), getattr(final, name)
+        assert np.array_equal(got, expected) if isinstance(expected, np.ndarray) else got == expected, name
 
 
 def test_a_request_without_an_origin_cannot_be_sent() -> None:
@@ -176,7 +180,7 @@ def test_a_request_without_an_origin_cannot_be_sent() -> None:
     )
 
     with pytest.raises(ConsumerError, match="request c has no front end"):
-        encode_begin(homeless, stage=0, num_stages=1)
+        begin_of(homeless, instance="files", stage=0, num_stages=1)
 
 
 HEADER = BlockHeader(sites=["final_norm"], dtype="float32", shape=(1, 2, 3), spans=[SpanHeader("k", "r0", 0, 2)])
@@ -204,37 +208,46 @@ ROWS = bytes(24)
 def test_rows_whose_header_and_frames_differ_are_refused(
     changes: dict[str, object], arrays: list[bytes | memoryview], complaint: str
 ) -> None:
-    message = RowsMessage(stage=0, blocks=[msgspec.structs.replace(HEADER, **changes)])
-    frames = frames_of(encode(message, arrays))
+    message = Rows(stage=0, blocks=[msgspec.structs.replace(HEADER, **changes)])
+    frames = frames_of([encode(message), *arrays])
 
     with pytest.raises(MalformedMessage, match=complaint):
-        read_rows(message, frames, {("k", "r0"): request()})
+        read_rows(decode_frames(frames), frames, {("k", "r0"): request()})
+
+
+SPEC = {"sites": {"post_mlp": [0]}, "positions": "all", "options": {}}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"spec": {}},
-        {"spec": {"sites": {"nowhere": [1]}, "positions": "all", "options": {}}},
-        {"spec": {"sites": [], "positions": "all", "options": {}}},
+        {"capture": None},
+        {"specs": {}},
+        {"specs": {"files": SPEC, "others": SPEC}},
+        {"specs": {"files": {}}},
+        {"specs": {"files": {**SPEC, "sites": {"nowhere": [1]}}}},
+        {"specs": {"files": {**SPEC, "sites": []}}},
         {"stage": 2},
         {"stage": -1},
-        {"sample_index": 2},
-        {"readouts": {"nowhere": (1, "key")}},
+        {"req_id": "2_r0"},
+        {"req_id": "r0"},
+        {"readouts": {"nowhere": ReadoutFacts(1, "key")}},
     ],
 )
-def test_a_begin_that_makes_no_sense_is_refused(changes: dict[str, object]) -> None:
-    frames = frames_of(encode_begin(request(), stage=1, num_stages=2))
-    message = msgspec.structs.replace(decode(frames), **changes)
+def test_a_begin_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
+    begin = begin_of(request("1_r0"), instance="files", stage=1, num_stages=2)
+    if "specs" in changes:
+        assert begin.capture is not None
+        changes = {"capture": {**begin.capture, **changes}}
 
     with pytest.raises(MalformedMessage):
-        read_begin(message, frames)
+        read_begin(msgspec.structs.replace(begin, **changes))
 
 
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused_and_nothing_else_happens(header: bytes) -> None:
     with pytest.raises(MalformedMessage):
-        decode([zmq.Frame(header)])
+        decode_frames([zmq.Frame(header)])
 
 
 @pytest.mark.parametrize(
@@ -248,12 +261,12 @@ def test_random_bytes_are_refused_and_nothing_else_happens(header: bytes) -> Non
 )
 def test_msgpack_that_is_no_message_is_refused(header: bytes) -> None:
     with pytest.raises(MalformedMessage):
-        decode([zmq.Frame(header)])
+        decode_frames([zmq.Frame(header)])
 
 
 def test_a_message_without_frames_is_refused() -> None:
     with pytest.raises(MalformedMessage):
-        decode([])
+        decode_frames([])
 
 
 @given(st.data())

@@ -12,6 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from headgate.capture.links import peer
 from headgate.capture.links.hub import ResultHub
+from headgate.capture.links.messages import Result
 from headgate.capture.links.network import (
     ENVIRONMENT,
     Listening,
@@ -55,9 +56,7 @@ def far_sender() -> Iterator[ZmqResultSender]:
 
 def send(sender: ZmqResultSender, reply: str, key: str = "k") -> None:
     ok = CaptureResult(status="ok", payload=[1, 2])
-    sender.send_result(
-        reply=reply, key=key, req_id="r", sample_index=0, instance="files", stage=0, num_stages=1, result=ok
-    )
+    sender.send_result(reply, Result(key=key, req_id="r", instance="files", result=ok))
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 from msgspec.structs import replace
 
 from headgate.capture.links.hub import MAX_CLOSED_KEYS, Inboxes, ResultHub
-from headgate.capture.links.messages import BeginMessage, FinishMessage, ResultMessage, encode
+from headgate.capture.links.messages import Result, encode
 from headgate.capture.links.peer import numbering
 from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.schema.batch import Begin, End
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.results import CaptureResult, CaptureResults
 from tests.fakes.pipeline import TIMEOUT_S
@@ -44,14 +46,12 @@ def answer(
     num_stages: int = 1,
 ) -> bool:
     return hub.deliver(
-        key=key, sample_index=sample, instance=instance, stage=stage, num_stages=num_stages, result=result
+        Result(key=key, sample_index=sample, instance=instance, stage=stage, num_stages=num_stages, result=result)
     )
 
 
 def send(sender: ZmqResultSender, hub: ResultHub, key: str, result: CaptureResult) -> None:
-    sender.send_result(
-        reply=hub.address, key=key, req_id="r", sample_index=0, instance="files", stage=0, num_stages=1, result=result
-    )
+    sender.send_result(hub.address, Result(key=key, req_id="r", instance="files", result=result))
 
 
 def raw_socket(address: str) -> zmq.Socket[bytes]:
@@ -200,26 +200,20 @@ def test_keys_are_known_while_rows_for_them_may_arrive_and_then_forgotten(hub: R
 def test_forged_and_malformed_messages_are_counted_and_the_hub_goes_on(hub: ResultHub, sender: ZmqResultSender) -> None:
     hub.expect("k", instances=["files"])
     socket = raw_socket(hub.address)
-    forged = ResultMessage(
-        key="guess", req_id="r", sample_index=0, instance="files", stage=0, num_stages=1, result=ok("forged")
-    )
-    begin = BeginMessage(
-        key="k", req_id="r", client_request_id="c", sample_index=0, num_samples=1, stage=0, num_stages=1, spec={}
-    )
-    finish = FinishMessage(key="k", req_id="r", stage=0, num_prompt_tokens=1, status="stop", dropped_rows=0)
-    wrong_status = encode(msgspec.structs.replace(forged, key="k"))[0]
+    forged = Result(key="guess", instance="files", result=ok("forged"))
+    wrong_status = encode(msgspec.structs.replace(forged, key="k"))
     malformed: list[list[bytes | memoryview]] = [
         [b""],
         [b"\xff" * 1000],
         [b"cos\nsystem\n(S'true'\ntR."],
-        [bytes(wrong_status).replace(b"\xa2ok", b"\xa2no")],
-        encode(begin),
-        encode(finish),
+        [wrong_status.replace(b"\xa2ok", b"\xa2no")],
+        [encode(Begin("r", np.arange(3)))],
+        [encode(End("r", None))],
         [b"\x91" * 100_000],
     ]
 
     socket.send_multipart([b"no number"])
-    for number, frames in enumerate([*malformed, encode(forged)]):
+    for number, frames in enumerate([*malformed, [encode(forged)]]):
         socket.send_multipart([numbering(b"a" * 8, number), *frames])
     acknowledgements = [socket.recv() for _ in range(len(malformed) + 1)]
     socket.close(linger=0)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from headgate.capture.links.hub import ResultHub
+from headgate.capture.links.messages import Result
 from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.results import CaptureResult
 from tests.deadlines import patience
@@ -20,12 +21,13 @@ TIMEOUT_S = patience(120.0)
 WORKER = """
 import sys
 from headgate.capture.schema.results import CaptureResult
+from headgate.capture.links.messages import Result
 from headgate.capture.links.sender import ZmqResultSender
 sender = ZmqResultSender()
 for line in sys.stdin:
     key, sample, payload = line.split()
-    sender.send_result(reply=sys.argv[1], key=key, req_id="r", sample_index=int(sample), instance="files", stage=0,
-        num_stages=1, result=CaptureResult(status="ok", payload=payload * 2, num_rows=3))
+    result = CaptureResult(status="ok", payload=payload * 2, num_rows=3)
+    sender.send_result(sys.argv[1], Result(key=key, sample_index=int(sample), instance="files", result=result))
 print(sender.close(30), flush=True)
 """
 
@@ -93,13 +95,13 @@ FORKS = """
 import os, sys, threading
 from headgate.capture.links.hub import ResultHub
 from headgate.capture.schema.results import CaptureResult
+from headgate.capture.links.messages import Result
 from headgate.capture.links.sender import ZmqResultSender
 
 def use(hub, key):
     sender = ZmqResultSender()
     hub.expect(key, instances=["files"])
-    sender.send_result(reply=hub.address, key=key, req_id="r", sample_index=0, instance="files", stage=0,
-        num_stages=1, result=CaptureResult(status="ok", payload=key))
+    sender.send_result(hub.address, Result(key=key, instance="files", result=CaptureResult(status="ok", payload=key)))
     assert hub.wait(key, 30).merged["files"].payload == key
     assert sender.close(30) == 0
 
@@ -178,6 +180,4 @@ def test_a_stopped_front_end_holds_nobody_up_and_gets_what_was_kept_for_it(hub: 
 
 def send_to(sender: ZmqResultSender, address: str, key: str) -> None:
     result = CaptureResult(status="ok", payload=10_000 * "x")
-    sender.send_result(
-        reply=address, key=key, req_id="r", sample_index=0, instance="files", stage=0, num_stages=1, result=result
-    )
+    sender.send_result(address, Result(key=key, req_id="r", instance="files", result=result))

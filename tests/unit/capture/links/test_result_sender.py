@@ -16,18 +16,15 @@ import zmq
 
 from headgate.capture.delivery.consumer_thread import DEFERRED
 from headgate.capture.links.messages import (
-    AbandonMessage,
-    BeginMessage,
-    FinishMessage,
     Message,
-    ResultMessage,
-    RowsMessage,
-    decode,
+    Result,
+    Rows,
+    decode_frames,
     read_rows,
 )
 from headgate.capture.links.peer import Inbox, rows_address
 from headgate.capture.links.sender import RowSender, ZmqResultSender, split_by_reply
-from headgate.capture.schema.batch import FinalState
+from headgate.capture.schema.batch import Begin, End, FinalState
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import (
     ConsumerContext,
@@ -64,7 +61,7 @@ class Box:
 
     def _handle(self, frames: Sequence[zmq.Frame]) -> None:
         assert self.may_read.wait(TIMEOUT_S)
-        self.received.append((decode(frames), list(frames)))
+        self.received.append((decode_frames(frames), list(frames)))
         self._arrived.release()
 
     def messages(self, count: int) -> list[Any]:
@@ -103,9 +100,7 @@ def reply(tmp_path: Path) -> str:
 
 
 def send(sender: ZmqResultSender, reply: str | None, result: CaptureResult, *, req_id: str = "r") -> None:
-    sender.send_result(
-        reply=reply, key="k", req_id=req_id, sample_index=0, instance="files", stage=0, num_stages=1, result=result
-    )
+    sender.send_result(reply, Result(key="k", req_id=req_id, instance="files", result=result))
 
 
 def request(name: str, reply: str | None) -> RequestInfo:
@@ -193,7 +188,7 @@ def test_a_payload_that_cannot_be_sent_becomes_an_error_that_says_so(
     send(sender, reply, CaptureResult(status="ok", payload=payload, num_rows=3, num_bytes=4, dropped_rows=5))
 
     (message,) = box.messages(1)
-    assert isinstance(message, ResultMessage)
+    assert isinstance(message, Result)
     assert message.result.status == "error"
     assert message.result.payload is None
     assert "consumer files: its payload cannot be sent from a worker" in str(message.result.error)
@@ -259,14 +254,14 @@ def test_a_remote_sink_passes_a_request_on_in_order(
 
     begin, *row_messages, finish = box.messages(4)
     assert outcome is DEFERRED
-    assert isinstance(begin, BeginMessage)
-    assert (begin.key, begin.req_id, begin.stage, begin.num_stages) == ("key-a", "a", 1, 3)
+    assert isinstance(begin, Begin)
+    assert (begin.capture["key"], begin.req_id, begin.stage, begin.num_stages) == ("key-a", "a", 1, 3)
     for sent, message, (_, frames) in zip((first, second), row_messages, box.received[1:3], strict=True):
-        assert isinstance(message, RowsMessage)
+        assert isinstance(message, Rows)
         (received,) = read_rows(message, frames, {("key-a", "a"): info})
         assert torch.equal(received.rows, sent.rows)
-    assert isinstance(finish, FinishMessage)
-    assert (finish.status, finish.dropped_rows) == ("stop", 2)
+    assert isinstance(finish, End)
+    assert (finish.final.status, finish.dropped_rows) == ("stop", 2)
 
 
 def test_rows_of_several_front_ends_in_one_write_go_each_to_its_own(
@@ -309,12 +304,12 @@ def test_rows_that_a_stuck_front_end_does_not_take_are_told_when_it_moves_again(
 
     sink.finish(finished(info, dropped_rows=7))
     box.may_read.set()
-    while not isinstance(box.messages(1)[-1], FinishMessage):
+    while not isinstance(box.messages(1)[-1], End):
         pass
 
-    arrived = [message.blocks[0].shape[1] for message, _ in box.received if isinstance(message, RowsMessage)]
+    arrived = [message.blocks[0].shape[1] for message, _ in box.received if isinstance(message, Rows)]
     finish = box.received[-1][0]
-    assert isinstance(finish, FinishMessage)
+    assert isinstance(finish, End)
     assert finish.dropped_rows == 1000 - sum(arrived) + 7
     assert len(arrived) < 10
 
@@ -338,7 +333,8 @@ def test_an_abandoned_request_is_announced_once_and_only_if_it_was_begun(
     sink.begin(request("last", reply))
 
     _, abandoned, last = box.messages(3)
-    assert isinstance(abandoned, AbandonMessage)
+    assert isinstance(abandoned, End)
+    assert abandoned.final is None
     assert (abandoned.key, abandoned.req_id, abandoned.stage) == ("key-a", "a", 1)
     assert last.req_id == "last"
 

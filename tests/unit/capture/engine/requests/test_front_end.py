@@ -19,6 +19,7 @@ from headgate.capture.engine.requests.call_context import HttpCall, enter
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, add_results, attach_results
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.links.hub import ResultHub
+from headgate.capture.links.messages import Result
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConfigError, RequestError, UnsupportedError
@@ -82,14 +83,7 @@ def ask(front: FrontEnd, *, is_offline: bool = False, **extra: Any) -> CaptureRe
 
 
 def deliver(front: FrontEnd, asked: CaptureRequest, **result: Any) -> None:
-    front.hub.deliver(
-        key=asked.key,
-        sample_index=0,
-        instance="rows",
-        stage=0,
-        num_stages=1,
-        result=CaptureResult(status="ok", **result),
-    )
+    front.hub.deliver(Result(key=asked.key, instance="rows", result=CaptureResult(status="ok", **result)))
 
 
 def test_nothing_is_opened_before_a_request_captures(front_ends: FrontEnds) -> None:
