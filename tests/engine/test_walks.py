@@ -5,11 +5,11 @@ from __future__ import annotations
 from tests.walks.walk import trace
 
 MOST_FILES = {
-    "capture to a file": 39,
-    "steering vectors": 24,
-    "chat with capture": 40,
-    "gate": 40,
-    "controller": 62,
+    "capture to a file": 33,
+    "steering vectors": 23,
+    "chat with capture": 34,
+    "gate": 32,
+    "controller": 51,
 }
 """Of each walk; two more than were counted, since what runs now and then may fall into one, and for controllers ten.
 
