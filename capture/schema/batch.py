@@ -214,4 +214,4 @@ class End(msgspec.Struct, tag="end", array_like=True, frozen=True):
 
 
 class MemoryWanted(msgspec.Struct, tag="memory", array_like=True, frozen=True):
-    """The step thread is about to wait for staging memory: whoever holds rows lets go of them."""
+    """The step thread is about to wait for staging memory: the holders of rows release them."""
