@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HOOK_NAMES
-from headgate.steering.documents.request import FIELDS
+from headgate.steering.documents.request import FIELD_DOCS
 from tests.fakes.steering_forms import ROW, listed, packed
 
 words = st.sampled_from(
@@ -35,5 +35,5 @@ values: st.SearchStrategy[Any] = st.recursive(
 )
 
 fields_of_requests = st.dictionaries(
-    st.sampled_from([*FIELDS, "capture", "capture_wait", "capture_messages"]), values, min_size=1, max_size=3
+    st.sampled_from([*FIELD_DOCS, "capture", "capture_wait", "capture_messages"]), values, min_size=1, max_size=3
 )

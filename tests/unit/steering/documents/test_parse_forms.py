@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
-from headgate.steering.documents.request import BASE, DECODE, FIELDS, PREFILL, read_modules, read_steering
+from headgate.steering.documents.request import BASE, DECODE, PREFILL, read_modules, read_steering
 from headgate.steering.documents.vectors import read_tier, read_update
 from headgate.steering.spec import ModuleRef, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -50,7 +50,7 @@ def test_tiers_add_up_in_float32_and_the_wire_keeps_every_bit(
     base: tuple[Rows, str], prefill: tuple[Rows, str], decode: tuple[Rows, str], is_used: tuple[bool, bool, bool]
 ) -> None:
     tiers = [tier if used else {} for (tier, _), used in zip((base, prefill, decode), is_used, strict=True)]
-    fields = {name: nested(tier, np.array) for name, tier in zip(FIELDS, tiers, strict=False) if tier}
+    fields = {name: nested(tier, np.array) for name, tier in zip((BASE, PREFILL, DECODE), tiers, strict=True) if tier}
 
     spec, _ = read_steering(fields, model())
 
