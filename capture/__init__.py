@@ -28,7 +28,6 @@ from headgate.capture.schema.consumer import (
     parse_client_spec,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, HeadgateError, RequestError
-from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import HookPoint, Site, site_map
 from headgate.capture.schema.spec import CaptureSpec
@@ -72,7 +71,6 @@ __all__ = [
     "__version__",
     "additional_config",
     "fetch_all",
-    "hookimpl",
     "message_spans",
     "parse_client_spec",
     "prompt_tokens",

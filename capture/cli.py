@@ -17,12 +17,11 @@ import typer.core
 import typer.main
 from rich.markup import escape
 
-from headgate.capture.engine.contracts.parts import GROUP, load_part, part_names
-from headgate.capture.schema.errors import ConfigError
+from headgate.capture.engine.contracts.parts import PARTS, load_part
 
 
 class LazyCommands(typer.core.TyperGroup):
-    """A group whose commands are those of the installed parts, loaded by name."""
+    """A group whose commands are those of headgate's parts, loaded by name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of all sub-commands, whether they can be loaded or not."""
@@ -35,18 +34,11 @@ class LazyCommands(typer.core.TyperGroup):
 
 
 def _commands() -> dict[str, Callable[[], Any]]:
-    """Return the maker of each sub-command, by name; of two parts with one name, the first in alphabetical order."""
+    """Return the maker of each sub-command, by name."""
     found: dict[str, Callable[[], Any]] = {}
-    for part in part_names():
-        try:
-            commands = load_part(part).commands()
-        except ConfigError as error:
-            found.setdefault(part, partial(_explain, part, str(error)))
-            continue
-        for name, value in commands.items():
-            target, line = (value, None) if isinstance(value, str) else value
-            load = partial(_load, EntryPoint(name, target, GROUP))
-            found.setdefault(name, load if line is None else partial(UnloadedCommand, name, line, load))
+    for part in PARTS:
+        for name, (target, line) in load_part(part).commands().items():
+            found[name] = partial(UnloadedCommand, name, line, partial(_load, EntryPoint(name, target, "commands")))
     return found
 
 

@@ -1,4 +1,4 @@
-"""How the consumers join headgate: entry point ``consumers`` of the group ``headgate.parts``.
+"""How the consumers join headgate; see `headgate.capture.engine.contracts.parts`.
 
 Consumers themselves are entry points of the group ``vllm.capture_consumers``; this brings their commands alone, and
 opens the folders that `filesystem` writes for commands of other parts.
@@ -8,28 +8,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headgate.capture.schema.part_hooks import hookimpl
+from headgate.capture.engine.contracts.parts import Part
 
 if TYPE_CHECKING:
     from headgate.consumers.reader import CaptureFolder
 
 
-@hookimpl
-def headgate_commands() -> dict[str, tuple[str, str]]:
-    """``headgate dump``, ``harvest`` and ``moments``."""
-    return {
-        "dump": ("headgate.consumers.dump:app", "Look into folders of captured rows."),
-        "harvest": (
-            "headgate.consumers.harvest.command:app",
-            "Run prompts through MODEL and write their rows to ROOT.",
-        ),
-        "moments": ("headgate.consumers.moments.commands:app", "Look at moments of captured rows."),
-    }
+class ConsumersAsPart(Part):
+    """The consumers' commands and folders, as the engine sees them."""
 
+    def commands(self) -> dict[str, tuple[str, str]]:
+        """``headgate dump``, ``harvest`` and ``moments``."""
+        return {
+            "dump": ("headgate.consumers.dump:app", "Look into folders of captured rows."),
+            "harvest": (
+                "headgate.consumers.harvest.command:app",
+                "Run prompts through MODEL and write their rows to ROOT.",
+            ),
+            "moments": ("headgate.consumers.moments.commands:app", "Look at moments of captured rows."),
+        }
 
-@hookimpl
-def headgate_captures(root: str) -> CaptureFolder:
-    """Requests in a root of ``filesystem``."""
-    from headgate.consumers.reader import open_captures
+    def captures(self, root: str) -> CaptureFolder:
+        """Requests in a root of ``filesystem``."""
+        from headgate.consumers.reader import open_captures
 
-    return open_captures(root)
+        return open_captures(root)

@@ -1,11 +1,11 @@
-"""How steering joins headgate: entry point ``steering`` of the group ``headgate.parts``."""
+"""How steering joins headgate; see `headgate.capture.engine.contracts.parts`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headgate.capture.schema.part_hooks import hookimpl
+from headgate.capture.engine.contracts.parts import Part
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -19,71 +19,59 @@ if TYPE_CHECKING:
     from headgate.steering.worker.steering_part import SteeringPart
 
 
-@hookimpl
-def headgate_worker(section: Mapping[str, Any]) -> SteeringPart:
-    """Return steering's part in one worker."""
-    from headgate.steering.config import parse_config
-    from headgate.steering.worker.steering_part import SteeringPart
+class SteeringAsPart(Part):
+    """Steering, as the engine sees it."""
 
-    return SteeringPart(parse_config(section))
+    def worker(self, section: Mapping[str, Any]) -> SteeringPart:
+        """Return steering's part in one worker."""
+        from headgate.steering.config import parse_config
+        from headgate.steering.worker.steering_part import SteeringPart
 
+        return SteeringPart(parse_config(section))
 
-@hookimpl
-def headgate_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> SteeringCore:
-    """Return steering's part in one engine core."""
-    from headgate.steering.core.steering_core import open_core
+    def core(self, facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> SteeringCore:
+        """Return steering's part in one engine core."""
+        from headgate.steering.core.steering_core import open_core
 
-    return open_core(facts, section, services)
+        return open_core(facts, section, services)
 
+    def takes_actions(self, section: Mapping[str, Any]) -> bool:
+        """Whether capture consumers may steer, as controllers do."""
+        from headgate.steering.config import parse_config
 
-@hookimpl
-def headgate_takes_actions(section: Mapping[str, Any]) -> bool:
-    """Whether capture consumers may steer, as controllers do."""
-    from headgate.steering.config import parse_config
+        return parse_config(section).from_consumers
 
-    return parse_config(section).from_consumers
+    def requests(self) -> RequestPart:
+        """Return the fields ``steering_vectors`` and so on, flags, and ``LLM.steering``."""
+        from headgate.steering.control.handle import SteeringRequests
 
+        return SteeringRequests()
 
-@hookimpl
-def headgate_requests() -> RequestPart:
-    """Return the fields ``steering_vectors`` and so on, flags, and ``LLM.steering``."""
-    from headgate.steering.control.handle import SteeringRequests
+    def routes(self, services: RouteServices) -> APIRouter:
+        """Return the routes ``/v1/steering/...`` and ``/v1/patch_sweep``."""
+        from headgate.steering.control.routes import open_routes
+        from headgate.steering.control.sweep_routes import open_sweep_route
 
-    return SteeringRequests()
+        router = open_routes(services)
+        router.routes.extend(open_sweep_route(services).routes)
+        return router
 
+    def metrics(self) -> MetricsPart:
+        """Return steering's gauges."""
+        from headgate.steering.control.metrics import SteeringMetrics
 
-@hookimpl
-def headgate_routes(services: RouteServices) -> APIRouter:
-    """Return the routes ``/v1/steering/...`` and ``/v1/patch_sweep``."""
-    from headgate.steering.control.routes import open_routes
-    from headgate.steering.control.sweep_routes import open_sweep_route
+        return SteeringMetrics()
 
-    router = open_routes(services)
-    router.routes.extend(open_sweep_route(services).routes)
-    return router
+    def commands(self) -> dict[str, tuple[str, str]]:
+        """``headgate sae``, ``headgate probe`` and ``headgate vectors``."""
+        return {
+            "sae": ("headgate.steering.features.commands:app", "Import SAEs and transcoders, and check them."),
+            "probe": ("headgate.steering.probes.commands:app", "Make probes from captured rows, and judge them."),
+            "vectors": ("headgate.steering.files.commands:app", "Show and import files of steering vectors."),
+        }
 
+    def checks(self) -> CheckPart:
+        """Return the checks that steered tokens change as they must, and no others do."""
+        from headgate.steering.verify import SteeringChecks
 
-@hookimpl
-def headgate_metrics() -> MetricsPart:
-    """Return steering's gauges."""
-    from headgate.steering.control.metrics import SteeringMetrics
-
-    return SteeringMetrics()
-
-
-@hookimpl
-def headgate_commands() -> dict[str, tuple[str, str]]:
-    """``headgate sae``, ``headgate probe`` and ``headgate vectors``."""
-    return {
-        "sae": ("headgate.steering.features.commands:app", "Import SAEs and transcoders, and check them."),
-        "probe": ("headgate.steering.probes.commands:app", "Make probes from captured rows, and judge them."),
-        "vectors": ("headgate.steering.files.commands:app", "Show and import files of steering vectors."),
-    }
-
-
-@hookimpl
-def headgate_checks() -> CheckPart:
-    """Return the checks that steered tokens change as they must, and no others do."""
-    from headgate.steering.verify import SteeringChecks
-
-    return SteeringChecks()
+        return SteeringChecks()

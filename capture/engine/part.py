@@ -1,11 +1,11 @@
-"""How capture joins headgate: entry point ``capture`` of the group ``headgate.parts``; see `contracts.parts`."""
+"""How capture joins headgate; see `contracts.parts`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headgate.capture.engine.contracts.parts import Part
 from headgate.capture.schema.config import parse_config
-from headgate.capture.schema.part_hooks import hookimpl
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -33,40 +33,34 @@ COMMANDS = {
 }
 
 
-@hookimpl
-def headgate_worker(section: Document) -> CapturePart | None:
-    """Capture in one worker; None without consumers: nothing in the graph, nothing after the step."""
-    from headgate.capture.engine.worker.capture_part import CapturePart
+class CaptureAsPart(Part):
+    """Capture, as the engine sees it."""
 
-    config = parse_config(section)
-    return CapturePart(config) if config.consumers else None
+    def worker(self, section: Document) -> CapturePart | None:
+        """Capture in one worker; None without consumers: nothing in the graph, nothing after the step."""
+        from headgate.capture.engine.worker.capture_part import CapturePart
 
+        config = parse_config(section)
+        return CapturePart(config) if config.consumers else None
 
-@hookimpl
-def headgate_routes(services: RouteServices) -> APIRouter:
-    """The routes ``/v1/capture/...``."""
-    from headgate.capture.engine.server.capture_routes import open_routes
+    def routes(self, services: RouteServices) -> APIRouter:
+        """The routes ``/v1/capture/...``."""
+        from headgate.capture.engine.server.capture_routes import open_routes
 
-    return open_routes(services)
+        return open_routes(services)
 
+    def metrics(self) -> MetricsPart:
+        """Capture's counters."""
+        from headgate.capture.engine.server.metrics_page import CaptureMetrics
 
-@hookimpl
-def headgate_metrics() -> MetricsPart:
-    """Capture's counters."""
-    from headgate.capture.engine.server.metrics_page import CaptureMetrics
+        return CaptureMetrics()
 
-    return CaptureMetrics()
+    def commands(self) -> dict[str, tuple[str, str]]:
+        """``headgate doctor``, ``keys``, ``serve`` and ``verify``."""
+        return COMMANDS
 
+    def checks(self) -> CheckPart:
+        """Captured rows are complete, the request's own, and those of eager mode."""
+        from headgate.capture.engine.commands.verify_engine import CaptureChecks
 
-@hookimpl
-def headgate_commands() -> dict[str, tuple[str, str]]:
-    """``headgate doctor``, ``keys``, ``serve`` and ``verify``."""
-    return COMMANDS
-
-
-@hookimpl
-def headgate_checks() -> CheckPart:
-    """Captured rows are complete, the request's own, and those of eager mode."""
-    from headgate.capture.engine.commands.verify_engine import CaptureChecks
-
-    return CaptureChecks()
+        return CaptureChecks()

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts
+from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, WorkerHooks
 from headgate.capture.monitoring.step_log import compact
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.errors import ConfigError, SelfTestError
-from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import WHERE, SteeringConfig, cross_stages
 from headgate.steering.features.sparse_coder import SparseCoder
@@ -161,7 +160,7 @@ def _silent_rows(before: Tensor, again: Tensor, after: Tensor) -> set[int]:
 PART = "steering"
 
 
-class SteeringPart:
+class SteeringPart(WorkerHooks):
     """Implements the engine hooks for steering. Every rank steers: each carries the whole stream."""
 
     def __init__(self, config: SteeringConfig) -> None:
@@ -173,7 +172,6 @@ class SteeringPart:
         self._num_changes = 0
         self._run_counts: Tensor | None = None
 
-    @hookimpl
     def headgate_allocate(self, facts: WorkerFacts) -> int:
         """Allocate the tables of this worker's sites."""
         model, dtype = facts.model, str(facts.dtype).removeprefix("torch.")
@@ -203,14 +201,12 @@ class SteeringPart:
         )
         return self._state.tables.device_bytes
 
-    @hookimpl
     def headgate_actions(self, facts: WorkerFacts) -> dict[Site, SiteAction]:
         """Declare the steering action of every site of this worker."""
         if self._config.fire_counter:
             self._run_counts = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
         return _make_actions(self._sites, self._op_sites, facts, self._allocated().tables, self._run_counts)
 
-    @hookimpl
     def headgate_graph_key(self) -> dict[str, Any]:
         """Return the sites and shapes that the traced code depends on."""
         sites = [site.name for site in self._sites]
@@ -225,50 +221,41 @@ class SteeringPart:
             ]
         return {PART: key}
 
-    @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:
         """Add a request with what it steers with, if anything."""
         found = new.wire or {}
         wire, is_captured = found.get("parts", {}).get(PART), "capture" in found
         self._allocated().add(new.req_id, new.num_prompt_tokens, wire, is_captured=is_captured)
 
-    @hookimpl
     def headgate_plain_request_added(self, req_id: str, num_prompt_tokens: int) -> None:
         """Add a request without vectors of its own; global vectors act on it."""
         self._allocated().add(req_id, num_prompt_tokens, None)
 
-    @hookimpl
     def headgate_request_stopped(self, req_id: str) -> None:
         """Remove a request."""
         self._allocated().remove(req_id)
 
-    @hookimpl
     def headgate_ordered(self, part: str, orders: Mapping[str, Any]) -> None:
         """Let requests be steered as the engine core's controllers decided."""
         if part == PART:
             self._allocated().drive(orders["drives"])
 
-    @hookimpl
     def headgate_needs_plain_steps(self) -> bool:
         """Return whether anybody is steered: then steps without requests that steer count too."""
         return not self._allocated().table.is_idle
 
-    @hookimpl
-    def headgate_step_begins(self, view: BatchView | None) -> None:
+    def headgate_step_begins(self, view: BatchView | None, token_ids: Tensor | None = None) -> None:
         """Aim the tables at the step."""
         self._allocated().step_begins(view)
 
-    @hookimpl
     def headgate_step_ends(self) -> None:
         """Copy what gates did in the step to the host."""
         self._allocated().step_ends()
 
-    @hookimpl
     def headgate_step_readings(self) -> SignalReadings | None:
         """Return what the engine core gets of the step."""
         return self._allocated().readings()
 
-    @hookimpl
     def headgate_describe_step(self, view: BatchView) -> dict[str, Any]:
         """Return the table row and the slots of each batch row, and its entries at op sites, as the device has them.
 
@@ -283,14 +270,12 @@ class SteeringPart:
             found[name] = {site.name: compact(values) for site, values in by_site.items() if any(values)}
         return {PART: found}
 
-    @hookimpl
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], Sequence[Tensor]]) -> None:
         """Prove that every site of this worker steers; every rank runs the same dummy steps."""
         if self._config.self_test:
             rows = min(facts.max_num_seqs, facts.max_tokens)
             check_steering(self._allocated().tables, self._sites, rows, run, self._op_sites)
 
-    @hookimpl
     def headgate_call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
         """Run a method of `WorkerSteering` that the engine core called by name."""
         if part != PART:
@@ -300,7 +285,6 @@ class SteeringPart:
             raise AssertionError(f"steering: workers have no method {method!r}; known: {', '.join(sorted(METHODS))}")
         return call(self._allocated(), **args)
 
-    @hookimpl
     def headgate_stats(self) -> dict[str, Any]:
         """Return the counters of this worker, with the runs of each site if they are counted."""
         stats: dict[str, Any] = self._allocated().stats()

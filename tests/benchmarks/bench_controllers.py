@@ -25,7 +25,7 @@ import torch
 
 from headgate.capture.engine.contracts.core_part import CoreFacts
 from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, WIRE_KEY
-from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, direct_calls, make_hooks
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.core.part_services import CorePartServices
 from headgate.capture.engine.core.step_notes import StepNotes, attach_orders
 from headgate.capture.engine.core.steps_in_flight import StepsInFlight
@@ -148,7 +148,7 @@ class Engine:
 
     def _open_worker(self, config: Any) -> None:
         self.part = SteeringPart(config)
-        self.hooks = make_hooks({"steering": self.part}).hook
+        self.hooks = self.part
         facts = WorkerFacts(
             model=MODEL,
             owned_layers=tuple(range(LAYERS)),
@@ -159,10 +159,8 @@ class Engine:
             is_compiled=False,
         )
         self.hooks.headgate_allocate(facts=facts)
-        self.begins, self.ends, self.ordered = (
-            direct_calls(hook)
-            for hook in (self.hooks.headgate_step_begins, self.hooks.headgate_step_ends, self.hooks.headgate_ordered)
-        )
+        part = self.part
+        self.begins, self.ends, self.ordered = part.headgate_step_begins, part.headgate_step_ends, part.headgate_ordered
 
     def _open_core(self, config: Any, mode: Mode) -> None:
         self.scheduler: Any = SimpleNamespace(requests={}, hash_block_size=16)

@@ -289,7 +289,7 @@ class Runner:
 @contextmanager
 def parts(folder: Path) -> Iterator[Any]:
     """The hooks of capture and steering in a worker; a consumer is open."""
-    from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, make_hooks
+    from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
     from headgate.capture.engine.worker.capture_part import CapturePart
     from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
     from headgate.steering.config import parse_config
@@ -308,11 +308,14 @@ def parts(folder: Path) -> Iterator[Any]:
     consumer = CaptureConsumerSpec(name="filesystem", params={"root": str(folder)})
     config = CaptureConsumersConfig(consumers=[consumer], staging_bytes=64 << 20)
     steering = SteeringPart(parse_config({"op_sites": {"post_mlp": "all"}}))
-    hooks = make_hooks({"capture": CapturePart(config), "steering": steering})
-    hooks.hook.headgate_allocate(facts=facts)
-    hooks.hook.headgate_start(facts=facts)
-    yield hooks
-    hooks.hook.headgate_close()
+    parts = {"steering": steering, "capture": CapturePart(config)}
+    for part in parts.values():
+        part.headgate_allocate(facts)
+    for part in parts.values():
+        part.headgate_start(facts)
+    yield parts
+    for part in parts.values():
+        part.headgate_close()
 
 
 def worker(folder: Path) -> None:
@@ -333,8 +336,8 @@ def worker(folder: Path) -> None:
             runners[name].sample_tokens(None)
         return time.perf_counter() - start
 
-    with parts(folder / "rows") as hooks:
-        RunnerAdapter(runners["ours"], hooks)
+    with parts(folder / "rows") as opened:
+        RunnerAdapter(runners["ours"], opened)
         runners["ours"].execute_model(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new))
         show("worker", least({name: partial(run, name) for name in runners}), 1000, "a step")
 

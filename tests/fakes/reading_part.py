@@ -12,21 +12,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headgate.capture.engine.contracts.parts import PARTS, Part
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.part_hooks import hookimpl
 
 PART = "reading"
 WORKER = "tests.fakes.reading_worker.ReadingWorker"
 ENTRY_POINTS = f"""
-[headgate.parts]
-{PART} = tests.fakes.reading_part
+[vllm.general_plugins]
+{PART} = tests.fakes.reading_part:register
 """
 
 
 @contextmanager
 def installed(site: Path) -> Iterator[None]:
-    """Publish the part by a package in the empty folder `site`, for this process and those that it starts."""
+    """Add the part in this process, and by a plugin in the empty folder `site` in those that it starts."""
     info = site / "headgate_reading-0.0.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: headgate-reading\nVersion: 0.0.1\n")
@@ -34,13 +34,25 @@ def installed(site: Path) -> Iterator[None]:
     before = os.environ.get("PYTHONPATH", "")
     sys.path.insert(0, str(site))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(site), *([before] if before else [])])
-    forget_parts()
+    register()
     try:
         yield
     finally:
         sys.path.remove(str(site))
         os.environ["PYTHONPATH"] = before
+        del PARTS[PART]
         forget_parts()
+
+
+def register() -> None:
+    """Add the part in this process: vLLM calls it before or after headgate's own plugin."""
+    from headgate.capture.engine import vllm_names
+    from headgate.capture.engine.requests.sampling_params import add_properties
+
+    PARTS[PART] = "tests.fakes.reading_part:ReadingAsPart"
+    forget_parts()
+    if vllm_names.SAMPLING_PARAMS.find() is not None:
+        add_properties(vllm_names.SAMPLING_PARAMS.get(), vllm_names.BEAM_SEARCH_PARAMS.get())
 
 
 def forget_parts() -> None:
@@ -48,7 +60,7 @@ def forget_parts() -> None:
     from headgate.capture.engine.contracts import parts
     from headgate.capture.engine.requests import sampling_params
 
-    for cached in (parts.request_parts, parts.core_part_names, sampling_params.all_fields):
+    for cached in (parts.request_parts, sampling_params.all_fields):
         cached.cache_clear()
     sampling_params.answer_fields.cache_clear()
     sampling_params.nested_names.cache_clear()
@@ -159,17 +171,14 @@ class ReadingRequests:
         return section
 
 
-@hookimpl
-def headgate_worker(section: Any) -> None:
-    """The tests' worker reads by itself."""
-    return None
+class ReadingAsPart(Part):
+    """The part; the tests' worker reads by itself."""
 
+    def worker(self, section: Any) -> None:
+        return None
 
-@hookimpl
-def headgate_core(facts: Any, section: Any, services: Any) -> ReadingCore:
-    return ReadingCore()
+    def core(self, facts: Any, section: Any, services: Any) -> Any:
+        return ReadingCore()
 
-
-@hookimpl
-def headgate_requests() -> ReadingRequests:
-    return ReadingRequests()
+    def requests(self) -> Any:
+        return ReadingRequests()

@@ -13,9 +13,8 @@ import pytest
 
 from headgate.capture.engine.compiler import graph_code
 from headgate.capture.engine.compiler.graph_code import traced_modules
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerHooks
+from headgate.capture.engine.contracts.worker_hooks import SiteAction
 from headgate.capture.engine.worker import capture_part, install
-from headgate.capture.schema.part_hooks import checked_hooks
 from headgate.capture.schema.sites import HookPoint, Site
 from tests.deadlines import patience
 
@@ -95,7 +94,6 @@ def test_graphs_that_other_code_of_headgate_was_compiled_into_are_never_loaded(
     from vllm.config import VllmConfig
 
     actions = {Site(0, HookPoint.POST_MLP): [SiteAction(run=capture_part.capture_traced, tensors={}, order=0)]}
-    hooks = checked_hooks(WorkerHooks, {})
     modules = traced_modules([capture_part.capture_traced])
     for name in modules:
         shutil.copy(graph_code._path(name), tmp_path / name)
@@ -103,7 +101,7 @@ def test_graphs_that_other_code_of_headgate_was_compiled_into_are_never_loaded(
 
     def key() -> str:
         config = VllmConfig(additional_config={"headgate": {"capture": {"consumers": [{"name": "rows"}]}}})
-        install._key_graph([config], hooks, actions)
+        install._key_graph([config], {}, actions)
         return str(config.compute_hash())
 
     before = key()

@@ -118,8 +118,8 @@ CAPTURE, STEERING = "capture", "steering"
 
 
 def known_roles() -> frozenset[str]:
-    """Roles that a key can have: one for each installed part with routes, and `ADMIN`."""
-    parts = collect(lambda part: part.implements("headgate_routes") or None)
+    """Roles that a key can have: one for each part with routes, and `ADMIN`."""
+    parts = collect(lambda part: part.brings("routes") or None)
     return frozenset({role_of(part) for part in (CAPTURE, STEERING, *parts)} | {ADMIN})
 
 

@@ -1,19 +1,17 @@
-"""The hooks of one vLLM worker: pluggy hook specifications for the object that a part's ``headgate_worker`` returns.
+"""The hooks of one vLLM worker: the base class of the object that a part's `Part.worker` returns.
 
 Capture and steering implement these alike and never learn of each other. Everything here is our own types; the folder
 ``worker`` translates from vLLM. All hooks run on the step thread of the worker.
 
-Hooks are called through pluggy, with one exception: the hooks of every step and every request go through
-`direct_calls`, which looks the implementations up once.
+The hooks of every step and every request are looked up once: see `overrides` and `in_turn`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import pluggy
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +20,6 @@ from headgate.capture.links.network import NetworkKeys
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
-from headgate.capture.schema.part_hooks import checked_hooks, hookspec
 from headgate.capture.schema.sites import Site
 
 
@@ -151,10 +148,9 @@ class StepReadings(Protocol):
 
 
 class WorkerHooks:
-    """The hooks of a worker part, which leaves out the hooks that it does not need."""
+    """The hooks of a worker part, which overrides those that it needs."""
 
-    @hookspec
-    def headgate_allocate(self, facts: WorkerFacts) -> int:  # type: ignore[empty-body]
+    def headgate_allocate(self, facts: WorkerFacts) -> int:
         """Allocate the memory that the forward reads and writes. Called once, first.
 
         Returns:
@@ -163,27 +159,25 @@ class WorkerHooks:
         Raises:
             ConfigError: If the device has less than the configuration asks for.
         """
+        return 0
 
-    @hookspec
-    def headgate_actions(self, facts: WorkerFacts) -> Mapping[Site, SiteAction]:  # type: ignore[empty-body]
+    def headgate_actions(self, facts: WorkerFacts) -> Mapping[Site, SiteAction]:
         """Declare the code to run in the forward, by site; only sites that ``facts.owns``. Called once, second."""
+        return {}
 
-    @hookspec
     def headgate_start(self, facts: WorkerFacts) -> None:
         """Start whatever runs beside the forward, such as threads. Called once, after the actions were installed."""
 
-    @hookspec
-    def headgate_graph_key(self) -> Document:  # type: ignore[empty-body]
+    def headgate_graph_key(self) -> Document:
         """Return plain values that change whenever the traced code or the shapes it sees change.
 
         They become part of vLLM's compile-cache key, so a graph with other sites is never loaded.
         """
+        return {}
 
-    @hookspec
     def headgate_request_added(self, new: NewRequest) -> None:
         """Add a request with a `RequestWire`, which was scheduled for the first time."""
 
-    @hookspec
     def headgate_request_finished(self, req_id: str, final: FinalState | None) -> None:
         """Close a request that ended, however it did; all its steps were seen.
 
@@ -192,29 +186,25 @@ class WorkerHooks:
             final: Its end as the scheduler reports it; None if it does not.
         """
 
-    @hookspec
     def headgate_plain_request_added(self, req_id: str, num_prompt_tokens: int) -> None:
         """Add a plain request, one without a `RequestWire`, which was scheduled for the first time.
 
         Steps of plain requests alone are not shown unless `headgate_needs_plain_steps` asks for them.
         """
 
-    @hookspec
     def headgate_request_stopped(self, req_id: str) -> None:
         """Stop a request, which may be a plain one: it has no further steps. How it ended may be known only later."""
 
-    @hookspec
     def headgate_ordered(self, part: str, orders: Document) -> None:
         """Follow what the engine core decided (`core_part.DecidingCore.orders`), before a step is laid out.
 
         Every rank gets the same, with the same step. A part passes over the orders of others.
         """
 
-    @hookspec
-    def headgate_needs_plain_steps(self) -> bool:  # type: ignore[empty-body]
+    def headgate_needs_plain_steps(self) -> bool:
         """Whether the next step is to be shown even if all its requests are plain ones."""
+        return False
 
-    @hookspec
     def headgate_step_begins(self, view: BatchView | None, token_ids: Tensor | None) -> None:
         """Prepare a step: its inputs are laid out and its forward follows.
 
@@ -225,11 +215,9 @@ class WorkerHooks:
                 read them, but they say which token each row of its batch stands for.
         """
 
-    @hookspec
     def headgate_step_ends(self) -> None:
         """Follow up a step whose forward was launched, and its sampling if the runner samples apart from it."""
 
-    @hookspec
     def headgate_step_readings(self) -> StepReadings | None:
         """Return what the step read that `headgate_step_ends` has just followed up, for the part's half in the engine
         core; None if nothing. Start its copy to the host here.
@@ -237,16 +225,16 @@ class WorkerHooks:
         Asked of the worker with ``facts.is_output_rank`` alone: the output of others goes nowhere. With pipeline
         parallelism the readings of all stages but the last do not travel: a part refuses what would need them.
         """
+        return None
 
-    @hookspec
-    def headgate_describe_step(self, view: BatchView) -> Document:  # type: ignore[empty-body]
+    def headgate_describe_step(self, view: BatchView) -> Document:
         """Return what the part does in the step that has just begun, by its name, as plain values for the step log.
 
         Called between `headgate_step_begins` and the forward, and only where steps are logged. It may wait for the
         device.
         """
+        return {}
 
-    @hookspec
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], Sequence[Tensor]]) -> None:
         """Prove, before serving, that every site responds.
 
@@ -257,60 +245,36 @@ class WorkerHooks:
             SelfTestError: If one does not.
         """
 
-    @hookspec
     def headgate_call(self, part: str, method: str, args: Document) -> object:
         """Serve a call from the engine core, between two steps; every part but the one called returns None.
 
         Raises:
             AssertionError: If the part has no such method.
         """
+        return None
 
-    @hookspec
-    def headgate_stats(self) -> Document:  # type: ignore[empty-body]
+    def headgate_stats(self) -> Document:
         """Return counters as plain values, for the worker RPC of the same name."""
+        return {}
 
-    @hookspec
     def headgate_close(self) -> None:
         """Close whatever is open: the worker shuts down. Idempotent."""
 
 
-def make_hooks(plugins: Mapping[str, object]) -> pluggy.PluginManager:
-    """Register `plugins` by name and check each against the specifications.
-
-    Raises:
-        pluggy.PluginValidationError: If a plugin implements a hook that does not exist, or with other arguments.
-    """
-    return checked_hooks(WorkerHooks, plugins)
+def overrides(parts: Mapping[str, WorkerHooks], name: str) -> dict[str, Callable[..., Any]]:
+    """Return the method of that name of each part that overrides it."""
+    plain = getattr(WorkerHooks, name)
+    return {part: getattr(hooks, name) for part, hooks in parts.items() if getattr(type(hooks), name) is not plain}
 
 
-def direct_questions(hook: pluggy.HookCaller) -> dict[str, Callable[[], Any]]:
-    """Return the implementations of `hook`, which takes no arguments and answers, by the names of their parts.
-
-    Raises:
-        AssertionError: If one is a wrapper.
-    """
-    found = hook.get_hookimpls()
-    if any(one.wrapper or one.hookwrapper for one in found):
-        raise AssertionError(f"{hook.name} cannot be called without pluggy: {found}")
-    return {one.plugin_name: one.function for one in found}
-
-
-def direct_calls(hook: pluggy.HookCaller) -> Callable[..., None]:
-    """Make one function of the implementations of `hook`: arguments by place, pluggy's order, no result.
-
-    The one optimisation of the mechanism: pluggy itself takes 10 us a call, several times that with cold caches, and a
-    step has up to three.
-
-    Raises:
-        AssertionError: If one is a wrapper, or the hook is unknown.
-    """
-    spec, found = hook.spec, list(reversed(hook.get_hookimpls()))
-    if spec is None or any(one.wrapper or one.hookwrapper for one in found):
-        raise AssertionError(f"{hook.name} cannot be called without pluggy: {found}")
-    calls = [(one.function, [spec.argnames.index(name) for name in one.argnames]) for one in found]
+def in_turn(calls: Iterable[Callable[..., None]]) -> Callable[..., None]:
+    """Make one function of several without results: the hooks of every step and request are looked up once."""
+    found = tuple(calls)
+    if len(found) == 1:
+        return found[0]
 
     def call(*args: object) -> None:
-        for function, places in calls:
-            function(*[args[place] for place in places])
+        for function in found:
+            function(*args)
 
     return call

@@ -9,7 +9,7 @@ import inspect
 import logging
 import secrets
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -41,7 +41,6 @@ from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
 from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 from headgate.capture.engine.setup.cli_flags import read_server_args
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
-from headgate.capture.engine.setup.settings import OUR_KEY
 from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.schema.config import server_config
 from headgate.capture.schema.errors import RequestError
@@ -144,8 +143,7 @@ class Endpoints:
         """Add every part's routes, our counters to the page of metrics, and the reader of bodies."""
         open_access(app.state)
         configuration = read_server_args(app.state.args).additional_config
-        configured = configuration.get(OUR_KEY)
-        routers = collect(self._routes, needed=configured if isinstance(configured, Mapping) else ())
+        routers = collect(self._routes)
         for router in routers.values():
             app.include_router(router)
         self._parts = tuple(routers)

@@ -1,7 +1,7 @@
 """headgate's sections of a `VllmConfig`: read once, kept with it.
 
 The operator writes ``additional_config={"headgate": {"capture": {...}}}``. Each section belongs to one part of
-headgate (an entry point of the group ``headgate.parts``). The worker later replaces the sections by a signature of
+headgate (`headgate.capture.engine.contracts.parts`). The worker later replaces the sections by a signature of
 the graph, so that volatile values stay out of vLLM's compile-cache key: the sections as first read are kept here, for
 as long as the config object lives. Not in the object itself, since vLLM copies configs field by field (of a model with
 images, for its language model) and fails at an attribute that is no field. Other processes get the operator's own form.

@@ -24,7 +24,7 @@ from headgate.capture.engine.compiler.inductor_heuristics import register_exclus
 from headgate.capture.engine.compiler.unfused_copy import register_unfused_copy, unfused_copy
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.wire_format import CAPTURE
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, SiteValue, WorkerFacts
+from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, SiteValue, WorkerFacts, WorkerHooks
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.capture.engine.vllm_names import versions
 from headgate.capture.links.shared_memory import SharedStaging
@@ -33,7 +33,6 @@ from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import HELD_STEPS, MIB, CaptureConsumersConfig
 from headgate.capture.schema.consumer import ReadoutSite
 from headgate.capture.schema.errors import ConfigError, SelfTestError
-from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.registry import load_configured, load_readouts
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.session import CaptureSession, open_session
@@ -218,7 +217,7 @@ def _largest(values: Tensor, where: Tensor) -> float:
     return float(torch.where(where, values, 0.0).abs().max())
 
 
-class CapturePart:
+class CapturePart(WorkerHooks):
     """Implements the worker hooks for capture.
 
     Only tensor-parallel rank 0 of a stage captures; the others send it the columns that they have of some sites' rows.
@@ -233,7 +232,6 @@ class CapturePart:
         self._session: CaptureSession | None = None
         self._run_counts: torch.Tensor | None = None
 
-    @hookimpl
     def headgate_allocate(self, facts: WorkerFacts) -> int:
         """Allocate the staging ring of this worker's sites, and pinned host memory."""
         self._sites = tuple(site for site in facts.model.sites if facts.owns(site))
@@ -283,7 +281,6 @@ class CapturePart:
             self._staging.host_bytes / MIB,
         )
 
-    @hookimpl
     def headgate_actions(self, facts: WorkerFacts) -> dict[Site, SiteAction]:
         """Declare the capture action of every site of this worker."""
         run = capture_action(facts)
@@ -302,7 +299,6 @@ class CapturePart:
             actions[site] = SiteAction(run=run, tensors=tensors, order=0)
         return actions
 
-    @hookimpl
     def headgate_start(self, facts: WorkerFacts) -> None:
         """Open the session, and the consumers that live in this worker or in a process beside it."""
         if self._staging is not None:
@@ -319,7 +315,6 @@ class CapturePart:
                 readouts=self._readouts,
             )
 
-    @hookimpl
     def headgate_graph_key(self) -> Document:
         """Return sites, ring rows and variant: whatever the traced code depends on."""
         written = {} if self._staging is None else dict(zip(self._sites, self._staging.site_rows, strict=True))
@@ -329,7 +324,6 @@ class CapturePart:
         sites = [[site.name, *rows.shape, str(rows.dtype)] for site, rows in written.items()]
         return {"capture": {"sites": sites, "run_counts": self._config.fire_counter}}
 
-    @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:
         if new.wire is None or CAPTURE not in new.wire:
             return
@@ -338,43 +332,36 @@ class CapturePart:
         if self._session is not None:
             self._session.request_added(new)
 
-    @hookimpl
     def headgate_request_stopped(self, req_id: str) -> None:
         if self._session is not None:
             self._session.request_stopped(req_id)
 
-    @hookimpl
     def headgate_request_finished(self, req_id: str, final: FinalState | None) -> None:
         if self._columns is not None:
             self._columns.request_finished(req_id)
         if self._session is not None:
             self._session.request_finished(req_id, final)
 
-    @hookimpl
     def headgate_step_begins(self, view: BatchView | None, token_ids: torch.Tensor | None) -> None:
         if self._columns is not None:
             self._columns.step_begins(view)
         if self._session is not None:
             self._session.step_begins(view, token_ids)
 
-    @hookimpl
     def headgate_step_ends(self) -> None:
         if self._columns is not None:
             self._columns.step_ends()
         if self._session is not None:
             self._session.step_ends()
 
-    @hookimpl
-    def headgate_describe_step(self) -> Document:
+    def headgate_describe_step(self, view: BatchView) -> Document:
         return {"capture": None if self._session is None else self._session.describe_step()}
 
-    @hookimpl
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], object]) -> None:
         """Prove that every site of this worker writes its rows; every rank runs the same dummy steps."""
         if self._config.self_test:
             check_capture(self._staging, self._sites, facts, run, self._columns)
 
-    @hookimpl
     def headgate_stats(self) -> Document:
         if self._session is None:
             return {"capture": None}
@@ -384,7 +371,6 @@ class CapturePart:
             stats["run_counts"] = {site.name: count for site, count in zip(self._sites, counts, strict=True)}
         return {"capture": stats}
 
-    @hookimpl
     def headgate_close(self) -> None:
         session, self._session = self._session, None
         if session is not None:

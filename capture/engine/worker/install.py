@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-import pluggy
 import torch
 from torch import nn
 
@@ -19,7 +18,7 @@ from headgate.capture.engine.compiler.rewrites import REWRITES
 from headgate.capture.engine.contracts.parts import worker_part
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function, ModelRunner, VllmConfig, Worker, WorkerWrapper
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, make_hooks
+from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, WorkerHooks
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
@@ -118,17 +117,18 @@ def install(worker: Worker) -> InstalledWorker:
     speak_through_vllm()
     refuse_unsupported_settings(config)
     opened = {name: worker_part(name).worker(section(config, name)) for name in sections(config)}
-    hooks = make_hooks({name: part for name, part in opened.items() if part is not None})
+    parts = {name: part for name, part in reversed(opened.items()) if part is not None}
     model = worker.model_runner.get_model()
     parent, stack_name, layers = find_decoder_stack(model)
     facts = _facts(worker, model_info(config), [index for index, _ in layers], reapplies_mid(layers))
-    device_bytes = sum(hooks.hook.headgate_allocate(facts=facts))
-    actions = _collect_actions(hooks, facts)
+    device_bytes = sum(part.headgate_allocate(facts) for part in parts.values())
+    actions = _collect_actions(parts, facts)
     install_actions(parent, stack_name, layers, actions, facts.model)
-    hooks.hook.headgate_start(facts=facts)
+    for part in parts.values():
+        part.headgate_start(facts)
     _add_to_model_memory(worker.model_runner, device_bytes)
-    _key_graph(_configs(config, model), hooks, actions)
-    installed = InstalledWorker(worker, facts, hooks, device_bytes)
+    _key_graph(_configs(config, model), parts, actions)
+    installed = InstalledWorker(worker, facts, parts, device_bytes)
     setattr(worker, ENGINE_ATTRIBUTE, installed)
     return installed
 
@@ -138,18 +138,18 @@ class InstalledWorker:
 
     Attributes:
         facts: The worker's.
-        hooks: The parts, by name.
+        parts: By name.
         device_bytes: Device memory that the parts allocated.
     """
 
-    def __init__(self, worker: Worker, facts: WorkerFacts, hooks: pluggy.PluginManager, device_bytes: int) -> None:
+    def __init__(self, worker: Worker, facts: WorkerFacts, parts: Mapping[str, WorkerHooks], device_bytes: int) -> None:
         self.facts = facts
         self.device_bytes = device_bytes
-        self.hooks = hooks
+        self.parts = parts
         self._step_log = open_step_log(worker.rank)
         self._runner = RunnerAdapter(
             worker.model_runner,
-            hooks,
+            parts,
             is_output_rank=facts.is_output_rank,
             is_last_stage=facts.is_last_stage,
             step_log=self._step_log,
@@ -159,22 +159,24 @@ class InstalledWorker:
 
     def stats(self) -> Document:
         """Return the counters of every part, by name, and those of the rewrites of kernels."""
-        counted = {key: value for found in self.hooks.hook.headgate_stats() for key, value in found.items()}
+        counted = {key: value for part in self.parts.values() for key, value in part.headgate_stats().items()}
         return counted | {"compiler": REWRITES.stats()}
 
     def call(self, part: str, method: str, args: Document) -> object:
         """Return the part's answer; None if it has none."""
-        answers = self.hooks.hook.headgate_call(part=part, method=method, args=args)
-        return answers[0] if answers else None
+        answers = (each.headgate_call(part, method, args) for each in self.parts.values())
+        return next((answer for answer in answers if answer is not None), None)
 
     def close(self) -> None:
         """Close every part; idempotent, since the parts are."""
-        self.hooks.hook.headgate_close()
+        for part in self.parts.values():
+            part.headgate_close()
         if self._step_log is not None:
             self._step_log.close()
 
     def _self_test(self) -> None:
-        self.hooks.hook.headgate_self_test(facts=self.facts, run=self._runner.run_dummy)
+        for part in self.parts.values():
+            part.headgate_self_test(self.facts, self._runner.run_dummy)
 
 
 def install_actions(
@@ -383,10 +385,10 @@ def _gather(tensor: torch.Tensor) -> torch.Tensor:
     return gathered
 
 
-def _collect_actions(hooks: pluggy.PluginManager, facts: WorkerFacts) -> dict[Site, list[SiteAction]]:
+def _collect_actions(parts: Mapping[str, WorkerHooks], facts: WorkerFacts) -> dict[Site, list[SiteAction]]:
     collected: dict[Site, list[SiteAction]] = {}
-    for found in hooks.hook.headgate_actions(facts=facts):
-        for site, action in found.items():
+    for part in parts.values():
+        for site, action in part.headgate_actions(facts).items():
             collected.setdefault(site, []).append(action)
     return collected
 
@@ -414,7 +416,7 @@ def _configs(vllm_config: VllmConfig, model: nn.Module) -> list[VllmConfig]:
 
 
 def _key_graph(
-    configs: Iterable[VllmConfig], hooks: pluggy.PluginManager, actions: Mapping[Site, Sequence[SiteAction]]
+    configs: Iterable[VllmConfig], parts: Mapping[str, WorkerHooks], actions: Mapping[Site, Sequence[SiteAction]]
 ) -> None:
     """Make vLLM's compile caches distinguish our graphs from stock's and from each other's.
 
@@ -424,8 +426,8 @@ def _key_graph(
     all_actions = [action for found in actions.values() for action in found]
     modules = traced_modules(function for action in all_actions for function in functions_of(action))
     key: dict[str, object] = {"code": digest_of(modules), "rewrites": REWRITES.is_on}
-    for found in hooks.hook.headgate_graph_key():
-        key.update(found)
+    for part in parts.values():
+        key.update(part.headgate_graph_key())
     for config in configs:
         config.additional_config = {**config.additional_config, "headgate": {"graph": key}}
 

@@ -14,7 +14,6 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
-import pluggy
 from torch import Tensor
 
 from headgate.capture.engine.contracts.core_part import FINAL_ATTRIBUTE, Final
@@ -30,7 +29,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
     StepBatch,
 )
 from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, WIRE_KEY, wire_of
-from headgate.capture.engine.contracts.worker_hooks import StepReadings, direct_calls, direct_questions
+from headgate.capture.engine.contracts.worker_hooks import StepReadings, WorkerHooks, in_turn, overrides
 from headgate.capture.engine.vllm_names import V2_RUNNER_MODULES
 from headgate.capture.monitoring.step_log import StepLog, compact
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest, RequestWire
@@ -177,7 +176,7 @@ class RunnerAdapter:
 
     Args:
         runner: vLLM's model runner.
-        hooks: The worker parts.
+        parts: The worker parts, by name.
         is_output_rank: Whether the scheduler gets the outputs of `runner`; only then the parts' readings are asked for.
         is_last_stage: Whether `runner` samples. On earlier pipeline stages ``sample_tokens`` receives what was sampled,
             and nothing is gained by following a step up after it.
@@ -187,7 +186,7 @@ class RunnerAdapter:
     def __init__(
         self,
         runner: ModelRunner,
-        hooks: pluggy.PluginManager,
+        parts: Mapping[str, WorkerHooks],
         *,
         is_output_rank: bool = True,
         is_last_stage: bool = True,
@@ -195,16 +194,16 @@ class RunnerAdapter:
     ) -> None:
         self._runner = runner
         self._step_log = step_log
-        self._hook = hooks.hook
-        self._step_begins = direct_calls(hooks.hook.headgate_step_begins)
-        self._step_ends = direct_calls(hooks.hook.headgate_step_ends)
-        self._ordered = direct_calls(hooks.hook.headgate_ordered)
-        self._request_added = direct_calls(hooks.hook.headgate_request_added)
-        self._request_stopped = direct_calls(hooks.hook.headgate_request_stopped)
-        self._request_finished = direct_calls(hooks.hook.headgate_request_finished)
-        readers = direct_questions(hooks.hook.headgate_step_readings) if is_output_rank else {}
+        self._describers = overrides(parts, "headgate_describe_step")
+        self._step_begins = in_turn(overrides(parts, "headgate_step_begins").values())
+        self._step_ends = in_turn(overrides(parts, "headgate_step_ends").values())
+        self._ordered = in_turn(overrides(parts, "headgate_ordered").values())
+        self._request_added = in_turn(overrides(parts, "headgate_request_added").values())
+        self._request_stopped = in_turn(overrides(parts, "headgate_request_stopped").values())
+        self._request_finished = in_turn(overrides(parts, "headgate_request_finished").values())
+        readers = overrides(parts, "headgate_step_readings") if is_output_rank else {}
         self._readers: dict[str, Callable[[], StepReadings | None]] = readers
-        self._needs_plain_steps = tuple(direct_questions(hooks.hook.headgate_needs_plain_steps).values())
+        self._needs_plain_steps = tuple(overrides(parts, "headgate_needs_plain_steps").values())
         self._samples = is_last_stage
         self._readings: dict[str, StepReadings] | None = None
         """Readings of the step that was launched last, until its output is there."""
@@ -215,7 +214,8 @@ class RunnerAdapter:
         self._ended: set[str] = set()
         """Without further steps; how they ended is said later, since only the front end knows."""
         self._plain: set[str] = set()
-        self._follows_plain = bool(self._hook.headgate_plain_request_added.get_hookimpls())
+        plain = overrides(parts, "headgate_plain_request_added")
+        self._follows_plain, self._plain_request_added = bool(plain), in_turn(plain.values())
         self._was_active = self._is_laid_out = self._in_self_test = False
         self._watch("execute_model", self._execute_model)
         self._watch("_dummy_run", self._dummy_run)
@@ -321,8 +321,8 @@ class RunnerAdapter:
             tokens = compact(token_ids[start : start + size].tolist())
             rows, positions = (compact(range(first, first + size)) for first in (start, computed))
             requests.append({"id": req_id, "rows": rows, "positions": positions, "tokens": tokens})
-        parts = self._hook.headgate_describe_step(view=view)
-        log.write({"requests": requests} | {name: found for part in parts for name, found in part.items()})
+        found = [describe(view) for describe in self._describers.values()]
+        log.write({"requests": requests} | {name: step for part in found for name, step in part.items()})
 
     def _clear_step(self) -> None:
         """Clear whatever a forward without live requests could act on."""
@@ -363,7 +363,7 @@ class RunnerAdapter:
             data.sampling_params = _without_content(data.sampling_params)
         elif self._follows_plain and data.req_id not in self._plain:
             self._plain.add(data.req_id)
-            self._hook.headgate_plain_request_added(req_id=data.req_id, num_prompt_tokens=_num_prompt_tokens(data))
+            self._plain_request_added(data.req_id, _num_prompt_tokens(data))
 
     def _finish(self, req_id: str, noted: Final | None) -> None:
         self._ended.remove(req_id)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFacts, make_hooks
+from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFacts
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.monitoring.step_log import compact
 from headgate.capture.schema.batch import BatchView, NewRequest
@@ -48,18 +48,17 @@ class Worker:
     def __init__(self, facts: WorkerFacts | None = None, **config) -> None:
         config = {"max_steering_slots": 9, "sites": {"post_mlp": "all"}, **config}
         self.part = SteeringPart(parse_config(config))
-        self.hook = make_hooks({"steering": self.part}).hook
+        self.hook = self.part
         facts = facts or make_facts()
         self.hook.headgate_allocate(facts=facts)
-        (self.actions,) = self.hook.headgate_actions(facts=facts)
+        self.actions = self.hook.headgate_actions(facts=facts)
         self.modules = {}
         for site, action in self.actions.items():
             module = nn.Identity()
             self.modules[site] = module, forward_wrappers.attach(module, site.hook, [action])
 
     def call(self, method: str, **args) -> object:
-        found = self.hook.headgate_call(part="steering", method=method, args=args)
-        return found[0] if found else None
+        return self.hook.headgate_call(part="steering", method=method, args=args)
 
     def add(self, req_id: str, num_prompt: int, spec: SteeringSpec | None = None, **resolved) -> None:
         wire = None if spec is None else {"v": 1, "parts": {"steering": {**to_wire(spec), **resolved}}}
@@ -123,7 +122,7 @@ def test_a_described_step_has_the_slots_of_its_rows_as_the_device_has_them():
     worker.add("b", 2)
 
     view = worker.step(("a", 1, 4), ("b", 0, 2))
-    (found,) = worker.hook.headgate_describe_step(view=view)
+    found = worker.hook.headgate_describe_step(view=view)
 
     tables = worker.part._allocated().tables
     slots = {site.name: tables.slots[index, :6].tolist() for index, site in enumerate(SITES)}
@@ -153,7 +152,7 @@ def test_global_vectors_act_on_bystanders_and_add_up_with_requests():
     worker, shared, own = Worker(), vectors(1), vectors(2)
     worker.add("a", 2, SteeringSpec(prefill=own))
     worker.add("b", 1)
-    assert worker.hook.headgate_needs_plain_steps() == [True]
+    assert worker.hook.headgate_needs_plain_steps() is True
     worker.call("set_global", spec=to_wire(SteeringSpec(prefill=shared, decode=shared)))
 
     worker.step(("a", 0, 2), ("b", 1, 1))
@@ -165,7 +164,7 @@ def test_global_vectors_act_on_bystanders_and_add_up_with_requests():
     worker.call("set_global", spec={})
     worker.step(("b", 2, 1))
     assert not worker.added(SITES[0], 3).any()
-    assert worker.hook.headgate_needs_plain_steps() == [False]
+    assert worker.hook.headgate_needs_plain_steps() is False
 
 
 def test_modules_are_added_by_content_and_outlive_their_name_while_a_request_uses_them():
@@ -196,7 +195,7 @@ def test_registering_a_name_again_takes_the_place_of_what_it_was():
         worker.step(("a", 0, 1))
         worker.stop("a")
 
-    (stats,) = worker.hook.headgate_stats()
+    stats = worker.hook.headgate_stats()
     assert stats["steering"]["slots_live"] == 2
     assert stats["steering"]["modules"] == 1
 
@@ -250,7 +249,7 @@ def test_an_unknown_method_is_refused_and_other_parts_are_left_alone():
     worker = Worker()
     with pytest.raises(AssertionError, match="no method 'nonsense'"):
         worker.call("nonsense")
-    assert worker.hook.headgate_call(part="capture", method="nonsense", args={}) == []
+    assert worker.hook.headgate_call(part="capture", method="nonsense", args={}) is None
 
 
 @pytest.mark.parametrize("gain", [0.25, 3.0])

@@ -7,28 +7,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from headgate.capture.engine.contracts.worker_hooks import direct_calls, make_hooks
+from headgate.capture.engine.contracts.worker_hooks import WorkerHooks, in_turn, overrides
 from headgate.capture.engine.worker.runner import RunnerAdapter, layout_of
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.part_hooks import hookimpl
 
 
-class Recorder:
+class Recorder(WorkerHooks):
     """Writes down every hook call."""
 
     def __init__(self):
         self.calls = []
         self.views = []
 
-    @hookimpl
     def headgate_request_added(self, new):
         self.calls.append(("added", new.req_id, new.num_prompt_tokens))
 
-    @hookimpl
     def headgate_request_finished(self, req_id, final):
         self.calls.append(("finished", req_id, None if final is None else (final.num_rows, final.status)))
 
-    @hookimpl
     def headgate_step_begins(self, view, token_ids):
         self.token_ids = token_ids
         self.views.append(view)
@@ -38,7 +34,6 @@ class Recorder:
             columns = (view.starts, view.num_scheduled, view.num_computed)
             self.calls.append(("begins", view.req_ids, *(column.tolist() for column in columns)))
 
-    @hookimpl
     def headgate_step_ends(self):
         self.calls.append(("ends",))
 
@@ -133,7 +128,7 @@ def runner(request):
 @pytest.fixture
 def recorder(runner):
     recorder = Recorder()
-    runner.adapter = RunnerAdapter(runner, make_hooks({"recorder": recorder}))
+    runner.adapter = RunnerAdapter(runner, {"recorder": recorder})
     return recorder
 
 
@@ -156,10 +151,9 @@ class Lines(list):
         self.append(step)
 
 
-class Describing:
+class Describing(WorkerHooks):
     """A part that says what it does in a step."""
 
-    @hookimpl
     def headgate_describe_step(self, view):
         return {"mine": len(view.req_ids)}
 
@@ -168,7 +162,7 @@ def test_a_logged_step_has_its_requests_and_what_parts_do_with_them(runner):
     log = Lines()
     recorder = Recorder()
     runner.tokens = np.array([41, 50, 51, 51, 51, 9, 0, 0])
-    RunnerAdapter(runner, make_hooks({"recorder": recorder, "mine": Describing()}), step_log=log)
+    RunnerAdapter(runner, {"recorder": recorder, "mine": Describing()}, step_log=log)
 
     run(runner, step(["b", "a"], [1, 5], [7, 0], new=[request("a", 5), request("b", 3)]))
     runner._dummy_run(8)
@@ -317,7 +311,7 @@ def test_a_runner_without_the_expected_method_is_refused():
             """Not a runner that we know."""
 
     with pytest.raises(UnsupportedError, match="_dummy_run"):
-        RunnerAdapter(Other(), make_hooks({}))
+        RunnerAdapter(Other(), {})
 
 
 def test_the_generation_is_told_by_the_module():
@@ -330,15 +324,12 @@ class Follower(Recorder):
 
     is_concerned = False
 
-    @hookimpl
     def headgate_plain_request_added(self, req_id, num_prompt_tokens):
         self.calls.append(("plain", req_id, num_prompt_tokens))
 
-    @hookimpl
     def headgate_request_stopped(self, req_id):
         self.calls.append(("stopped", req_id))
 
-    @hookimpl
     def headgate_needs_plain_steps(self):
         return self.is_concerned
 
@@ -346,7 +337,7 @@ class Follower(Recorder):
 @pytest.fixture
 def follower(runner):
     follower = Follower()
-    runner.adapter = RunnerAdapter(runner, make_hooks({"follower": follower}))
+    runner.adapter = RunnerAdapter(runner, {"follower": follower})
     return follower
 
 
@@ -395,37 +386,27 @@ def test_a_plain_request_may_come_as_embeddings(runner, follower):
     assert follower.calls == [("plain", "x", 7)]
 
 
-def test_hooks_are_called_straight_as_pluggy_would_call_them():
+def test_hooks_are_called_in_turn_where_a_part_has_them():
     calls = []
 
-    class Both:
-        @hookimpl
+    class Both(WorkerHooks):
         def headgate_step_begins(self, view, token_ids):
             calls.append(("both", view, token_ids))
 
-    class One:
-        @hookimpl
-        def headgate_step_begins(self, token_ids):
-            calls.append(("one", token_ids))
+    class Late(WorkerHooks):
+        def headgate_step_begins(self, view, token_ids):
+            calls.append(("late", view, token_ids))
 
-    class First:
-        @hookimpl(tryfirst=True)
-        def headgate_step_begins(self):
-            calls.append(("first",))
+    parts = {"both": Both(), "none": WorkerHooks(), "late": Late()}
+    found = overrides(parts, "headgate_step_begins")
+    in_turn(found.values())("view", "ids")
 
-    hook = make_hooks({"both": Both(), "first": First(), "one": One()}).hook.headgate_step_begins
-    hook(view="view", token_ids="ids")
-    by_pluggy, calls = calls, []
-    direct_calls(hook)("view", "ids")
-
-    assert calls == by_pluggy == [("first",), ("one", "ids"), ("both", "view", "ids")]
+    assert list(found) == ["both", "late"]
+    assert calls == [("both", "view", "ids"), ("late", "view", "ids")]
+    assert overrides(parts, "headgate_step_ends") == {}
 
 
-def test_a_hook_with_a_wrapper_is_not_called_straight():
-    class Wraps:
-        @hookimpl(wrapper=True)
-        def headgate_step_ends(self):
-            return (yield)
+def test_a_hook_of_one_part_is_called_itself():
+    part = Recorder()
 
-    with pytest.raises(AssertionError, match="headgate_step_ends cannot be called without pluggy"):
-        direct_calls(make_hooks({"wraps": Wraps()}).hook.headgate_step_ends)
+    assert in_turn(overrides({"part": part}, "headgate_step_ends").values()) == part.headgate_step_ends

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
-from headgate.capture.engine.contracts.worker_hooks import direct_questions, make_hooks
+from headgate.capture.engine.contracts.worker_hooks import WorkerHooks
 from headgate.capture.engine.worker.runner import RunnerAdapter, with_readings
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.part_hooks import hookimpl
 
 
 class Readings:
@@ -31,7 +30,7 @@ class Readings:
         return {"step": self.step}
 
 
-class Reader:
+class Reader(WorkerHooks):
     """A part that reads each step, but for those it is told to skip."""
 
     def __init__(self) -> None:
@@ -39,11 +38,9 @@ class Reader:
         self.steps: list[Readings] = []
         self.is_idle = False
 
-    @hookimpl
     def headgate_step_ends(self) -> None:
         self.calls.append("ends")
 
-    @hookimpl
     def headgate_step_readings(self) -> Readings | None:
         self.calls.append("readings")
         if self.is_idle:
@@ -136,7 +133,7 @@ def step(*order: str, new: bool = False, wire: Any = True, fails: bool = False) 
 
 def adapted(runner: Any, **options: Any) -> Reader:
     reader = Reader()
-    RunnerAdapter(runner, make_hooks({"reader": reader}), **options)
+    RunnerAdapter(runner, {"reader": reader}, **options)
     return reader
 
 
@@ -244,14 +241,4 @@ def test_a_runner_that_samples_in_another_way_is_refused() -> None:
     runner.execute_model = runner._dummy_run = runner._prepare_inputs = lambda: None
 
     with pytest.raises(UnsupportedError, match="sample_tokens"):
-        RunnerAdapter(runner, make_hooks({"reader": Reader()}))  # type: ignore[arg-type]
-
-
-def test_a_hook_that_wraps_others_is_refused() -> None:
-    class Wraps:
-        @hookimpl(wrapper=True)
-        def headgate_step_readings(self) -> Any:
-            return (yield)
-
-    with pytest.raises(AssertionError, match="headgate_step_readings cannot be called without pluggy"):
-        direct_questions(make_hooks({"wraps": Wraps()}).hook.headgate_step_readings)
+        RunnerAdapter(runner, {"reader": Reader()})  # type: ignore[arg-type]
