@@ -38,7 +38,8 @@ LAYERS = {
     ),
     "headgate.capture.engine": (
         *(
-            ["vllm_names"],
+            ["vllm_names", "vllm_types"],
+            ["site_action"],
             ["contracts"],
             ["access"],
             ["setup", "model", "compiler"],

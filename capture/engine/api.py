@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from headgate.capture.engine import vllm_names
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.plugin import register
 from headgate.capture.engine.requests.sampling_params import all_fields
 from headgate.capture.engine.setup.cli_flags import Consumer, additional_config
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import ConfigError
 
 UNGUARDED = """the script starts its engine while it is imported, and vLLM's new process imports it again

@@ -10,11 +10,11 @@ from headgate.capture.schema.config import parse_config
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-    from headgate.capture.engine.contracts.plain_values import Document
-    from headgate.capture.engine.contracts.route_part import RouteServices
+    from headgate.capture.engine.server.plugin_routes import RouteServices
     from headgate.capture.engine.worker.capture_part import CapturePart
     from headgate.capture.monitoring.metrics import MetricsPart
     from headgate.capture.monitoring.verify_checks import CheckPart
+    from headgate.capture.schema.batch import Document
 
 COMMANDS = {
     "doctor": (

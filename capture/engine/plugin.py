@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from functools import wraps
 
 from headgate.capture.engine import vllm_names
-from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
 from headgate.capture.engine.setup.patch_set import Patch, PatchSet, process_patches, set_process_patches
 from headgate.capture.engine.vllm_names import find_version, is_supported
+from headgate.capture.engine.vllm_types import Function, VllmConfig
 from headgate.capture.schema.errors import UnsupportedError
 
 logger = logging.getLogger("headgate")

@@ -10,6 +10,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+Document = Mapping[str, object]
+"""None, numbers, texts, bytes, and lists and dicts of these, by name. Its reader checks it."""
+
+
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]

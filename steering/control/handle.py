@@ -7,13 +7,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from headgate.capture.engine.contracts.request_part import (
-    AsyncEngineCores,
-    EngineCores,
-    FlagGroup,
-    Operation,
-    PartRequestReader,
-)
+from headgate.capture.engine.contracts.request_part import FlagGroup, Operation, PartRequestReader
+from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.shared_methods import Awaited, Blocking, shared
 from headgate.capture.schema.sites import site_map
@@ -46,7 +41,7 @@ if TYPE_CHECKING:
 
 
 Path = str | os.PathLike[str]
-Cores = TypeVar("Cores", EngineCores, AsyncEngineCores)
+Cores = TypeVar("Cores", CoreClient, AsyncCoreClient)
 T = TypeVar("T")
 
 
@@ -284,7 +279,7 @@ class _Calls(Generic[Cores]):
         return operations.dynamic()
 
 
-class Steering(_Calls[EngineCores], Blocking):
+class Steering(_Calls[CoreClient], Blocking):
     """Global vectors and named modules of an `LLM`; any thread that may use the `LLM`.
 
     Vectors are given in every form that a request's ``steering_vectors`` may have, and as `PhaseVectors`. Errors are
@@ -295,7 +290,7 @@ class Steering(_Calls[EngineCores], Blocking):
         return self._cores.run(steps)
 
 
-class AsyncSteering(_Calls[AsyncEngineCores], Awaited):
+class AsyncSteering(_Calls[AsyncCoreClient], Awaited):
     """Global vectors and named modules of an `AsyncLLM`, on its event loop: `Steering`, with every call awaited.
 
     Vectors and files are read on a thread beside the loop; changes take effect in the order of the calls. With data
@@ -323,11 +318,11 @@ class SteeringRequests:
         """Make the reader for an engine whose configuration has a ``steering`` section."""
         return open_reader(section, model)
 
-    def handle(self, cores: EngineCores, reader: PartRequestReader) -> Steering:
+    def handle(self, cores: CoreClient, reader: PartRequestReader) -> Steering:
         """Make ``LLM.steering``."""
         return Steering(cores, reader.steerable)  # type: ignore[attr-defined]
 
-    def async_handle(self, cores: AsyncEngineCores, reader: PartRequestReader) -> AsyncSteering:
+    def async_handle(self, cores: AsyncCoreClient, reader: PartRequestReader) -> AsyncSteering:
         """Make ``AsyncLLM.steering``."""
         return AsyncSteering(cores, reader.steerable, reader.sae_root)  # type: ignore[attr-defined]
 

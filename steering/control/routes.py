@@ -12,11 +12,10 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 
-from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, parse_hook
 from headgate.steering.control import openapi
@@ -44,6 +43,9 @@ from headgate.steering.documents.request import (
 )
 from headgate.steering.documents.vectors import TierUpdate, read_tier, read_update
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, check_name
+
+if TYPE_CHECKING:
+    from headgate.capture.engine.server.plugin_routes import RouteServices
 
 _SHORT = {
     **dict(zip((BASE, PREFILL, DECODE), MODULE_FIELDS, strict=True)),

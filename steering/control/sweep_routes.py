@@ -16,13 +16,12 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import msgspec
 from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import StreamingResponse
 
-from headgate.capture.engine.contracts.route_part import RouteServices, Vocabulary
 from headgate.capture.schema.errors import OverloadedError, RequestError, shown
 from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.results import FindKept, KeptRequest
@@ -34,6 +33,9 @@ from headgate.steering.documents.schema import Count, one_of
 from headgate.steering.documents.vectors import check_scale
 from headgate.steering.programs.operations import Float32Row, Method
 from headgate.steering.vectors.phase_vectors import Steerable
+
+if TYPE_CHECKING:
+    from headgate.capture.engine.server.plugin_routes import RouteServices, Vocabulary
 
 MAX_CELLS = 4096
 """Cells of one sweep, at most: each is a generation."""

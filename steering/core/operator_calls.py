@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Reservations
@@ -20,6 +19,9 @@ from headgate.steering.core.saes import SaeCalls
 from headgate.steering.core.state import PROGRAMS, GlobalTiers, SteeringState
 from headgate.steering.spec import SteeringSpec, SteeringWire, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name
+
+if TYPE_CHECKING:
+    from headgate.capture.engine.core.part_services import CoreServices
 
 _PROBE = "headgate-probe"
 """Stands for the id of a request that is not there."""

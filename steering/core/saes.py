@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.config import cross_stages, sae_site
@@ -26,6 +25,9 @@ from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, chec
 from headgate.steering.programs.program import Entry, Program
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
+
+if TYPE_CHECKING:
+    from headgate.capture.engine.core.part_services import CoreServices
 
 Made = TypeVar("Made")
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices, Decided
+from headgate.capture.engine.contracts.core_part import CoreFacts, Decided
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.probe import ProbeError
 from headgate.capture.schema.config import MIB
@@ -42,6 +42,9 @@ from headgate.steering.gates.trace import Note, Trace, join_notes
 from headgate.steering.spec import PROGRAM_KEYS, from_wire, programs_to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
+
+if TYPE_CHECKING:
+    from headgate.capture.engine.core.part_services import CoreServices
 
 logger = logging.getLogger("headgate")
 

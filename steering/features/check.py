@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.engine.contracts.parts import StoredRequest, stored_requests
+from headgate.capture.engine.contracts.parts import stored_requests
+from headgate.capture.schema.results import StoredRequest
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.source_coder import CoderKind, Norm, SourceCoder
 from headgate.steering.features.sparse_coder import SparseCoder, coder_of

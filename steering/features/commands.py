@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from headgate.capture.engine.contracts.parts import StoredRequest, stored_requests
+from headgate.capture.engine.contracts.parts import stored_requests
 from headgate.capture.schema.errors import HeadgateError
+from headgate.capture.schema.results import StoredRequest
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.canonical import RowType, write_coder
 from headgate.steering.features.check import CoderReport, check, measure, sample, site_of_reads, with_figures

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.engine.contracts.parts import StoredRequest, stored_requests
+from headgate.capture.engine.contracts.parts import stored_requests
 from headgate.capture.files.reading import read_text, refusing
 from headgate.capture.probe import FloatArray, Pooling, ProbeError
 from headgate.capture.schema.errors import shown
+from headgate.capture.schema.results import StoredRequest
 from headgate.capture.schema.sites import Site
 
 Labels = Mapping[str, Any]

@@ -18,9 +18,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.engine.contracts.parts import StoredRequest, stored_requests
+from headgate.capture.engine.contracts.parts import stored_requests
 from headgate.capture.probe import POOLINGS, FloatArray, ProbeError
 from headgate.capture.schema.errors import shown
+from headgate.capture.schema.results import StoredRequest
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.steering.probes.examples import Captures, Examples, RowPooling, finite, pooled
 from headgate.steering.probes.fitting import site_of, split

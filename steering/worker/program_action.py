@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from headgate.capture.engine.compiler.inductor import Inductor
 from headgate.capture.engine.compiler.inductor_heuristics import exclude_buffers, install_exclusion
-from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFacts
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
+from headgate.capture.engine.site_action import SiteValue
 from headgate.steering.programs.codes import InputNorm
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from headgate.capture.engine.compiler.inductor import Inductor
 from headgate.capture.engine.compiler.inductor_heuristics import exclude_buffers, install_exclusion
-from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFacts
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
+from headgate.capture.engine.site_action import SiteValue
 from headgate.steering.worker.rows.vector_pool import ZERO_SLOT
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, WorkerHooks
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, WorkerHooks
+from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.monitoring.step_log import compact
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.errors import ConfigError, SelfTestError

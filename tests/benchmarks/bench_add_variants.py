@@ -95,8 +95,8 @@ def install(variant: str) -> dict[str, Tables]:
     """Patch every worker to put one action at each site; returns what the actions share."""
     import vllm.v1.worker.worker_base as worker_base
 
-    from headgate.capture.engine.contracts.worker_hooks import SiteAction
     from headgate.capture.engine.model.find_layers import find_decoder_stack
+    from headgate.capture.engine.site_action import SiteAction
     from headgate.capture.engine.worker.install import install_actions
     from headgate.capture.schema.sites import HookPoint, Site
 

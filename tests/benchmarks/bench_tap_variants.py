@@ -85,8 +85,8 @@ def install(variant: str) -> dict[str, Any]:
     """Patch every worker to put one capture action into each layer; returns what the actions share."""
     import vllm.v1.worker.worker_base as worker_base
 
-    from headgate.capture.engine.contracts.worker_hooks import SiteAction
     from headgate.capture.engine.model.find_layers import find_decoder_stack
+    from headgate.capture.engine.site_action import SiteAction
     from headgate.capture.engine.worker import capture_part
     from headgate.capture.engine.worker.capture_part import unaliased
     from headgate.capture.engine.worker.install import install_actions

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFacts
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.model import forward_wrappers
+from headgate.capture.engine.site_action import SiteValue
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.sites import HookPoint, Site

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from headgate.capture.engine.contracts.core_part import OVERLOADED
+from headgate.capture.engine.contracts.wire_format import OVERLOADED
 from headgate.capture.engine.core.engine_core import CORE_ADAPTER
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.spec import ModuleRef, SteeringSpec, to_wire

@@ -13,7 +13,7 @@ import pytest
 
 from headgate.capture.engine.compiler import graph_code
 from headgate.capture.engine.compiler.graph_code import traced_modules
-from headgate.capture.engine.contracts.worker_hooks import SiteAction
+from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.engine.worker import capture_part, install
 from headgate.capture.schema.sites import HookPoint, Site
 from tests.deadlines import patience

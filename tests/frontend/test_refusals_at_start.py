@@ -16,11 +16,11 @@ from vllm.engine.arg_utils import EngineArgs
 from headgate.capture import LLM
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.commands.verify_engine import fit_cpu_cache
-from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.engine.frontends import startup
 from headgate.capture.engine.plugin import register
 from headgate.capture.engine.setup import patch_set, startup_checks
 from headgate.capture.engine.setup.patch_set import PatchSet
+from headgate.capture.engine.vllm_types import VllmConfig
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from tests.deadlines import patience
 from tests.engine.tiny_models import tiny_model

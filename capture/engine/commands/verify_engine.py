@@ -26,7 +26,6 @@ import torch
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.commands.verify_stock import MIN_MODEL_LENGTH, plain_requests
 from headgate.capture.engine.contracts.parts import check_parts
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.setup.settings import OUR_KEY, model_info
 from headgate.capture.engine.setup.startup_checks import bound_cpu_cache, is_left_to_vllm
 from headgate.capture.engine.vllm_names import versions
@@ -54,6 +53,7 @@ from headgate.capture.monitoring.verify_checks import (
     equality,
     noise_of,
 )
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import site_map

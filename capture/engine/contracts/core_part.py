@@ -3,11 +3,6 @@
 The hook ``headgate_core`` of a part returns its `CorePart`. Everything here is our own types; `core` translates from
 vLLM. An engine core has two threads that a part meets: the input thread takes requests in and hashes their prompts,
 and the engine thread does everything else, between two steps unless it is said otherwise.
-
-Front end, engine core and worker report to each other how a request ended (`KeptTokens`, `Final`). The front end's
-count travels in its list of requests to abort, which keeps the order with everything else it sends and takes no round
-trip. Final states travel from the engine core to the workers as the attribute `FINAL_ATTRIBUTE` of a `SchedulerOutput`,
-by request id; None means that the request ended and its final state follows later.
 """
 
 from __future__ import annotations
@@ -16,77 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.action_sink import Submitted
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.consumer import ModelInfo
-
-FINAL_ATTRIBUTE = "headgate_final"
-Final = tuple[int, list[int], str, Document, int]
-"""Number of prompt tokens, all token ids, the finish reason, notes on rows by part, and `FinalState.num_outdated`."""
-OVERLOADED = "headgate: overloaded: "
-"""Start of the stop reason of a request that was sent away unserved, with the finish reason "error"; the cause
-follows."""
-_MARK = "\0headgate\0"
-_SENT = "\0headgate-sent\0"
-
-
-class KeptTokens(NamedTuple):
-    """The tokens of a request that the front end kept when it ended the request.
-
-    Attributes:
-        num_tokens: Prompt and output.
-        status: Why: ``stop`` for a stop string, ``abort``.
-    """
-
-    num_tokens: int
-    status: str
-
-
-def mark_kept(req_id: str, kept: KeptTokens) -> str:
-    """Write an entry for the list of requests to abort: how much of `req_id` the front end kept.
-
-    Stock vLLM takes it for the id of an unknown request, which it ignores.
-    """
-    return f"{_MARK}{kept.num_tokens}\0{kept.status}\0{req_id}"
-
-
-def mark_sent(key: str) -> str:
-    """Write an entry for the list of requests to abort: all samples of the fan-out `key` have been sent."""
-    return f"{_SENT}{key}"
-
-
-def is_mark(entry: str) -> bool:
-    """Whether an entry of the list of requests to abort is by `mark_kept`."""
-    return entry.startswith(_MARK)
-
-
-class Marks(NamedTuple):
-    """A list of requests to abort, parted.
-
-    Attributes:
-        ids: The requests.
-        kept: What `mark_kept` wrote, by id.
-        sent: The fan-outs that `mark_sent` wrote.
-    """
-
-    ids: list[str]
-    kept: dict[str, KeptTokens]
-    sent: list[str]
-
-
-def split_marks(request_ids: Sequence[str]) -> Marks:
-    """Part a list of requests to abort into the ids and the marks."""
-    marks = Marks([], {}, [])
-    for entry in request_ids:
-        if entry.startswith(_SENT):
-            marks.sent.append(entry.removeprefix(_SENT))
-        elif is_mark(entry):
-            num_tokens, status, req_id = entry.removeprefix(_MARK).split("\0", 2)
-            marks.kept[req_id] = KeptTokens(int(num_tokens), status)
-        else:
-            marks.ids.append(entry)
-    return marks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,90 +80,6 @@ class Actions(Protocol):
 
     def take(self) -> Sequence[Submitted]:
         """Return the actions that have come since, in their order."""
-        ...
-
-
-class CoreServices(Protocol):
-    """Services of an engine core to its part. Engine thread only.
-
-    Attributes:
-        actions: Actions that capture consumers submit; None if the part takes none, or consumers have no way to it.
-    """
-
-    @property
-    def actions(self) -> Actions | None: ...
-
-    def call_workers(self, method: str, args: Document) -> list[object]:
-        """Call ``headgate_call(part, method, args)`` in every worker, after the steps that were launched.
-
-        Args:
-            method: Of the same part in the worker.
-            args: Plain values and bytes.
-
-        Returns:
-            The workers' answers.
-
-        Raises:
-            Exception: What a worker raised, or the executor in its name; other workers may have done it.
-        """
-        ...
-
-    def prepare_change(self, field: str) -> None:
-        """Take the tokens of the steps that were launched, before what acts on requests that run is changed.
-
-        So no step is in flight when `restart_running` or `rekey_running` follow, and none of its tokens is lost.
-
-        Args:
-            field: The field that the client is given.
-
-        Raises:
-            Exception: What a step raised; the engine ends.
-        """
-        ...
-
-    def restart_running(self) -> None:
-        """Ask for the block keys of every request anew, and compute its KV anew under them.
-
-        Requests keep the tokens they have generated; blocks that are cached under the new keys are used.
-        `prepare_change` comes before.
-        """
-        ...
-
-    def rekey_running(self) -> Mapping[str, int]:
-        """Ask for the block keys of every request anew, for the blocks that later steps complete.
-
-        Nothing is computed anew. `prepare_change` comes before.
-
-        Where keys change while a request runs, its blocks from there on are found by no other request.
-
-        Returns:
-            The first position of each request whose row was not computed yet. Of a preempted one, that of the row of
-            its last token: rows before it are computed again, but their tokens were sampled already.
-        """
-        ...
-
-    def rekey(self, req_id: str, first: int) -> None:
-        """Ask for the block keys of one request anew, for the blocks that end after a position.
-
-        Args:
-            req_id: Of a request that entered the scheduler, or waits.
-            first: At least its `RequestProgress.position`.
-        """
-        ...
-
-    def progress(self, req_id: str) -> RequestProgress | None:
-        """Return how far a request is; None if it has ended, or is not known."""
-        ...
-
-    def positions(self, req_ids: tuple[str, ...]) -> Int64Array:
-        """Return the position of the `progress` of each of some requests, int64 ``[n]``; -1 where there is none.
-
-        Fast for the very tuple of the last call.
-        """
-        ...
-
-    def fail(self, reason: str) -> None:
-        """Let the engine end instead of taking another step: its workers no longer agree with the part."""
         ...
 
 

@@ -10,25 +10,23 @@ they import torch and vLLM inside their methods alone. An engine opens only the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.results import StoredRequest
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-    from headgate.capture.engine.contracts.core_part import CoreFacts, CorePart, CoreServices
+    from headgate.capture.engine.contracts.core_part import CoreFacts, CorePart
     from headgate.capture.engine.contracts.request_part import RequestPart
-    from headgate.capture.engine.contracts.route_part import RouteServices
     from headgate.capture.engine.contracts.worker_hooks import WorkerHooks
+    from headgate.capture.engine.core.part_services import CoreServices
+    from headgate.capture.engine.server.plugin_routes import RouteServices
     from headgate.capture.monitoring.metrics import MetricsPart
     from headgate.capture.monitoring.verify_checks import CheckPart
 
@@ -40,41 +38,6 @@ PARTS = {
 """Module and class of each part, by its name, in alphabetical order."""
 
 Found = TypeVar("Found")
-
-
-class StoredRequest(Protocol):
-    """One request's rows, read when they are asked for."""
-
-    @property
-    def tag(self) -> str:
-        """Its folder."""
-
-    @property
-    def request_id(self) -> str:
-        """The client's name for it, or the request's own id."""
-
-    @property
-    def sites(self) -> Sequence[Site]:
-        """In the order of the forward pass."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows per site."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Among others ``model``, its name as the operator gave it, ``num_prompt_tokens`` and ``num_tokens``."""
-
-    @property
-    def positions(self) -> npt.NDArray[np.int64]:
-        """int64 ``[rows]``, ascending: the absolute position of each row."""
-
-    @property
-    def token_ids(self) -> npt.NDArray[np.int64]:
-        """int64 ``[rows]``: the token whose forward gave the row."""
-
-    def numpy(self, site: Site) -> npt.NDArray[Any]:
-        """``[rows, hidden]`` in float16 or float32."""
 
 
 class Part:

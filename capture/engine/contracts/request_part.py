@@ -13,12 +13,15 @@ import dataclasses
 from argparse import Namespace
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.results import FindKept
+
+if TYPE_CHECKING:
+    from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 
 
 class FlagGroup(Protocol):
@@ -151,37 +154,6 @@ Operation = Generator[CoreCall, Sequence[Any], Result]
 """A user's call as a generator: it yields calls, is sent each engine core's answer, and returns the result."""
 
 
-class EngineCores(Protocol):
-    """The engine cores of one `LLM`.
-
-    Attributes:
-        num_engines: Data-parallel engine cores that this front end talks to.
-    """
-
-    @property
-    def num_engines(self) -> int: ...
-
-    def run(self, operation: Operation[Result]) -> Result:
-        """Carry the operation out and return its result.
-
-        Raises:
-            RequestError: As the engine cores refused it; then none of them has done it.
-            EngineStateError: If only some could do it, and it could not be taken back.
-        """
-        ...
-
-
-class AsyncEngineCores(Protocol):
-    """The engine cores of one `AsyncLLM`; see `EngineCores`."""
-
-    @property
-    def num_engines(self) -> int: ...
-
-    async def run(self, operation: Operation[Result]) -> Result:
-        """See `EngineCores.run`."""
-        ...
-
-
 @runtime_checkable
 class AnsweringPart(Protocol):
     """A `RequestPart` with fields that ask for something in the answer.
@@ -243,11 +215,11 @@ class RequestPart(Protocol):
         """
         ...
 
-    def handle(self, cores: EngineCores, reader: PartRequestReader) -> object:
+    def handle(self, cores: CoreClient, reader: PartRequestReader) -> object:
         """Make what ``LLM`` has under the part's name; `reader` is what `open` made for that engine."""
         ...
 
-    def async_handle(self, cores: AsyncEngineCores, reader: PartRequestReader) -> object:
+    def async_handle(self, cores: AsyncCoreClient, reader: PartRequestReader) -> object:
         """Make what ``AsyncLLM`` has under the part's name; `reader` is what `open` made for that engine."""
         ...
 

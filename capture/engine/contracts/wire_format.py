@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from headgate.capture.engine.contracts.vllm_engine import RequestParams
-from headgate.capture.schema.batch import RequestWire
+from headgate.capture.engine.vllm_types import RequestParams
+from headgate.capture.schema.batch import Document, RequestWire
 
 WIRE_KEY = "headgate"
 """Key of the `RequestWire` in ``extra_args``."""
@@ -29,6 +29,16 @@ NOTES_KEY = "headgate_notes"
 """Key of a request's notes in the ``kv_transfer_params`` of an ``EngineCoreOutput``: ``{part: [note, ...]}``, in the
 order of the steps. The field is a free dict that only KV connectors use, which are refused; the front end takes the
 notes out before vLLM looks at it."""
+
+FINAL_ATTRIBUTE = "headgate_final"
+"""Attribute of a ``SchedulerOutput``: final states by request id; None means that the request ended and its final state
+follows later. It is no field of the class, and travels with its pickle."""
+
+Final = tuple[int, list[int], str, Document, int]
+"""Number of prompt tokens, all token ids, the finish reason, notes on rows by part, and `FinalState.num_outdated`."""
+OVERLOADED = "headgate: overloaded: "
+"""Start of the stop reason of a request that was sent away unserved, with the finish reason "error"; the cause
+follows."""
 
 
 def wire_of(params: RequestParams | None) -> RequestWire | None:

@@ -12,7 +12,7 @@ from functools import wraps
 
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.core_part import BlockKeys
-from headgate.capture.engine.contracts.vllm_engine import Function, Request, RequestParams
+from headgate.capture.engine.vllm_types import Function, Request, RequestParams
 from headgate.capture.schema.errors import UnsupportedError
 
 _KEYS = "_headgate_block_keys"

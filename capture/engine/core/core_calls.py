@@ -27,17 +27,17 @@ import numpy as np
 
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.core_part import CoreAnswer
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
-from headgate.capture.engine.contracts.vllm_engine import (
+from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.engine.setup.hosts import SETUP_RPC
+from headgate.capture.engine.vllm_types import (
     AsyncEngineClient,
     EngineClient,
     Function,
     OpenCall,
     SyncEngineClient,
 )
-from headgate.capture.engine.setup.client_errors import as_client_error
-from headgate.capture.engine.setup.hosts import SETUP_RPC
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import EngineStateError, ForbiddenError, RequestError
 
 LONG = 64 << 10
@@ -107,7 +107,7 @@ METHOD = "headgate_call"
 
 
 class CoreClient:
-    """The engine core of an `LLM`; see `EngineCores`.
+    """The engine core of an `LLM`.
 
     Args:
         client: The `LLMEngine`'s: of a core in this process or in one of its own.
@@ -132,7 +132,12 @@ class CoreClient:
         return [_read(self._client.call_utility(METHOD, self._part, method, lift(args)))]
 
     def run(self, operation: Operation[Result]) -> Result:
-        """Implement `EngineCores.run`."""
+        """Carry the operation out and return its result.
+
+        Raises:
+            RequestError: As the engine cores refused it; then none of them has done it.
+            EngineStateError: If only some could do it, and it could not be taken back.
+        """
         with as_client_error():
             step = _advance(operation, None)
             while isinstance(step, CoreCall):
@@ -147,7 +152,7 @@ def run_each(operations: Iterable[tuple[str, Operation[None]]], client: EngineCl
 
 
 class AsyncCoreClient:
-    """The engine cores of an `AsyncLLM`; see `AsyncEngineCores`. Event loop only.
+    """The engine cores of an `AsyncLLM`; see `CoreClient`. Event loop only.
 
     Args:
         client: The `AsyncLLM`'s.
@@ -184,7 +189,7 @@ class AsyncCoreClient:
         raise failures[0]
 
     async def run(self, operation: Operation[Result]) -> Result:
-        """Implement `EngineCores.run`."""
+        """See `CoreClient.run`."""
         with as_client_error():
             async with self._call_lock:
                 step = await asyncio.to_thread(_advance, operation, None)  # reads vectors, perhaps from a file

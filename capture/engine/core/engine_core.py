@@ -20,22 +20,29 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from functools import wraps
-from typing import NamedTuple, cast
+from typing import cast
 
 from headgate.capture.engine import vllm_names
-from headgate.capture.engine.contracts.core_part import (
-    FINAL_ATTRIBUTE,
-    CoreAnswer,
-    CoreFacts,
-    CorePart,
-    Final,
-    KeptTokens,
-    is_mark,
-    split_marks,
-)
+from headgate.capture.engine.contracts.core_part import CoreAnswer, CoreFacts, CorePart
 from headgate.capture.engine.contracts.parts import Part, core_part_names, load_part
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import (
+from headgate.capture.engine.contracts.wire_format import (
+    CAPTURE,
+    FINAL_ATTRIBUTE,
+    WIRE_KEY,
+    is_captured,
+    wire_of,
+)
+from headgate.capture.engine.core import block_keys, part_services, step_notes, steps_in_flight
+from headgate.capture.engine.core.fan_out import SharedWires
+from headgate.capture.engine.core.part_services import SERVICES, CoreServices, SentAway, after_step, send_away
+from headgate.capture.engine.core.request_ends import Ended, SchedulerEnds, is_mark, split_marks
+from headgate.capture.engine.core.step_notes import StepNotes, check_carrier, nothing_noted
+from headgate.capture.engine.core.steps_in_flight import StepsInFlight
+from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.engine.setup.hosts import SETUP_RPC, action_target, check_agreement
+from headgate.capture.engine.setup.settings import model_info, section, sections
+from headgate.capture.engine.setup.startup_checks import check_servable
+from headgate.capture.engine.vllm_types import (
     AsyncEngineClient,
     EngineCore,
     EngineCoreProc,
@@ -48,19 +55,9 @@ from headgate.capture.engine.contracts.vllm_engine import (
     SchedulerOutput,
     VllmConfig,
 )
-from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY, is_captured, wire_of
-from headgate.capture.engine.core import block_keys, part_services, step_notes, steps_in_flight
-from headgate.capture.engine.core.fan_out import SharedWires
-from headgate.capture.engine.core.part_services import SERVICES, CorePartServices, SentAway, after_step, send_away
-from headgate.capture.engine.core.step_notes import StepNotes, check_carrier, nothing_noted
-from headgate.capture.engine.core.steps_in_flight import StepsInFlight
-from headgate.capture.engine.setup.client_errors import as_client_error
-from headgate.capture.engine.setup.hosts import SETUP_RPC, action_target, check_agreement
-from headgate.capture.engine.setup.settings import model_info, section, sections
-from headgate.capture.engine.setup.startup_checks import check_servable
 from headgate.capture.links.actions import ActionInbox
 from headgate.capture.monitoring.logs import ReasonLog, speak_through_vllm
-from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
+from headgate.capture.schema.batch import WIRE_VERSION, Document, RequestWire
 from headgate.capture.schema.errors import ForbiddenError, OverloadedError, RequestError, UnsupportedError
 
 _refusals = ReasonLog("headgate: requests are refused")
@@ -112,7 +109,7 @@ class EngineCoreAdapter:
         )
         target = action_target(config)
         actions = None if target.address is None else ActionInbox(target.address)
-        self._services = CorePartServices(core, part.name, steps, self._waiting, actions)
+        self._services = CoreServices(core, part.name, steps, self._waiting, actions)
         self._part: CorePart = part.core(facts, section(config, part.name), self._services)
         self.notes = StepNotes(core.scheduler, part.name, self._part)
         steps.begin_again = self.notes.begin_again
@@ -395,70 +392,6 @@ def update_from_output(original: Function) -> Function:
 
 
 _ENDS = "_headgate_ends"
-
-
-class Ended(NamedTuple):
-    """A request as the scheduler freed it.
-
-    Attributes:
-        num_prompt: Tokens of its prompt.
-        token_ids: All of its tokens.
-        status: The finish reason.
-        describe: Returns the notes on the rows of its first tokens, given how many of these were kept.
-        num_outdated: As of `FinalState`.
-    """
-
-    num_prompt: int
-    token_ids: list[int]
-    status: str
-    describe: Callable[[int], Document]
-    num_outdated: int
-
-    def final(self, kept: KeptTokens | None) -> Final:
-        """Cut it to what the front end kept, unless the engine ended the request at the very same token."""
-        token_ids, status = self.token_ids, self.status
-        if kept is not None and (kept.num_tokens < len(token_ids) or status == "abort"):
-            token_ids, status = token_ids[: kept.num_tokens], kept.status
-        return self.num_prompt, token_ids, status, self.describe(len(token_ids)), self.num_outdated
-
-
-class SchedulerEnds:
-    """The ends of one scheduler's requests. Used on the engine core's thread only.
-
-    Attributes:
-        finals: Final states to be reported with the next step, by request id.
-    """
-
-    def __init__(self) -> None:
-        self.finals: dict[str, Final | None] = {}
-        self._kept: dict[str, KeptTokens] = {}
-        self._held: dict[str, Ended] = {}
-
-    def end(self, req_id: str, ended: Ended, *, is_decided: bool) -> None:
-        """Note the end of a request that was freed; if not `is_decided`, the front end's count is waited for."""
-        kept = self._kept.pop(req_id, None)
-        if kept is not None or is_decided:
-            self.finals[req_id] = ended.final(kept)
-        else:
-            self._held[req_id] = ended
-            self.finals[req_id] = None
-
-    def front_end_kept(self, req_id: str, kept: KeptTokens, *, is_running: bool) -> None:
-        """Note how much the front end kept of `req_id`. A second time is ignored: vLLM delivers aborts twice."""
-        if req_id in self._held:
-            self.finals[req_id] = self._held.pop(req_id).final(kept)
-        elif is_running:
-            self._kept[req_id] = kept
-
-    def front_end_left(self, req_id: str) -> None:
-        """Note that the front end gave up on `req_id` and sends nothing more about it."""
-        if req_id in self._held:
-            self.finals[req_id] = self._held.pop(req_id).final(None)
-
-    def pop_finals(self) -> dict[str, Final | None]:
-        """Return what is to be reported now, once."""
-        finals, self.finals = self.finals, {}
-        return finals
 
 
 def _ends(scheduler: Scheduler) -> SchedulerEnds:

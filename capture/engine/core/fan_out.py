@@ -17,9 +17,9 @@ from functools import wraps
 from typing import Any
 
 from headgate.capture.engine import vllm_names
-from headgate.capture.engine.contracts.core_part import mark_sent
-from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest, Function, RequestType, SendingClient
 from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
+from headgate.capture.engine.core.request_ends import mark_sent
+from headgate.capture.engine.vllm_types import EngineCoreRequest, Function, RequestType, SendingClient
 from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
 from headgate.capture.schema.errors import RequestError
 

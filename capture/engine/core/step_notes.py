@@ -10,17 +10,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.core_part import CorePart, DecidingCore, DescribingCore, ReadingCore
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import (
+from headgate.capture.engine.contracts.wire_format import NOTES_KEY, ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, wants_notes
+from headgate.capture.engine.core import part_services
+from headgate.capture.engine.vllm_names import WORKS_WITH
+from headgate.capture.engine.vllm_types import (
     CoreOutputs,
     Function,
     RunnerOutput,
     Scheduler,
     SchedulerOutput,
 )
-from headgate.capture.engine.contracts.wire_format import NOTES_KEY, ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, wants_notes
-from headgate.capture.engine.core import part_services
-from headgate.capture.engine.vllm_names import WORKS_WITH
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import UnsupportedError
 
 

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import wraps
 
-from headgate.capture.engine.contracts.vllm_engine import CoreOutputs, EngineCore, Function, Request, Scheduler
 from headgate.capture.engine.contracts.wire_format import is_captured
+from headgate.capture.engine.vllm_types import CoreOutputs, EngineCore, Function, Request, Scheduler
 
 logger = logging.getLogger("headgate")
 

@@ -9,8 +9,6 @@ from functools import wraps
 from msgspec.structs import replace
 
 from headgate.capture.engine.access.caller import current_client
-from headgate.capture.engine.contracts.vllm_engine import Function
-from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.core.core_calls import run_each_async, worker_setups
 from headgate.capture.engine.core.fan_out import fan_out_async
@@ -34,6 +32,7 @@ from headgate.capture.engine.requests.sampling_params import (
 from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field, overloaded
 from headgate.capture.engine.setup.hosts import check_agreement, has_far_engines
 from headgate.capture.engine.setup.settings import sections
+from headgate.capture.engine.vllm_types import AsyncLLM, Function, RequestOutput, SamplingParams
 from headgate.capture.schema.errors import UnsupportedError
 
 

@@ -15,9 +15,7 @@ import msgspec
 
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import RequestPart
-from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, Engine, OfflineLLM, RequestOutput
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.engine.frontends.prompt_tokens import chat_params_of, looking_up
@@ -26,7 +24,9 @@ from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_en
 from headgate.capture.engine.requests.capture_request import HOW_TO_CAPTURE, NO_CAPTURE
 from headgate.capture.engine.requests.chat_messages import ENGINE_GONE, Chat, EngineGoneError, LLMChat, Tokens
 from headgate.capture.engine.requests.request_reader import OpenPart, RequestReader, reader_of
+from headgate.capture.engine.vllm_types import AsyncLLM, Engine, OfflineLLM, RequestOutput
 from headgate.capture.handles import CaptureCall, CaptureHandle
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import ConfigError, RequestError, shown
 from headgate.capture.schema.results import CaptureResult, RowFetcher, plain_payload
 from headgate.capture.schema.sites import Site, site_map

@@ -17,9 +17,6 @@ from functools import wraps
 from types import TracebackType
 from typing import Protocol, cast
 
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import Function
-from headgate.capture.engine.contracts.vllm_frontend import LLMEngine, OfflineLLM, RequestOutput, SamplingParams
 from headgate.capture.engine.core.core_calls import run_each
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
@@ -38,6 +35,8 @@ from headgate.capture.engine.requests.sampling_params import (
     refuse_unknown_in,
 )
 from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.engine.vllm_types import Function, LLMEngine, OfflineLLM, RequestOutput, SamplingParams
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import OverloadedError, RequestError
 
 logger = logging.getLogger("headgate")

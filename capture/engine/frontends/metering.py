@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 
 from headgate.capture.engine.access.caller import Charge, current_caller
-from headgate.capture.engine.contracts.vllm_frontend import RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.capture_request import capturing_key
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
+from headgate.capture.engine.vllm_types import RequestOutput, SamplingParams
 from headgate.capture.schema.errors import RequestError
 
 Outputs = AsyncGenerator[RequestOutput, None]

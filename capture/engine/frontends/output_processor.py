@@ -12,21 +12,22 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import cache, wraps
 from typing import TypeVar, cast
 
-from headgate.capture.engine.contracts.core_part import KeptTokens, mark_kept
-from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest, Function
-from headgate.capture.engine.contracts.vllm_frontend import (
+from headgate.capture.engine.contracts.wire_format import NOTES_KEY, is_captured, wants_notes
+from headgate.capture.engine.core.request_ends import KeptTokens, mark_kept
+from headgate.capture.engine.requests.call_context import Notes, Slot, UnsentNotes
+from headgate.capture.engine.requests.request_reader import RequestReader, read_notes
+from headgate.capture.engine.requests.sampling_params import HeadgateRequest, answer_fields
+from headgate.capture.engine.vllm_types import (
     CompletionOutput,
     EngineCoreOutput,
+    EngineCoreRequest,
+    Function,
     OutputProcessor,
     OutputQueue,
     ProcessedOutputs,
     RequestOutput,
     RequestState,
 )
-from headgate.capture.engine.contracts.wire_format import NOTES_KEY, is_captured, wants_notes
-from headgate.capture.engine.requests.call_context import Notes, Slot, UnsentNotes
-from headgate.capture.engine.requests.request_reader import RequestReader, read_notes
-from headgate.capture.engine.requests.sampling_params import HeadgateRequest, answer_fields
 
 _IS_NOTED = "_headgate_is_noted"
 """Attribute of `OutputProcessor`: true once a request has come whose notes are wanted."""

@@ -16,9 +16,8 @@ from functools import wraps
 from typing import Any, cast
 
 from headgate.capture.engine import vllm_names
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import Function
-from headgate.capture.engine.contracts.vllm_frontend import MadeRequest
+from headgate.capture.engine.vllm_types import Function, MadeRequest
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import RequestError
 
 _is_lookup: ContextVar[bool] = ContextVar("headgate_is_lookup", default=False)

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial, wraps
 
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
-from headgate.capture.engine.contracts.vllm_frontend import StartedEngine
 from headgate.capture.engine.core.core_calls import end_waits_with_core
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.request_reader import OpenPart
@@ -22,6 +20,7 @@ from headgate.capture.engine.setup.hosts import action_target, listening
 from headgate.capture.engine.setup.settings import capture_config, model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import check_servable
 from headgate.capture.engine.vllm_names import versions
+from headgate.capture.engine.vllm_types import Function, StartedEngine, VllmConfig
 from headgate.capture.links.driver import open_drivers
 from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.schema.config import MIB, CaptureConsumersConfig

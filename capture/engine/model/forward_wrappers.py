@@ -16,9 +16,9 @@ from types import MethodType
 
 from torch import Tensor, nn
 
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteValue
 from headgate.capture.engine.model.layer_layout import LayerLayout
 from headgate.capture.engine.model.symbols import Key
+from headgate.capture.engine.site_action import SiteAction, SiteValue
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import HookPoint, Site
 

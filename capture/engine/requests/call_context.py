@@ -24,11 +24,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import ChatMessages, KnownChat, Tokens
 from headgate.capture.engine.requests.sampling_params import RETURN_HIDDEN_STATES
 from headgate.capture.links.messages import DTYPES
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.config import HIDDEN_STATES
 from headgate.capture.schema.errors import OverloadedError, RequestError
 from headgate.capture.schema.limits import CaptureUse

@@ -15,7 +15,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from headgate.capture.engine.access.caller import current_client, owner_of_request
-from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import call_context
 from headgate.capture.engine.requests.call_context import HttpCall, current_call
@@ -28,6 +27,7 @@ from headgate.capture.engine.requests.capture_request import (
 )
 from headgate.capture.engine.requests.chat_messages import ChatMessages
 from headgate.capture.engine.requests.sampling_params import CAPTURE_MESSAGES, CaptureRequest
+from headgate.capture.engine.vllm_types import Engine, RequestOutput, SamplingParams
 from headgate.capture.links.driver import DriverHost, DriverStats
 from headgate.capture.links.hub import HubStats, ResultHub
 from headgate.capture.links.network import Listening

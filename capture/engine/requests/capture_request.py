@@ -10,7 +10,6 @@ import msgspec
 
 from headgate.capture.engine.access.access_key import AccessKey
 from headgate.capture.engine.access.caller import current_caller, owner_of_request
-from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import call_context
 from headgate.capture.engine.requests.call_context import current_call
@@ -24,6 +23,7 @@ from headgate.capture.engine.requests.sampling_params import (
     read_field,
     read_fields,
 )
+from headgate.capture.engine.vllm_types import SamplingParams
 from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConsumerError, ForbiddenError, RequestError, shown

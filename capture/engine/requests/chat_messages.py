@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import HeadgateError, RequestError
 from headgate.capture.schema.positions import Message, PositionSelector, Span
 from headgate.capture.schema.results import MessageSpan

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from headgate.capture.engine.access.caller import owner_of_request
-from headgate.capture.engine.contracts.core_part import OVERLOADED
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import (
     CoreCall,
     Known,
@@ -20,7 +18,7 @@ from headgate.capture.engine.contracts.request_part import (
     RequestPart,
     SourceReader,
 )
-from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
+from headgate.capture.engine.contracts.wire_format import OVERLOADED
 from headgate.capture.engine.core.core_calls import lift
 from headgate.capture.engine.requests.call_context import Notes, taken
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
@@ -33,6 +31,8 @@ from headgate.capture.engine.requests.sampling_params import (
     refuse_forged,
     refuse_unknown_in,
 )
+from headgate.capture.engine.vllm_types import Engine, RequestOutput, SamplingParams
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import OverloadedError, RequestError
 from headgate.capture.schema.results import KeptRequest
 

@@ -27,13 +27,11 @@ from typing import Any, NoReturn, TypeGuard
 import msgspec
 
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import AnsweringPart, NestingPart, PartRequest
-from headgate.capture.engine.contracts.vllm_engine import Function
-from headgate.capture.engine.contracts.vllm_frontend import MadeRequest, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.vllm_names import WORKS_WITH
-from headgate.capture.schema.batch import WIRE_VERSION, CaptureWire, RequestWire
+from headgate.capture.engine.vllm_types import Function, MadeRequest, SamplingParams
+from headgate.capture.schema.batch import WIRE_VERSION, CaptureWire, Document, RequestWire
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.results import MessageSpan
 from headgate.capture.schema.spec import CaptureSpec

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 
-from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.capture_request import capturing_key, check_consumer
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.results import ReportContext, StateReporter
 from headgate.capture.schema.sites import site_map
+
+if TYPE_CHECKING:
+    from headgate.capture.engine.server.plugin_routes import RouteServices
 
 _TEXT = {"type": "string"}
 _CONSUMER = {

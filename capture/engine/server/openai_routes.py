@@ -15,20 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import Function
-from headgate.capture.engine.contracts.vllm_frontend import (
-    AsyncLLM,
-    Body,
-    ChatBody,
-    ChatHandler,
-    ErrorAnswers,
-    Handler,
-    ResponsesBody,
-    ResponsesHandler,
-    SamplingParams,
-    TokensBody,
-)
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.core.core_calls import run_each_async
 from headgate.capture.engine.frontends.metering import check_quota
@@ -73,6 +59,20 @@ from headgate.capture.engine.requests.sampling_params import (
 from headgate.capture.engine.server.access_keys import require_role
 from headgate.capture.engine.server.retry_after import await_first_event
 from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.engine.vllm_types import (
+    AsyncLLM,
+    Body,
+    ChatBody,
+    ChatHandler,
+    ErrorAnswers,
+    Function,
+    Handler,
+    ResponsesBody,
+    ResponsesHandler,
+    SamplingParams,
+    TokensBody,
+)
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.results import CaptureResult, plain_payload
 

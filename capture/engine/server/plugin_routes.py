@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
@@ -22,8 +22,6 @@ from headgate.capture.engine import vllm_names
 from headgate.capture.engine.access.access_key import ADMIN, role_of
 from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.parts import Part, collect
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.route_part import RouteClient
 from headgate.capture.engine.frontends.lazy_capture import NotConfiguredError
 from headgate.capture.engine.requests.request_reader import reader_of
 from headgate.capture.engine.server.access_keys import (
@@ -42,6 +40,7 @@ from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 from headgate.capture.engine.setup.cli_flags import read_server_args
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
 from headgate.capture.monitoring.logs import speak_through_vllm
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.config import server_config
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.results import KeptRequest
@@ -52,8 +51,8 @@ SCORED = "logprob_token_ids"
 _LOGPROBS = "raw_logprobs"
 
 
-class EngineVocabulary:
-    """Implements `headgate.capture.engine.contracts.route_part.Vocabulary`.
+class Vocabulary:
+    """The tokens of the model.
 
     Args:
         tokenizer: Of the model, as vLLM made it.
@@ -65,16 +64,16 @@ class EngineVocabulary:
         self.size = size
 
     def encode(self, text: str, *, is_prompt: bool) -> Sequence[int]:
-        """Encode as ``/v1/completions`` does."""
+        """Return the tokens of a text; of a prompt, with the special tokens that begin one."""
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=is_prompt)
         return tokens
 
     def shown(self, token: int) -> str:
-        """Decode one token."""
+        """Return the text of a token, for people."""
         return str(self._tokenizer.decode([token]))
 
 
-async def vocabulary_of(engine: Any) -> EngineVocabulary:
+async def vocabulary_of(engine: Any) -> Vocabulary:
     """Return the vocabulary of an `AsyncLLM`.
 
     Raises:
@@ -85,7 +84,7 @@ async def vocabulary_of(engine: Any) -> EngineVocabulary:
         tokenizer = await found if inspect.isawaitable(found) else found
     except ValueError as error:
         raise RequestError("prompt", f"this server has no tokenizer: {error}") from None
-    return EngineVocabulary(tokenizer, int(engine.vllm_config.model_config.get_vocab_size()))
+    return Vocabulary(tokenizer, int(engine.vllm_config.model_config.get_vocab_size()))
 
 
 async def score(engine: Any, prompt: Sequence[int], token_ids: Sequence[int], fields: Document) -> Sequence[float]:
@@ -165,11 +164,30 @@ class Endpoints:
             logger.info("headgate: /v1/%s is served; %s", name, who)
 
     def _routes(self, part: Part) -> APIRouter | None:
-        return part.routes(RoutePartServices(part.name, lambda: self._engine))
+        return part.routes(RouteServices(part.name, lambda: self._engine))
 
 
-class RoutePartServices:
-    """Implements `headgate.capture.engine.contracts.route_part.RouteServices`.
+class RouteClient(NamedTuple):
+    """The client of a request.
+
+    Attributes:
+        key: Name of the key that it was let in with; None if it needed none.
+        address: At the other end of its connection; None if it has none.
+        is_bound: Whether its key has a name of its own and is no operator's: others' modules are not its to change.
+        forwarded: The address that its request says it was forwarded for (``X-Forwarded-For``); anybody can write that.
+    """
+
+    key: str | None
+    address: str | None
+    is_bound: bool
+    forwarded: str | None = None
+
+
+class RouteServices:
+    """Services of the server to one part's routes, which lie under ``/v1/``, where its API key covers them.
+
+    Event loop only. An error that a route raises is answered with vLLM's own error bodies: a `RequestError` with status
+    400 and the field as ``param``.
 
     Args:
         part: Name of its section.
@@ -181,18 +199,26 @@ class RoutePartServices:
         self.engine = engine
 
     def handle(self) -> Any:
-        """Return what the engine has under the part's name, or raise an error 404."""
+        """Return the attribute of ``AsyncLLM`` under the part's name.
+
+        Raises:
+            fastapi.HTTPException: With status 404 and how to start the server with the part, if it runs without.
+        """
         try:
             return getattr(self.engine(), self._part)
         except NotConfiguredError as error:
             raise HTTPException(404, str(error)) from None
 
     async def require_key(self, request: Request) -> None:
-        """Raise an error 403 unless `request` carries one of the part's keys."""
+        """Check a request, as a FastAPI dependency.
+
+        Raises:
+            fastapi.HTTPException: With status 403, unless the request carries one of the part's keys.
+        """
         require_role(role_of(self._part), request)
 
     def has_key(self, request: Request) -> bool:
-        """Whether `require_key` lets `request` pass."""
+        """Whether `require_key` would let a request pass."""
         try:
             require_role(role_of(self._part), request)
         except refused_error():
@@ -200,11 +226,15 @@ class RoutePartServices:
         return True
 
     async def require_admin(self, request: Request) -> None:
-        """Raise an error 403 unless `request` carries a key with the role ``admin``."""
+        """Check a request for a key with the role ``admin``, as a FastAPI dependency.
+
+        Raises:
+            fastapi.HTTPException: With status 403, if it has none.
+        """
         require_role(ADMIN, request)
 
     def client(self, request: Request) -> RouteClient:
-        """The client that `require_key` has let pass."""
+        """Return the client of a request that `require_key` has let pass."""
         caller = current_caller()
         address, forwarded = peer_of(request.scope), forwarded_for(request.headers)
         key = None if caller is None else caller.key_with(role_of(self._part))
@@ -214,23 +244,49 @@ class RoutePartServices:
         return RouteClient(key.name, address, is_bound, forwarded)
 
     async def read_object(self, request: Request) -> dict[str, Any]:
-        """Read the body of `request`; see the function `read_object`."""
+        """Read the body of a request as an object: JSON, or msgpack with raw bytes.
+
+        Raises:
+            RequestError: If it cannot be decoded, or is no object.
+            fastapi.HTTPException: With status 415, if it is of neither type.
+        """
         return await read_object(request)
 
     def find_kept(self, name: str, sample_index: int, field: str) -> KeptRequest:
-        """Find the rows that the client at hand has kept."""
+        """Find the rows that the client at hand has kept; see `headgate.capture.schema.results.FindKept`.
+
+        Raises:
+            RequestError: Naming ``request`` or ``sample`` below `field`.
+            fastapi.HTTPException: With status 403, if the client may not capture.
+        """
         return reader_of(self.engine()).find_kept(name, sample_index, field)
 
-    async def vocabulary(self) -> EngineVocabulary:
-        """Return the tokens of the model."""
+    async def vocabulary(self) -> Vocabulary:
+        """Return the tokens of the model that is served.
+
+        Raises:
+            RequestError: If the server has no tokenizer.
+        """
         return await vocabulary_of(self.engine())
 
     async def score(self, prompt: Sequence[int], token_ids: Sequence[int], fields: Document) -> Sequence[float]:
-        """Return the logprobs of tokens after a prompt."""
+        """Generate one token after `prompt` and return the logprobs that some tokens had there.
+
+        The request is admitted and refused as any other. Cancelling the call ends it.
+
+        Args:
+            prompt: Tokens.
+            token_ids: Tokens to score.
+            fields: Of parts, as a request has them.
+
+        Raises:
+            RequestError: As a request with these fields; also if this server cannot score chosen tokens.
+            OverloadedError: If too many others want the same.
+        """
         return await score(self.engine(), prompt, token_ids, fields)
 
     def client_errors(self) -> AbstractContextManager[None]:
-        """Turn each `RequestError` into an answer with status 400."""
+        """Make a context in which each `RequestError` becomes an answer with status 400."""
         return as_client_error()
 
 

@@ -21,10 +21,10 @@ from typing import Any, cast
 import msgspec
 
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import FlagGroup
-from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.setup.settings import NETWORK, OUR_KEY, SERVER
+from headgate.capture.engine.vllm_types import Function
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.config import (
     HIDDEN_STATES,
     CaptureConsumerSpec,

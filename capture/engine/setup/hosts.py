@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 from typing import cast
 
 from headgate.capture.engine.contracts.parts import core_part_names, load_part
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.engine.setup.settings import (
     capture_config,
     compiler_config,
@@ -23,9 +21,11 @@ from headgate.capture.engine.setup.settings import (
     sections,
 )
 from headgate.capture.engine.vllm_names import versions
+from headgate.capture.engine.vllm_types import VllmConfig
 from headgate.capture.links.actions import actions_address
 from headgate.capture.links.network import Listening, NetworkKeys, has_keys, listening_of, read_keys
 from headgate.capture.schema.action_sink import ActionTarget
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import UnsupportedError
 
 SETUP_RPC = "headgate_setup"

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
-from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.vllm_names import WORKS_WITH, Found, Name, exists, find_version
+from headgate.capture.engine.vllm_types import Function
 from headgate.capture.schema.errors import UnsupportedError
 
 logger = logging.getLogger("headgate")

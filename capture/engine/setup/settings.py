@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.engine.setup.site_shapes import declared_shapes
+from headgate.capture.engine.vllm_types import VllmConfig
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.config import (
     CaptureConsumersConfig,
     CompilerConfig,

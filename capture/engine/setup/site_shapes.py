@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headgate.capture.engine.contracts.vllm_engine import ModelConfig, VllmConfig
+from headgate.capture.engine.vllm_types import ModelConfig, VllmConfig
 from headgate.capture.schema.sites import HookPoint, Shard, Site, SiteShape
 
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.parts import worker_part
-from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
 from headgate.capture.engine.setup.hosts import network_keys
 from headgate.capture.engine.setup.patch_set import process_patches
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.engine.vllm_names import check_version
+from headgate.capture.engine.vllm_types import Function, VllmConfig
 from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.schema.config import GIB
 from headgate.capture.schema.errors import UnsupportedError

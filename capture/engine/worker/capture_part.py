@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from headgate.capture.capture_process import deal_out
 from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
 from headgate.capture.engine.compiler.unfused_copy import register_unfused_copy, unfused_copy
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.wire_format import CAPTURE
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, SiteValue, WorkerFacts, WorkerHooks
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, WorkerHooks
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
+from headgate.capture.engine.site_action import SiteAction, SiteRun, SiteValue
 from headgate.capture.engine.vllm_names import versions
 from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.monitoring.machine_memory import available_memory, share_of_memory
-from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.batch import BatchView, Document, FinalState, NewRequest
 from headgate.capture.schema.config import HELD_STEPS, MIB, CaptureConsumersConfig
 from headgate.capture.schema.consumer import ReadoutSite
 from headgate.capture.schema.errors import ConfigError, SelfTestError

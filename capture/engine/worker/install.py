@@ -16,18 +16,19 @@ from headgate.capture.engine import vllm_names
 from headgate.capture.engine.compiler.graph_code import digest_of, traced_modules
 from headgate.capture.engine.compiler.rewrites import REWRITES
 from headgate.capture.engine.contracts.parts import worker_part
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_engine import Function, ModelRunner, VllmConfig, Worker, WorkerWrapper
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, WorkerHooks
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, WorkerHooks
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
 from headgate.capture.engine.setup.hosts import SETUP_RPC, action_target, network_keys, worker_setup
 from headgate.capture.engine.setup.settings import compiler_config, model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import refuse_unsupported_settings
+from headgate.capture.engine.site_action import SiteAction
+from headgate.capture.engine.vllm_types import Function, ModelRunner, VllmConfig, Worker, WorkerWrapper
 from headgate.capture.engine.worker.runner import RunnerAdapter
 from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.monitoring.step_log import open_step_log
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, SiteShape

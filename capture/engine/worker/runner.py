@@ -16,8 +16,17 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from headgate.capture.engine.contracts.core_part import FINAL_ATTRIBUTE, Final
-from headgate.capture.engine.contracts.vllm_engine import (
+from headgate.capture.engine.contracts.wire_format import (
+    FINAL_ATTRIBUTE,
+    ORDERS_ATTRIBUTE,
+    READINGS_ATTRIBUTE,
+    WIRE_KEY,
+    Final,
+    wire_of,
+)
+from headgate.capture.engine.contracts.worker_hooks import StepReadings, WorkerHooks, in_turn, overrides
+from headgate.capture.engine.vllm_names import V2_RUNNER_MODULES
+from headgate.capture.engine.vllm_types import (
     AsyncRunnerOutput,
     Function,
     ModelRunner,
@@ -28,9 +37,6 @@ from headgate.capture.engine.contracts.vllm_engine import (
     SchedulerOutput,
     StepBatch,
 )
-from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, WIRE_KEY, wire_of
-from headgate.capture.engine.contracts.worker_hooks import StepReadings, WorkerHooks, in_turn, overrides
-from headgate.capture.engine.vllm_names import V2_RUNNER_MODULES
 from headgate.capture.monitoring.step_log import StepLog, compact
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.errors import UnsupportedError

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.content import Limits, check_programs
@@ -26,6 +25,9 @@ from headgate.steering.gates.coefficient_changes import (
     by_column,
 )
 from headgate.steering.programs.program import Program
+
+if TYPE_CHECKING:
+    from headgate.capture.engine.core.part_services import CoreServices
 
 Source = tuple[str, ...]
 """Whose contribution: the controller, and what it set."""

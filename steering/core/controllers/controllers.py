@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headgate.capture.engine.contracts.core_part import Actions, CoreFacts, CoreServices, Decided
+from headgate.capture.engine.contracts.core_part import Actions, CoreFacts, Decided
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.config import MAX_DRIVEN, MAX_READ, WHERE, SteeringConfig, first_controller_column
 from headgate.steering.controllers.controller_process import ProcessHost
@@ -25,6 +25,9 @@ from headgate.steering.gates.gate import Selection
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.vectors.phase_vectors import Steerable
+
+if TYPE_CHECKING:
+    from headgate.capture.engine.core.part_services import CoreServices
 
 
 class _Followed(NamedTuple):

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.monitoring.logs import ReasonLog, SparseLog
 from headgate.capture.schema.action_sink import Submitted
 from headgate.capture.schema.batch import BoolArray, Int64Array
@@ -30,6 +29,9 @@ from headgate.steering.controllers.actions import (
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import FIELD
 from headgate.steering.gates.trace import Note
+
+if TYPE_CHECKING:
+    from headgate.capture.engine.core.part_services import CoreServices
 
 SUBMITTED, APPLIED, REJECTED, DROPPED = "submitted", "applied", "rejected", "dropped"
 SWITCHED_OFF = "switched off"

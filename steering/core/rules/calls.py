@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.content import Limits
@@ -18,6 +17,9 @@ from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.gates.gate import Rule, fields_of_rule, rule_key
 from headgate.steering.gates.step_table import ReportedCounts
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
+
+if TYPE_CHECKING:
+    from headgate.capture.engine.core.part_services import CoreServices
 
 Notify = Callable[[str, Mapping[str, Any], Mapping[str, Any]], None]
 """Has all workers do a method with arguments, or undo it with others."""

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
 from headgate.capture.engine.requests.sampling_params import find_ignored, is_of_interest, is_ours
+from headgate.capture.engine.vllm_types import AsgiApp, AsgiMessage, Receive, Scope, Send
+from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import RequestError
 
 if TYPE_CHECKING:

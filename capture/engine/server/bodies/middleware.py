@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
 from headgate.capture.engine.requests.call_context import NOTHING, ExtractedFields, hold, release
 from headgate.capture.engine.requests.request_reader import reader_of
 from headgate.capture.engine.server.bodies.field_guard import METHODS, Kind, kind_of, path_of, refuse, replay, type_of
 from headgate.capture.engine.server.bodies.parsing import Fields, extract_json, extract_msgpack
 from headgate.capture.engine.server.loop_threads import in_turn, run_in_thread
+from headgate.capture.engine.vllm_types import AsgiApp, AsgiMessage, Receive, Scope, Send
 from headgate.capture.schema.config import BUFFERED_BODIES, ServerConfig
 from headgate.capture.schema.errors import RequestError
 

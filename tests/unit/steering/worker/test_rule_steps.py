@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from headgate.capture.engine.contracts.worker_hooks import SiteValue
 from headgate.capture.engine.model import forward_wrappers
+from headgate.capture.engine.site_action import SiteValue
 from headgate.steering.programs.codes import TokenFlag
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Method, Operation

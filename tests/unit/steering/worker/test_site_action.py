@@ -18,8 +18,9 @@ from torch._inductor import config as inductor
 from tqdm import tqdm
 
 from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteValue, WorkerFacts
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.model import forward_wrappers
+from headgate.capture.engine.site_action import SiteAction, SiteValue
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import HookPoint

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFacts
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.model import forward_wrappers
+from headgate.capture.engine.site_action import SiteValue
 from headgate.capture.monitoring.step_log import compact
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.consumer import ModelInfo

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from headgate.capture.engine.compiler import graph_code
 from headgate.capture.engine.compiler.graph_code import digest_of, traced_modules
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteValue
 from headgate.capture.engine.model import forward_wrappers
+from headgate.capture.engine.site_action import SiteAction, SiteValue
 from headgate.capture.engine.worker import capture_part
 from headgate.capture.schema.sites import HookPoint
 from headgate.steering.worker import site_action

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.contracts.core_part import Final, KeptTokens, mark_kept, split_marks
-from headgate.capture.engine.core.engine_core import Ended, SchedulerEnds
+from headgate.capture.engine.contracts.wire_format import Final
+from headgate.capture.engine.core.request_ends import Ended, KeptTokens, SchedulerEnds, mark_kept, split_marks
 
 TOKENS = [10, 11, 12, 13, 14, 15]
 

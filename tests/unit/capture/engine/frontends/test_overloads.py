@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.contracts.core_part import OVERLOADED
+from headgate.capture.engine.contracts.wire_format import OVERLOADED
 from headgate.capture.engine.frontends import async_llm, llm
 from headgate.capture.engine.requests.call_context import watch_refusals
 from headgate.capture.engine.requests.request_reader import RequestReader, overload_of

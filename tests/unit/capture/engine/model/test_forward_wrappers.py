@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from headgate.capture.engine.contracts.worker_hooks import SiteAction
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.layer_layout import LayerLayout
+from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.engine.worker.install import install_actions, reapplied_runs
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import HookPoint, Site

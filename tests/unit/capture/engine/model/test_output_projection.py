@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 
-from headgate.capture.engine.contracts.worker_hooks import SiteAction
 from headgate.capture.engine.model.layer_layout import OutputProjection, analyse_layer, find_output_projection
+from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.engine.worker.install import install_actions
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import UnsupportedError

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
 from headgate.capture.engine.compiler.unfused_copy import register_unfused_copy
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteValue
 from headgate.capture.engine.model import forward_wrappers
+from headgate.capture.engine.site_action import SiteAction, SiteValue
 from headgate.capture.engine.worker import capture_part
 from headgate.capture.schema.sites import HookPoint
 

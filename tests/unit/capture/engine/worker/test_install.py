@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from headgate.capture.engine.contracts.worker_hooks import SiteAction
 from headgate.capture.engine.model.forward_wrappers import attach
+from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.engine.worker import install
 from headgate.capture.schema.sites import HookPoint
 
