@@ -22,6 +22,7 @@ from tests.source_tree import (
     name_of,
     offences,
     outside,
+    tree_of,
     within,
 )
 
@@ -59,7 +60,11 @@ def test_packages_import_downwards_only() -> None:
 
     assert offences(within("capture/"), imports_of("headgate.steering", "headgate.consumers")) == []
     assert offences(within("steering/"), imports_of("headgate.consumers")) == []
-    assert offences(within("consumers/"), imports_of("headgate.steering", *engine)) == []
+    joining = [path for path in within("consumers/") if name_of(path) == "consumers/part.py"]
+    assert offences(within("consumers/"), imports_of("headgate.steering")) == []
+    assert offences([path for path in within("consumers/") if path not in joining], imports_of(*engine)) == []
+    found = [name for path in joining for _, name in imports(tree_of(path)) if name.startswith(engine)]
+    assert set(found) == {"headgate.capture.engine.contracts.parts", "headgate.capture.engine.contracts.parts.Part"}
 
 
 def test_capture_knows_the_engine_folder_at_its_doors_alone() -> None:

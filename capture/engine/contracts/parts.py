@@ -1,4 +1,4 @@
-"""The one interface between capture's engine and the other packages of headgate: `Part`, of which each brings one.
+"""The one interface between capture's engine and the other packages of headgate: `Part`. Each brings one.
 
 Capture, steering and the consumers' commands are parts. A part's name is that of its section of
 ``additional_config["headgate"]``. `PARTS` lists them: capture never imports the others. The interface is headgate's own

@@ -198,8 +198,7 @@ class RunnerAdapter:
         is_last_stage: bool = True,
         step_log: StepLog | None = None,
     ) -> None:
-        self._runner = runner
-        self._step_log = step_log
+        self._runner, self._step_log, self._samples = runner, step_log, is_last_stage
         self._describers = overrides(parts, "headgate_describe_step")
         self._step_begins = in_turn(overrides(parts, "headgate_step_begins").values())
         self._step_ends = in_turn(overrides(parts, "headgate_step_ends").values())
@@ -210,7 +209,6 @@ class RunnerAdapter:
         readers = overrides(parts, "headgate_step_readings") if is_output_rank else {}
         self._readers: dict[str, Callable[[], StepReadings | None]] = readers
         self._needs_plain_steps = tuple(overrides(parts, "headgate_needs_plain_steps").values())
-        self._samples = is_last_stage
         self._readings: dict[str, StepReadings] | None = None
         """Readings of the step that was launched last, until its output is there."""
         self._is_to_follow_up = False

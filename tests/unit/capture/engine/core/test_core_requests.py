@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.contracts import parts
 from headgate.capture.engine.contracts.wire_format import WIRE_KEY
 from headgate.capture.engine.core import engine_core
 from headgate.capture.schema.errors import RequestError
@@ -17,12 +16,9 @@ def request(**wire: Any) -> SimpleNamespace:
     return SimpleNamespace(request_id="r", sampling_params=SimpleNamespace(extra_args={WIRE_KEY: wire}))
 
 
-def test_a_request_that_captures_passes_and_reads_no_metadata_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading it takes 10 ms and more, on the thread that takes requests, beside the one that runs the steps."""
+def test_a_request_that_captures_alone_passes_as_it_is() -> None:
     take = engine_core.preprocess_add_request(lambda engine, request: request)
     captures = request(v=1, capture={})
-    take(SimpleNamespace(), captures)
-    monkeypatch.setattr(parts, "entry_points", None)
 
     assert take(SimpleNamespace(), captures) is captures
 
