@@ -134,7 +134,7 @@ def worker_part(name: str) -> Part:
 
 
 def collect(ask: Callable[[Part], Found | None]) -> dict[str, Found]:
-    """Ask each part, and return the answers of those that bring something, by name."""
+    """Ask each part, and return the answers that are not None, by name."""
     return {name: found for name in PARTS if (found := ask(load_part(name))) is not None}
 
 
