@@ -94,7 +94,7 @@ class StepReadings(Protocol):
 
 
 class WorkerHooks:
-    """The hooks of a worker part, which overrides those that it needs."""
+    """The hooks of a worker part, which overrides what it needs of them."""
 
     def headgate_allocate(self, facts: WorkerFacts) -> int:
         """Allocate the memory that the forward reads and writes. Called once, first.
