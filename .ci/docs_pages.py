@@ -13,13 +13,12 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from headgate.capture.engine.contracts.parts import Part
+from headgate.capture.engine.contracts.parts import PARTS, load_part
 from headgate.capture.engine.server.metrics_page import front_end_families, refused
 from headgate.capture.links.driver import DriverStats
 from headgate.capture.links.hub import HubStats
 from headgate.capture.monitoring.metrics import Family
 
-PARTS = {"capture": "headgate.capture.engine.part", "steering": "headgate.steering.part"}
 ROUTES, METRICS = "<!-- routes -->", "<!-- metrics -->"
 
 
@@ -30,13 +29,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     if METRICS in markdown:
         markdown = markdown.replace(METRICS, "\n".join(metrics()))
     return markdown
-
-
-def parts() -> dict[str, Part]:
-    """The parts of this distribution."""
-    from importlib import import_module
-
-    return {name: Part(name, import_module(module)) for name, module in PARTS.items()}
 
 
 class NoServer:
@@ -66,7 +58,7 @@ class NoServer:
 def routes() -> Iterator[str]:
     """Every route: its summary, body, answers and example."""
     app = FastAPI()
-    for part in parts().values():
+    for part in map(load_part, PARTS):
         if (router := part.routes(NoServer())) is not None:  # type: ignore[arg-type]
             app.include_router(router)
     for path, methods in app.openapi()["paths"].items():
@@ -91,7 +83,8 @@ def fields(schema: dict[str, Any]) -> Iterator[str]:
     required = schema.get("required", ())
     yield "\n| field | type | |\n| --- | --- | --- |"
     for name, about in schema.get("properties", {}).items():
-        kind = about.get("type") or " or ".join(one.get("type", "object") for one in about.get("oneOf", [{}]))
+        kinds = about.get("type") or [one.get("type", "object") for one in about.get("oneOf", [{}])]
+        kind = kinds if isinstance(kinds, str) else " or ".join(one for one in kinds if one != "null")
         text = about.get("description", "") + ("" if name in required or not required else " Optional.")
         yield f"| `{name}` | {kind} | {text.strip()} |"
 
@@ -105,8 +98,8 @@ def example(content: dict[str, Any]) -> Iterator[str]:
 
 def metrics() -> Iterator[str]:
     """A table of all families."""
-    for name, part in parts().items():
-        found = part.metrics()
+    for name in PARTS:
+        found = load_part(name).metrics()
         if found is not None:
             yield f"\n## {name}\n\n| metric | type | labels | |\n| --- | --- | --- | --- |"
             yield from (row(family) for family in found.families(()))

@@ -100,7 +100,7 @@ class Model:
             self._graph.replay()
 
     def forward_eagerly(self) -> None:
-        for index, buffer in enumerate(self._ring.buffers):
+        for index, buffer in enumerate(self._ring.site_rows):
             values = torch.zeros(MAX_TOKENS, HIDDEN, device=buffer.device, dtype=buffer.dtype)
             values[:, 0] = self._step.to(buffer.dtype)
             values[:, 1] = self._tokens.to(buffer.dtype)

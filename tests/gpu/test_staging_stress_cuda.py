@@ -154,8 +154,8 @@ def test_nothing_is_torn_late_or_foreign_under_overload(
     assert ring.counters.stalls > 0 or staging_rows > 128, "the memory was never short: no overload"
     assert bool((ring.memory.rows_AD == CANARY).all()), "a copy came after its memory was given back"
     assert ring.staged_bytes == 0
-    for index, rows in enumerate(ring.buffers[:, :num_rows]):
-        assert set(rows[:, 2:].unique().tolist()) <= {0.0, float(index)}, "a row of another site"
+    for index, rows in enumerate(ring.site_rows):
+        assert set(rows[:num_rows, 2:].unique().tolist()) <= {0.0, float(index)}, "a row of another site"
 
 
 def test_what_is_lost_is_counted_and_the_rest_is_right() -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -255,7 +256,7 @@ def test_an_sae_is_registered_listed_and_noted(opened: Opened) -> None:
 
     listed = opened.core.call("saes", {})
     assert [(one["name"], one["activation"]) for one in listed] == [("a", "jumprelu"), ("b", "gated")]
-    assert SaeStatus.from_plain(listed[1]).site == SITE.name
+    assert msgspec.convert(listed[1], SaeStatus).site == SITE.name
     assert set(opened.names()) == {"sae\na", "sae\nb"}
     (entry,) = opened.core.call("audit", {})
     assert (entry["action"], entry["name"], entry["prefill"]) == ("register_sae", "b", listed[1]["sha256"])
@@ -348,7 +349,7 @@ def test_the_list_says_what_is_encoded_and_the_name_stays(encoded: Opened) -> No
     encoded.register(other, "b")
 
     listed = encoded.core.call("saes", {})
-    assert [(SaeStatus.from_plain(one).is_encoded, one["activation"]) for one in listed] == [
+    assert [(msgspec.convert(one, SaeStatus).is_encoded, one["activation"]) for one in listed] == [
         (True, "jumprelu"),
         (False, "gated"),
     ]
