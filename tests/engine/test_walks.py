@@ -6,7 +6,7 @@ from tests.walks.walk import trace
 
 MOST_FILES = {
     "capture to a file": 33,
-    "steering vectors": 23,
+    "steering vectors": 22,
     "chat with capture": 34,
     "gate": 32,
     "controller": 51,
