@@ -65,9 +65,12 @@ def _complete(schema: Any, parts: Schema, is_answer: bool) -> Any:
         return {**_complete(parts[schema["$ref"]], parts, is_answer), **described}
     made = {key: _complete(value, parts, is_answer) for key, value in schema.items() if key not in ("title", "default")}
     options = made.get("anyOf", ())
-    if len(options) == 2 and options[1] == {"type": "null"} and "type" in options[0] and "enum" not in options[0]:
+    others = [option for option in options if option != {"type": "null"}]  # msgspec 0.20 has it before the others
+    if len(options) == 2 and len(others) == 1 and "type" in others[0] and "enum" not in others[0]:
         del made["anyOf"]
-        made = {**made, **options[0], "type": [options[0]["type"], "null"]}
+        made = {**made, **others[0], "type": [others[0]["type"], "null"]}
+    elif options:
+        made["anyOf"] = others + [{"type": "null"}] * (len(options) - len(others))
     if "enum" in made and "type" not in made:
         made["type"] = _TYPES[type(made["enum"][0])]
     if schema.get("default") is not None:
