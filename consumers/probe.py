@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial, reduce
@@ -23,6 +22,7 @@ from headgate.capture.schema.consumer import (
     RowBlock,
     SpecContext,
     StreamingConsumer,
+    paths_as_text,
     select_sites,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
@@ -58,8 +58,7 @@ def parse_params(params: Mapping[str, Any]) -> tuple[ProbeParams, dict[str, Prob
     """
     given = params.get(PROBES)
     if isinstance(given, Mapping):
-        plain = {name: os.fspath(path) if isinstance(path, os.PathLike) else path for name, path in given.items()}
-        params = {**params, PROBES: plain}
+        params = {**params, PROBES: paths_as_text(given)}
     try:
         parsed = msgspec.convert(dict(params), ProbeParams)
     except msgspec.ValidationError as error:

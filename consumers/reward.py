@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from headgate.capture.schema.consumer import (
     RowBlock,
     SpecContext,
     StreamingConsumer,
+    paths_as_text,
     select_sites,
 )
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError, shown
@@ -112,9 +112,8 @@ def parse_params(params: Mapping[str, Any]) -> RewardParams:
     Raises:
         ConfigError: Naming the parameter.
     """
-    plain = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in params.items()}
     try:
-        parsed = msgspec.convert(plain, RewardParams)
+        parsed = msgspec.convert(paths_as_text(params), RewardParams)
         hook = parse_hook(parsed.hook, "hook")
     except (msgspec.ValidationError, RequestError) as error:
         raise ConfigError(f"reward: {error}") from error

@@ -20,6 +20,7 @@ outside of its graphs.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -472,6 +473,11 @@ class StreamingConsumer(CaptureConsumer):
         Its result is an error already. This is called after a `begin` or `write` that raised, after a call that took
         too long, and if the end of the request is unknown.
         """
+
+
+def paths_as_text(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters whose values may be paths, with texts in place of these: classes of parameters have texts."""
+    return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in params.items()}
 
 
 def parse_client_spec(raw: object, context: SpecContext, *, options: Sequence[str]) -> CaptureSpec:

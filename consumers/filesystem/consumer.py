@@ -32,6 +32,7 @@ from headgate.capture.schema.consumer import (
     SpecContext,
     StreamingConsumer,
     parse_client_spec,
+    paths_as_text,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.limits import check_tag
@@ -178,9 +179,8 @@ def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
     Raises:
         ConfigError: Naming the parameter.
     """
-    plain = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in params.items()}
     try:
-        parsed = msgspec.convert(plain, FilesystemParams)
+        parsed = msgspec.convert(paths_as_text(params), FilesystemParams)
         for tag in parsed.tags or ():
             check_name(tag, "tags")
         check_tag(check_name(parsed.tag, "tag"), parsed.tags, "tag")

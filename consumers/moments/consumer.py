@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from headgate.capture.schema.consumer import (
     SpecContext,
     StreamingConsumer,
     parse_client_spec,
+    paths_as_text,
 )
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, RequestError
 from headgate.capture.schema.limits import check_tag
@@ -325,9 +325,8 @@ def parse_params(params: Mapping[str, Any]) -> MomentsParams:
     Raises:
         ConfigError: Naming the parameter.
     """
-    plain = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in params.items()}
     try:
-        parsed = msgspec.convert(plain, MomentsParams)
+        parsed = msgspec.convert(paths_as_text(params), MomentsParams)
         for tag in parsed.all_tags:
             check_name(tag, "tags")
         parse_positions(parsed.positions, "positions")

@@ -6,7 +6,6 @@ One reader at a time is let in, gets batches, and acknowledges them.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -34,6 +33,7 @@ from headgate.capture.schema.consumer import (
     SpecContext,
     StreamingConsumer,
     parse_client_spec,
+    paths_as_text,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.positions import parse_positions
@@ -501,9 +501,8 @@ def parse_params(params: Mapping[str, Any]) -> StreamParams:
     Raises:
         ConfigError: Naming the parameter; also if pyarrow is not installed.
     """
-    plain = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in params.items()}
     try:
-        parsed = msgspec.convert(plain, StreamParams)
+        parsed = msgspec.convert(paths_as_text(params), StreamParams)
         check_name(parsed.tag, "tag")
         parse_positions(parsed.positions, "positions")
         for hook in parsed.hooks or ():
