@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.delivery.consumer_thread import UnfinishedWork
-from headgate.capture.delivery.delivery import CloseReport, Delivery, DeliveryStats, Dispatched, RequestReader
+from headgate.capture.delivery.delivery import CloseReport, ConsumerRequestReader, Delivery, DeliveryStats, Dispatched
 from headgate.capture.links.child_process import (
     END_S,
     Connection,
@@ -286,7 +286,7 @@ class Ledger:
         self._place = place
         self._instances = {bit: instance for instance, bit in bits.items()}
         self._served = frozenset(bits)
-        self._requests = RequestReader(place.sites, bits, place.readouts)
+        self._requests = ConsumerRequestReader(place.sites, bits, place.readouts)
         self._far = {spec.instance for spec in far}
         self._make_sender = make_sender
         self._sender: ResultSender | None = None

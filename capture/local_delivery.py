@@ -18,10 +18,10 @@ from headgate.capture.delivery.consumer_queue import ConsumerQueue
 from headgate.capture.delivery.consumer_thread import ConsumerThread
 from headgate.capture.delivery.delivery import (
     CloseReport,
+    ConsumerRequestReader,
     DeliveryStats,
     Dispatched,
     Handoff,
-    RequestReader,
 )
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.delivery.row_packets import BlockPart, Packet, RowPool, Splitter, StepCoalescer, join
@@ -66,7 +66,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        requests: RequestReader,
+        requests: ConsumerRequestReader,
         handoff: Handoff[Dispatched],
         queues: Mapping[int, ConsumerQueue],
         *,
@@ -265,7 +265,7 @@ class LocalDelivery:
         self._consumers = {opened.bit: self._make_consumer(opened, place) for opened in consumers}
         self._handoff: Handoff[Dispatched] = Handoff()
         self._dispatcher = Dispatcher(
-            RequestReader(place.sites, {each.spec.instance: each.bit for each in consumers}, place.readouts),
+            ConsumerRequestReader(place.sites, {each.spec.instance: each.bit for each in consumers}, place.readouts),
             self._handoff,
             {bit: consumer.queue for bit, consumer in self._consumers.items()},
             keep_bytes=min(place.staging_bytes, HELD_BYTES),

@@ -76,7 +76,7 @@ class Handoff(Generic[T]):
             return self._is_exhausted or (self._is_closed and self._items.qsize() == 1)
 
 
-class RequestReader:
+class ConsumerRequestReader:
     """Makes the request of each consumer of a `Begin`.
 
     Args:

@@ -148,7 +148,7 @@ class RowPool:
             assert start is not None  # noqa: S101  (the region is large enough)
         self._give_back_idle()
         first, _, memory = self._regions[bisect_right(self._regions, start, key=itemgetter(0)) - 1]
-        held = memory[start - first : start - first + size].view(_SlabView)
+        held = memory[start - first : start - first + size].view(_RegionView)
         weakref.finalize(held, self._returned.append, (start, size)).atexit = False
         return held[:num_bytes].view(np.ndarray)  # whose base is `held`, and not the region
 
@@ -182,7 +182,7 @@ class RowPool:
         self._idle_bytes, self._idle_until = self._used.num_bytes, self._clock() + IDLE_S
 
 
-class _SlabView(np.ndarray):
+class _RegionView(np.ndarray):
     """A part of a region that can be referred to weakly; tensors and views made of it hold it."""
 
 

@@ -68,7 +68,7 @@ def find_version() -> str | None:
     return None
 
 
-class Found(NamedTuple):
+class Located(NamedTuple):
     """Where a `Name` is in this process."""
 
     owner: Any
@@ -107,7 +107,7 @@ class Name:
         """Name an attribute of this one; `earlier` are its names in older releases."""
         return Name(*(f"{module}:{path}.{each}" for each in (name, *earlier) for module, path in self._places))
 
-    def find(self) -> Found | None:
+    def find(self) -> Located | None:
         """Look for it in the modules that are imported; None if it is in none of them.
 
         A module that makes its attributes when they are asked for counts as one that has it.
@@ -119,7 +119,7 @@ class Name:
                 owner = getattr(owner, name, None)
             is_made = isinstance(owner, ModuleType) and "__getattr__" in vars(owner)
             if owner is not None and (is_made or hasattr(owner, attribute)):
-                return Found(owner, attribute, f"{module}.{path}")
+                return Located(owner, attribute, f"{module}.{path}")
         return None
 
     def get(self, *, default: Any = None) -> Any:

@@ -124,7 +124,7 @@ class ColumnParts:
                 parts_SKP = torch.stack([self.rows[site].index_select(0, index_K) for site in chunk])
                 parts_RSKP = self._gather(parts_SKP)
                 if self._ring is not None:
-                    self._put(chunk, parts_RSKP, index_K)
+                    self._put(*self._ring, chunk, parts_RSKP, index_K)
 
     def _chunks(self, sites: Sequence[Site], num_rows: int) -> Iterable[Sequence[Site]]:
         """Yield sites of one shape, whose parts are sent at a time."""
@@ -137,10 +137,14 @@ class ColumnParts:
             for start in range(0, len(found), size):
                 yield found[start : start + size]
 
-    def _put(self, sites: Sequence[Site], parts_RSKP: Tensor, index_K: Tensor) -> None:
-        ring, places = self._ring or (None, {})
-        if ring is None:
-            return
+    def _put(
+        self,
+        ring: StagingRing,
+        places: Mapping[Site, int],
+        sites: Sequence[Site],
+        parts_RSKP: Tensor,
+        index_K: Tensor,
+    ) -> None:
         shape = self._shapes[sites[0]]
         num_parts = shape.width // parts_RSKP.shape[-1]
         parts_RSKP = parts_RSKP[:: self._num_ranks // num_parts]  # heads that several ranks hold, once

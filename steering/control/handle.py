@@ -45,7 +45,7 @@ Cores = TypeVar("Cores", CoreClient, AsyncCoreClient)
 T = TypeVar("T")
 
 
-class _Calls(Generic[Cores]):
+class _SteeringCalls(Generic[Cores]):
     """The calls of `Steering` and of `AsyncSteering`; changes are noted as those of `by`.
 
     Attributes:
@@ -279,7 +279,7 @@ class _Calls(Generic[Cores]):
         return operations.dynamic()
 
 
-class Steering(_Calls[CoreClient], Blocking):
+class Steering(_SteeringCalls[CoreClient], Blocking):
     """Global vectors and named modules of an `LLM`; any thread that may use the `LLM`.
 
     Vectors are given in every form that a request's ``steering_vectors`` may have, and as `PhaseVectors`. Errors are
@@ -290,7 +290,7 @@ class Steering(_Calls[CoreClient], Blocking):
         return self._cores.run(steps)
 
 
-class AsyncSteering(_Calls[AsyncCoreClient], Awaited):
+class AsyncSteering(_SteeringCalls[AsyncCoreClient], Awaited):
     """Global vectors and named modules of an `AsyncLLM`, on its event loop: `Steering`, with every call awaited.
 
     Vectors and files are read on a thread beside the loop; changes take effect in the order of the calls. With data

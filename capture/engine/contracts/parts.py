@@ -37,7 +37,7 @@ PARTS = {
 }
 """Module and class of each part, by its name, in alphabetical order."""
 
-Found = TypeVar("Found")
+Answer = TypeVar("Answer")
 
 
 class Part:
@@ -133,7 +133,7 @@ def worker_part(name: str) -> Part:
     raise ConfigError(f"additional_config['headgate'] has no section {name!r}; known: {known}")
 
 
-def collect(ask: Callable[[Part], Found | None]) -> dict[str, Found]:
+def collect(ask: Callable[[Part], Answer | None]) -> dict[str, Answer]:
     """Ask each part, and return the answers that are not None, by name."""
     return {name: found for name in PARTS if (found := ask(load_part(name))) is not None}
 

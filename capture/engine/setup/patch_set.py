@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
-from headgate.capture.engine.vllm_names import WORKS_WITH, Found, Name, exists, find_version
+from headgate.capture.engine.vllm_names import WORKS_WITH, Located, Name, exists, find_version
 from headgate.capture.engine.vllm_types import Function
 from headgate.capture.schema.errors import UnsupportedError
 
@@ -97,7 +97,7 @@ class Patch:
             current = getattr(current, "__wrapped__", None)
         return False
 
-    def _found(self) -> Found:
+    def _found(self) -> Located:
         found = self.target.find()
         if found is None:
             raise AssertionError(f"{self.target} was to be patched before it was imported")

@@ -248,8 +248,12 @@ class CapturePart(WorkerHooks):
                 gather=facts.gather,
                 ring=None if self._staging is None else (self._staging, places),
             )
-            told = "capture: %.1f MiB of %s memory for this rank's columns of %d sites"
-            logger.info(told, self._columns.device_bytes / MIB, facts.device.type, len(split))
+            logger.info(
+                "capture: %.1f MiB of %s memory for this rank's columns of %d sites",
+                self._columns.device_bytes / MIB,
+                facts.device.type,
+                len(split),
+            )
         return sum(found.device_bytes for found in (self._staging, self._columns) if found is not None)
 
     def _allocate_ring(self, facts: WorkerFacts) -> None:
@@ -408,8 +412,8 @@ class CapturePart(WorkerHooks):
         counts = Counter(facts.model.shape(site).row_bytes for site in self._sites)
         num_slots = num_rows + NUM_TRASH_ROWS
         needed = num_slots * sum(count * row_bytes for row_bytes, count in counts.items())
-        told = [f"{count} sites x {num_slots} rows x {row_bytes} bytes" for row_bytes, count in counts.items()]
-        text = f"{' + '.join(told) or 'no site'} = {needed / MIB:.1f} MiB"
+        blocks = [f"{count} sites x {num_slots} rows x {row_bytes} bytes" for row_bytes, count in counts.items()]
+        text = f"{' + '.join(blocks) or 'no site'} = {needed / MIB:.1f} MiB"
         if facts.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(facts.device)
             if needed > free:
