@@ -29,7 +29,7 @@ from headgate.capture.links.network import NetworkKeys
 from headgate.capture.links.sender import ResultReporter, ResultWatcher
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.planning.step_plan import PackGroup
-from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
+from headgate.capture.schema.action_sink import NOWHERE, ActionSink, ActionTarget
 from headgate.capture.schema.batch import Begin, End, Int32Array, MemoryWanted
 from headgate.capture.schema.config import (
     END_LINGER_S,
@@ -333,8 +333,21 @@ def open_local_delivery(place: WorkerPlace, watcher: ResultWatcher | None = None
     Raises:
         ConfigError: If a consumer cannot be opened; consumers opened before it are closed.
     """
-    from headgate.capture.links.actions import sink_of
+    from headgate.capture.links.actions import ActionSender, sink_of
     from headgate.capture.links.sender import ZmqResultSender
+
+    actions: list[ActionSender] = []
+
+    def make_sink(instance: str) -> ActionSink:
+        sink = sink_of(place.actions, instance)
+        if isinstance(sink, ActionSender):
+            actions.append(sink)
+        return sink
+
+    def close_links(timeout_s: float) -> int:
+        for sink in actions:
+            sink.close(timeout_s)
+        return sender.close(timeout_s)
 
     config, model = place.config, place.model
     rank, size, versions = place.pp_rank, place.pp_size, dict(place.versions)
@@ -345,7 +358,7 @@ def open_local_delivery(place: WorkerPlace, watcher: ResultWatcher | None = None
         pp_rank=rank,
         pp_size=size,
         versions=versions,
-        make_sink=partial(sink_of, place.actions),
+        make_sink=make_sink,
         only=place.bits,
     )
     sender = ZmqResultSender(keys=place.keys)
@@ -353,7 +366,7 @@ def open_local_delivery(place: WorkerPlace, watcher: ResultWatcher | None = None
     context = ConsumerContext(instance_name="", model=model, pp_rank=rank, pp_size=size, versions=versions)
     try:
         consumers = [*opened, *_stand_ins(far, context, sender)]
-        return LocalDelivery(place, consumers, sender, close_sender=sender.close, watcher=watcher)
+        return LocalDelivery(place, consumers, sender, close_sender=close_links, watcher=watcher)
     except BaseException:
         close_consumers(opened, config.close_timeout_s)
         raise

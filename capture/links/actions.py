@@ -70,6 +70,12 @@ class ActionSender:
             self._num_dropped += 1
             return False
 
+    def close(self, timeout_s: float) -> None:
+        """Let what was submitted arrive, for a second at most. A process that ends without Python's own end needs this."""
+        with self._lock:
+            if self._channel is not None and self._pid == os.getpid():
+                self._channel.close(min(timeout_s, _CLOSE_S))
+
     def _opened(self) -> Channel | None:
         """Return the channel; None as long as no process listens."""
         if self._channel is None or self._pid != os.getpid():

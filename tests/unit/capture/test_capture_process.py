@@ -51,6 +51,10 @@ class Telling(BatchedConsumer):
     @classmethod
     def check_params(cls, params): ...
 
+    def close(self, timeout_s):
+        for number in range(self.params.get("last_actions", 0)):
+            self.context.steering.submit(Told(f"last {number}", ["x" * 10_000]))
+
     def on_capture(self, captured):
         if captured.request.client_request_id == "client-acting":
             self.context.steering.submit(Told(captured.request.request_id, list(captured.final.notes["steering"])))
@@ -276,6 +280,19 @@ def test_what_parts_note_reaches_consumers_and_their_actions_the_engine_core(tmp
         "Told",
         {"request": "acting", "notes": ["positions", "strength"]},
     ]
+
+
+def test_actions_that_a_consumer_submits_as_it_closes_arrive(tmp_path: Path) -> None:
+    inbox = ActionInbox(f"ipc://{tmp_path}/headgate-core/socket")
+    try:
+        session, _ = open_one(ActionTarget(address=f"ipc://{tmp_path}/headgate-core/socket"), last_actions=300)
+        session.close(TIMEOUT_S)
+
+        found = inbox.take()
+    finally:
+        inbox.close()
+
+    assert [msgspec.msgpack.decode(each.action)[1]["request"] for each in found] == [f"last {n}" for n in range(300)]
 
 
 def test_a_consumer_that_cannot_be_opened_refuses_the_start() -> None:
