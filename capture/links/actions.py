@@ -71,7 +71,7 @@ class ActionSender:
             return False
 
     def close(self, timeout_s: float) -> None:
-        """Let what was submitted arrive, for a second at most. A process that ends without Python's own end needs this."""
+        """Let what was submitted arrive, for a second at most; needed where a process skips its own finalizers."""
         with self._lock:
             if self._channel is not None and self._pid == os.getpid():
                 self._channel.close(min(timeout_s, _CLOSE_S))
