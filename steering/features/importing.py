@@ -15,6 +15,7 @@ from headgate.steering.features.formats import (
     circuit_tracer,
     dictionary_learning,
     gemma_scope,
+    linear_top_k,
     openmoss,
     saelens,
     sparsify,
@@ -31,6 +32,7 @@ FORMATS: dict[str, ModuleType] = {
     "sparsify": sparsify,
     "dictionary_learning": dictionary_learning,
     "openmoss": openmoss,
+    "linear_top_k": linear_top_k,
     "circuit_tracer": circuit_tracer,
     "torch_files": torch_files,
 }

@@ -276,17 +276,25 @@ MATRICES = Names("W_enc", "W_dec", "b_enc", "b_dec", False, True)
 """Names of SAELens, Gemma Scope and others, which multiply rows by the encoder from the right."""
 
 
-def read_weights(file: TensorFile, names: Names) -> dict[str, Any]:
+def read_weights(file: TensorFile, names: Names, *, has_decoder_bias: bool = True) -> dict[str, Any]:
     """Return encoder, decoders, bias and decoder_biases for `SourceCoder`; matrices are mapped, and not read.
+
+    Args:
+        file: The tensors.
+        names: Their names.
+        has_decoder_bias: If not, the coder has none: it is zero, as wide as the encoder's rows.
 
     Raises:
         FeatureFileError: If one is missing, or of a shape that does not go with the biases.
     """
-    bias, out = file[names.bias], file[names.decoder_bias]
+    bias, encoder, decoder = file[names.bias], file[names.encoder], file[names.decoder]
     (num_features,) = bias.expect((bias.size,), "one axis").shape
-    (out_width,) = out.expect((out.size,), "one axis").shape
-    encoder, decoder = file[names.encoder], file[names.decoder]
     width = encoder.size // max(1, num_features)
+    decoder_bias = np.zeros(width)
+    if has_decoder_bias:
+        out = file[names.decoder_bias]
+        decoder_bias = out.expect((out.size,), "one axis").read()
+    out_width = len(decoder_bias)
     expected = (num_features, width) if names.encodes_by_rows else (width, num_features)
     encoder.expect(expected, f"features of {names.bias}, width")
     expected = (num_features, out_width) if names.decodes_by_rows else (out_width, num_features)
@@ -295,7 +303,7 @@ def read_weights(file: TensorFile, names: Names) -> dict[str, Any]:
         "encoder": encoder if names.encodes_by_rows else encoder.transposed,
         "decoders": (decoder if names.decodes_by_rows else decoder.transposed,),
         "bias": bias.read(),
-        "decoder_biases": (out.read(),),
+        "decoder_biases": (decoder_bias,),
     }
 
 

@@ -1,6 +1,7 @@
-"""SAEs that are one file of PyTorch each, with little beside: Qwen-Scope, Goodfire, OpenAI and DeepSeek-R1.
+"""SAEs that are one file each, with little beside: Qwen-Scope, Goodfire, OpenAI, DeepSeek-R1, and two ``nn.Linear``.
 
-Layer, width and k are in the names of file and repository, so a file has to keep its place::
+The last may also be safetensors, and without ``decoder.bias``. Layer, width and k are in the names of file and
+repository, so a file has to keep its place::
 
     SAE-Res-Qwen3-1.7B-Base-W32K-L0_50/layer7.sae.pt
     Llama-3.1-8B-Instruct-SAE-l19.pth
@@ -13,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from headgate.capture.files.tensors import SAFETENSORS
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.features.source_coder import (
     LINEAR,
@@ -30,6 +32,7 @@ _QWEN = MATRICES._replace(encodes_by_rows=True, decodes_by_rows=False)
 _GOODFIRE = Names(
     "encoder_linear.weight", "decoder_linear.weight", "encoder_linear.bias", "decoder_linear.bias", True, False
 )
+_BARE = (LINEAR.encoder, LINEAR.decoder, LINEAR.bias)
 _OPENAI = LINEAR._replace(bias="latent_bias", decoder_bias="pre_bias")
 _OPENAI_PLACES = {
     "resid_post_mlp": HookPoint.POST_MLP,
@@ -41,7 +44,9 @@ _OPENAI_PLACES = {
 
 def claims(path: Path) -> bool:
     """Whether a file may be of one of these formats."""
-    return path.is_file() and path.suffix in TORCH
+    if not path.is_file():
+        return False
+    return path.suffix in TORCH or (path.suffix == SAFETENSORS and set(_BARE) <= set(open_tensors(path).tensors))
 
 
 def read(path: Path, hints: Hints) -> SourceCoder:
@@ -63,15 +68,26 @@ def read(path: Path, hints: Hints) -> SourceCoder:
         fields = _openai(path, file)
     elif "W_enc" in file:
         fields = _qwen_scope(path, file, hints)
-    elif "encoder.bias" in file and "decoder.bias" in file:
-        fields = {"format": "linear", "kind": CoderKind.RELU, **read_weights(file, LINEAR), "read_site": _layer_l(path)}
+    elif set(_BARE) <= set(file.tensors) <= set(LINEAR.tensors):
+        fields = _linear(path, file, hints)
     else:
         raise FeatureFileError(
             f"{path}: its tensors ({', '.join(list(file.tensors)[:8])}) are those of no known SAE: Goodfire, OpenAI, "
-            "Qwen-Scope; of dictionary_learning give the folder, with its config.json"
+            "Qwen-Scope, two nn.Linear; of dictionary_learning give the folder, with its config.json"
         )
     fields["read_site"] = hints.site or fields["read_site"]
     return SourceCoder(paths=(path,), scale=hints.scale or 1.0, **fields)
+
+
+def _linear(path: Path, file: TensorFile, hints: Hints) -> dict[str, Any]:
+    """Return what two ``nn.Linear`` are: a relu SAE, unless ``--k`` says that it is top-k."""
+    return {
+        "format": "linear",
+        "kind": CoderKind.RELU if hints.k is None else CoderKind.TOPK,
+        **read_weights(file, LINEAR, has_decoder_bias=LINEAR.decoder_bias in file),
+        "k": hints.k,
+        "read_site": _layer_l(path),
+    }
 
 
 def _layer_l(path: Path) -> Site | None:

@@ -11,7 +11,7 @@ import torch
 
 from headgate.steering.features.source_coder import CoderKind, Norm
 from headgate.steering.features.tensors import FeatureFileError
-from tests.fakes.sparse_coders import MATRICES, Reference, agrees, only, places, read, transposed, weights
+from tests.fakes.sparse_coders import MATRICES, Reference, agrees, only, places, read, save, transposed, weights
 
 
 def write(path: Path, tensors: dict[str, Any], dtype: torch.dtype | None = None, **others: Any) -> Path:
@@ -87,6 +87,26 @@ def test_deepseek_r1_in_bfloat16(tmp_path: Path) -> None:
         reference.w[name] = torch.from_numpy(weights()[name]).bfloat16().double().numpy()
     agrees(coder, reference)
     assert places(coder) == ["19.post_mlp", "19.post_mlp"]
+
+
+def test_two_linear_layers_without_a_decoder_bias_are_a_relu_sae_or_with_k_a_top_k_one(tmp_path: Path) -> None:
+    names = {"encoder__weight": "W_enc", "decoder__weight": "W_dec", "encoder__bias": "b_enc"}
+    tensors = transposed(only(**names), "encoder.weight", "decoder.weight")
+    path = save(tmp_path / "gemma4_sae_1m.safetensors", tensors)
+
+    for kind, hints in ((CoderKind.RELU, {}), (CoderKind.TOPK, {"k": 5})):
+        coder = read(path, **hints)
+        agrees(coder, without_bias(kind))
+        assert (coder.format, coder.k, places(coder)) == ("linear", hints.get("k"), [None])
+    agrees(read(write(tmp_path / "x.pt", tensors)), without_bias(CoderKind.RELU))
+    with pytest.raises(FeatureFileError, match="of dictionary_learning give the folder"):
+        read(save(tmp_path / "y.safetensors", {**tensors, "b_dec": weights()["b_dec"]}))
+
+
+def without_bias(kind: CoderKind) -> Reference:
+    reference = Reference(kind)
+    reference.w["b_dec"] = np.zeros_like(reference.w["b_dec"])
+    return reference
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
