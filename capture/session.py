@@ -161,6 +161,8 @@ class CaptureSession:
             if capture is not None and capture["wait"]:
                 self._urgent.add(new.req_id)
             self._planner.add(new.req_id, new.num_prompt_tokens, specs)
+            given = {(new.req_id, bit): spec.arguments for bit, spec in specs.items() if spec.arguments}
+            self._staging.readouts.arguments.update(given)
 
     def request_stopped(self, req_id: str) -> None:
         """The request gets no further step; how it ended is said later."""
@@ -251,7 +253,15 @@ class CaptureSession:
         ends, self._ends = self._ends, {}
         for end in ends.values():
             self._delivery.put(end)
+            self._forget_arguments(end.req_id)
         self._delivery.flush()
+
+    def _forget_arguments(self, req_id: str) -> None:
+        """Let go of what the readouts of a request needed: no row of it is left in the ring."""
+        given = self._staging.readouts.arguments
+        if given:
+            for bit in self._bits.values():
+                given.pop((req_id, bit), None)
 
     def _start_afresh(self) -> None:
         """Forget all requests and rows: what was to deliver them is gone, and has said so to their clients."""
@@ -261,6 +271,7 @@ class CaptureSession:
         self._keys.clear()
         self._ends.clear()
         self._urgent.clear()
+        self._staging.readouts.arguments.clear()
         self._staging.drop_kept()
         self._window.collected()
         self._delivery.recover()

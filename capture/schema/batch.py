@@ -68,13 +68,18 @@ class BatchView:
         return int(self.num_scheduled.sum())
 
 
-class SpecWire(TypedDict):
+class _ArgumentsWire(TypedDict, total=False):
+    arguments: list[int]
+
+
+class SpecWire(_ArgumentsWire):
     """A `CaptureSpec` as plain values.
 
     Attributes:
         sites: ``{hook: [layers]}``.
         positions: The selector, as `PositionSelector.to_wire` writes it.
         options: The consumer's own.
+        arguments: Of its readouts; absent if there are none.
     """
 
     sites: dict[str, list[int]]
@@ -194,7 +199,7 @@ class Begin(msgspec.Struct, tag="begin", array_like=True, frozen=True):
     prompt_token_ids: Int64Array
     capture: CaptureWire | None = None
     is_same_client: bool = False
-    readouts: dict[str, tuple[int, str]] = {}
+    readouts: dict[str, tuple[int, str, int]] = {}
     stage: int = 0
     num_stages: int = 1
 

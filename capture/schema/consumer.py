@@ -33,7 +33,7 @@ import numpy.typing as npt
 from headgate.capture.schema.action_sink import ActionSink, NoActions
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import Location
-from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.errors import ConfigError, RequestError, shown
 from headgate.capture.schema.positions import MAX_POSITION, parse_positions
 from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import Site, SiteShape, parse_configured
@@ -48,15 +48,56 @@ MAX_OUTPUTS = 1 << 16
 """Outputs of a readout, at most."""
 OUTPUT_BYTES = 4
 """Each output travels as a float32."""
+MAX_OUTPUT_ID = 1 << 24
+"""Integers below this travel exactly as float32: ids of tokens or features may be outputs. See `check_ids`."""
+MAX_ARGUMENTS = 1 << 10
+"""Arguments of a readout, at most."""
+
+
+def check_ids(count: int, what: str) -> None:
+    """Refuse a readout whose outputs are to be ids that a float32 does not hold exactly.
+
+    Args:
+        count: How many ids there are; they begin at 0.
+        what: Names them, for the error.
+
+    Raises:
+        ConfigError: If there are more than `MAX_OUTPUT_ID`.
+    """
+    if count > MAX_OUTPUT_ID:
+        raise ConfigError(f"{what}: {count} ids; a readout can return ids below {MAX_OUTPUT_ID}, as float32")
+
+
+class RowArguments(NamedTuple):
+    """Arguments of each row that a readout gets: those that its request gave, ``A`` for each row.
+
+    Attributes:
+        host: int64 ``[n, A]``, to choose on the host what to launch.
+        device: The same on the device of the rows.
+    """
+
+    host: Int64Array
+    device: Tensor
 
 
 class Readout(ABC):
-    """A function of single rows: ``[hidden] -> [num_outputs]``."""
+    """A function of single rows: ``[hidden] -> [num_outputs]``.
+
+    Its requests may give arguments, such as ids of tokens: set `num_arguments`, let the consumer's
+    `CaptureConsumer.validate_client_spec` put them into `CaptureSpec.arguments`, and take them beside the rows. Outputs
+    that are ids are exact as float32 if `check_ids` accepts them; how many of its outputs a request wants, such as the
+    k of its top k, the consumer cuts when it gets them.
+    """
 
     @property
     @abstractmethod
     def num_outputs(self) -> int:
         """Numbers that each row becomes, 1 to `MAX_OUTPUTS`."""
+
+    @property
+    def num_arguments(self) -> int:
+        """Arguments that each row comes with, at most `MAX_ARGUMENTS`; 0: the function takes rows alone."""
+        return 0
 
     @property
     @abstractmethod
@@ -67,14 +108,17 @@ class Readout(ABC):
         """
 
     @abstractmethod
-    def on(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+    def on(self, device: torch.device) -> Callable[..., Tensor]:
         """Bring the weights to a device and return the function there.
 
         The function takes rows, float64 ``[n, hidden]`` on that device, which it must not keep or change, and returns
-        floats ``[n, num_outputs]`` there; they travel as float32. It is called on the engine's step thread, with the
-        stream of the forward current: torch operations that only launch work, no copy to the host, nothing that waits
-        for the device. Each row's outputs depend on that row alone. `n` is at most some thousand, and what the
-        function allocates is freed before the next call.
+        floats ``[n, num_outputs]`` there; they travel as float32. With `num_arguments` it takes `RowArguments` as well:
+        int64 ``[n, num_arguments]``, -1 where the row's request gave fewer.
+
+        It is called on the engine's step thread, with the stream of the forward current: torch operations that only
+        launch work, no copy to the host, nothing that waits for the device. Each row's outputs depend on that row and
+        its arguments alone. `n` is at most some thousand, and what the function allocates is freed before the next
+        call.
         """
 
 
@@ -84,10 +128,12 @@ class ReadoutFacts(NamedTuple):
     Attributes:
         num_outputs: Numbers in each row, float32.
         key: See `Readout.key`; of the function that the worker computes.
+        num_arguments: See `Readout.num_arguments`.
     """
 
     num_outputs: int
     key: str
+    num_arguments: int = 0
 
     @property
     def shape(self) -> SiteShape:
@@ -384,8 +430,6 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
 
         Runs in the front end and in the worker before anything is opened.
         """
-        from headgate.capture.schema.errors import ConfigError
-
         if params:
             raise ConfigError(f"{cls.__name__} takes no parameters, got {sorted(params)}")
 

@@ -11,6 +11,7 @@ from typing import get_args
 from headgate.capture.schema.action_sink import MakeSink, NoActions
 from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig, CaptureConsumerSpec, Location
 from headgate.capture.schema.consumer import (
+    MAX_ARGUMENTS,
     MAX_OUTPUTS,
     BatchedConsumer,
     CaptureConsumer,
@@ -166,7 +167,8 @@ def load_readouts(
     for bit, (spec, loaded) in enumerate(zip(config.consumers, classes, strict=True)):
         for site, readout in _declared(spec, loaded, model).items():
             if site in owned:
-                found.append((ReadoutSite(bit, site, ReadoutFacts(readout.num_outputs, readout.key)), readout))
+                facts = ReadoutFacts(readout.num_outputs, readout.key, readout.num_arguments)
+                found.append((ReadoutSite(bit, site, facts), readout))
     return found
 
 
@@ -183,6 +185,11 @@ def _declared(spec: CaptureConsumerSpec, loaded: type[CaptureConsumer], model: M
         if not 1 <= readout.num_outputs <= MAX_OUTPUTS:
             raise ConfigError(
                 f"{where}: the readout of {site.name} has {readout.num_outputs} outputs; expected 1 to {MAX_OUTPUTS}"
+            )
+        if not 0 <= readout.num_arguments <= MAX_ARGUMENTS:
+            raise ConfigError(
+                f"{where}: the readout of {site.name} has {readout.num_arguments} arguments; expected 0 to "
+                f"{MAX_ARGUMENTS}"
             )
     return {site: declared[site] for site in sort_sites(declared)}
 

@@ -27,19 +27,24 @@ class CaptureSpec:
         positions: Which positions of the request.
         options: The consumer's own part of the client's spec (tag, layout, ...): str, number, bool, None,
             list or dict only, since it travels to the worker as msgpack.
+        arguments: Integers that the consumer's readouts get beside each of the rows; see `RowArguments`.
     """
 
     sites: tuple[Site, ...]
     positions: PositionSelector
     options: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[int, ...] = ()
 
     def to_wire(self) -> SpecWire:
         """A msgpack-able form that `from_wire` reads back."""
-        return {
+        wire: SpecWire = {
             "sites": site_map(self.sites),
             "positions": self.positions.to_wire(),
             "options": dict(self.options),
         }
+        if self.arguments:
+            wire["arguments"] = list(self.arguments)
+        return wire
 
     @classmethod
     def from_wire(cls, wire: SpecWire) -> CaptureSpec:
@@ -49,11 +54,13 @@ class CaptureSpec:
             sites=sort_sites(sites),
             positions=selector_from_wire(wire["positions"]),
             options=wire["options"],
+            arguments=tuple(wire.get("arguments", ())),
         )
 
 
 class SpecReader:
-    """Reads specs off the wire for one worker. What many requests want alike is read once, but for their options.
+    """Reads specs off the wire for one worker. What many requests want alike is read once, but for their options
+    and arguments.
 
     Args:
         sites: The sites that the worker owns; others are left out.
@@ -77,7 +84,12 @@ class SpecReader:
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
                 self._known[key] = known
-        return CaptureSpec(sites=known.sites, positions=known.positions, options=wire["options"])
+        return CaptureSpec(
+            sites=known.sites,
+            positions=known.positions,
+            options=wire["options"],
+            arguments=tuple(wire.get("arguments", ())),
+        )
 
 
 class Memo:

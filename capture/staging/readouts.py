@@ -4,12 +4,12 @@ They are computed after the forward, by its stream, as rows are packed there. Ou
 and leave it by few copies.
 
 Shapes: F rows of a flat block of the ring (the slots of all sites of one shape), C rows of a chunk, N rows of a job, P
-outputs, D width of the site's rows, V outputs of all jobs of a part, with the gaps between their groups.
+outputs, A arguments, D width of the site's rows, V outputs of all jobs of a part, with the gaps between their groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.planning.step_plan import PackGroup, unwanted
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB
-from headgate.capture.schema.consumer import MAX_OUTPUTS, OUTPUT_BYTES, Readout
+from headgate.capture.schema.consumer import MAX_OUTPUTS, OUTPUT_BYTES, Readout, RowArguments
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import SiteShape
 
@@ -29,7 +29,8 @@ CHUNK_BYTES = 32 * MIB
 BUFFER_OUTPUTS = 4 * MAX_OUTPUTS
 """Size of each of the two buffers that outputs gather in, as float32."""
 
-Function = Callable[[Tensor], Tensor]
+Function = Callable[..., Tensor]
+NO_ARGUMENT = -1
 
 
 class BoundReadout(NamedTuple):
@@ -38,15 +39,19 @@ class BoundReadout(NamedTuple):
     Attributes:
         source: Index of its site among those of the ring.
         num_outputs: ``P``.
-        function: Float64 ``[n, D]`` to ``[n, P]``.
+        function: Float64 ``[n, D]``, and `RowArguments` if there are any, to ``[n, P]``.
+        num_arguments: ``A``.
+        bit: The consumer's.
     """
 
     source: int
     num_outputs: int
     function: Function
+    num_arguments: int = 0
+    bit: int = 0
 
 
-def bind(readout: Readout, source: int, *, width: int, device: torch.device, name: str) -> BoundReadout:
+def bind(readout: Readout, source: int, *, width: int, device: torch.device, name: str, bit: int = 0) -> BoundReadout:
     """Bring a readout to the device, and try it there.
 
     Args:
@@ -55,6 +60,7 @@ def bind(readout: Readout, source: int, *, width: int, device: torch.device, nam
         width: ``D``.
         device: Where the forward runs.
         name: Consumer and site, for errors.
+        bit: The consumer's.
 
     Raises:
         ConfigError: If it fails, or returns something else than it says.
@@ -62,7 +68,9 @@ def bind(readout: Readout, source: int, *, width: int, device: torch.device, nam
     with torch.inference_mode(False), torch.no_grad():
         try:
             function = readout.on(device)
-            found = function(torch.ones(3, width, dtype=torch.float64, device=device))
+            rows = torch.ones(3, width, dtype=torch.float64, device=device)
+            none = np.full((3, readout.num_arguments), NO_ARGUMENT, np.int64)
+            found = function(rows, _on_device(none, device)) if readout.num_arguments else function(rows)
         except Exception as error:
             raise ConfigError(f"{name}: the readout fails on {device}: {type(error).__name__}: {error}") from error
     expected = (3, readout.num_outputs)
@@ -71,7 +79,15 @@ def bind(readout: Readout, source: int, *, width: int, device: torch.device, nam
             f"{name}: the readout made {found.dtype} {list(found.shape)} on {found.device} of 3 rows; expected floats "
             f"{list(expected)} on {device}"
         )
-    return BoundReadout(source, readout.num_outputs, function)
+    return BoundReadout(source, readout.num_outputs, function, readout.num_arguments, bit)
+
+
+def _on_device(values: Int64Array, device: torch.device) -> RowArguments:
+    """Bring arguments to the device without waiting for it."""
+    host = torch.from_numpy(values)
+    if device.type == "cuda":
+        host = host.pin_memory()  # of a cache that knows which copies read it
+    return RowArguments(values, host.to(device, non_blocking=True))
 
 
 class ReadoutJob(NamedTuple):
@@ -84,6 +100,7 @@ class ReadoutJob(NamedTuple):
         first: Where its rows' indices begin among those of the part.
         num_rows: ``N``.
         target: Where its outputs begin among the part's.
+        arguments: int64 ``[N, A]``; None if the readout takes none.
     """
 
     group: int
@@ -92,6 +109,7 @@ class ReadoutJob(NamedTuple):
     first: int
     num_rows: int
     target: int
+    arguments: Int64Array | None = None
 
     @property
     def stop(self) -> int:
@@ -103,8 +121,27 @@ ReadOut = Callable[[Sequence[ReadoutJob], Tensor], frozenset[int]]
 """Computes jobs into host memory; returns the groups that failed."""
 
 
+Arguments = Mapping[tuple[str, int], Sequence[int]]
+"""Arguments of requests that have any, by the request and the consumer's bit."""
+
+
+def arguments_of(group: PackGroup, readout: BoundReadout, given: Arguments) -> Int64Array | None:
+    """The arguments of a group's rows, int64 ``[N, A]``, -1 where there are fewer; None if the readout takes none."""
+    if not readout.num_arguments:
+        return None
+    found = np.full((len(group.rows), readout.num_arguments), NO_ARGUMENT, np.int64)
+    for req_id, start, stop in group.spans:
+        values = given.get((req_id, readout.bit), ())  # no more than fit: the front end has checked that
+        found[start:stop, : len(values)] = values
+    return found
+
+
 def jobs_of(
-    groups: Sequence[PackGroup], readouts: Sequence[BoundReadout], blocks: Sequence[int], row_bytes: int
+    groups: Sequence[PackGroup],
+    readouts: Sequence[BoundReadout],
+    blocks: Sequence[int],
+    row_bytes: int,
+    given: Arguments | None = None,
 ) -> list[ReadoutJob]:
     """The jobs of a part whose groups have their rows, and their outputs in host memory, consecutively.
 
@@ -113,15 +150,20 @@ def jobs_of(
         readouts: Of the worker, in the order of their indices, which begin after those of its sites.
         blocks: Of each site of the worker, the block of the ring that has its rows.
         row_bytes: Bytes of a row of host memory; the outputs of each group begin at a row.
+        given: Arguments of the requests.
     """
     jobs, first, target = [], 0, 0
     for number, group in enumerate(groups):
         num_rows = len(group.rows)
+        arguments: dict[int, Int64Array | None] = {}  # alike for all sites of a consumer
         for place, site_id in enumerate(group.site_ids.tolist()):
             if group.site_set.is_read_out:
                 readout = readouts[site_id - len(blocks)]
                 begin = target + place * num_rows * readout.num_outputs
-                jobs.append(ReadoutJob(number, readout, blocks[readout.source], first, num_rows, begin))
+                if readout.num_arguments not in arguments:
+                    arguments[readout.num_arguments] = arguments_of(group, readout, given or {})
+                found = arguments[readout.num_arguments]
+                jobs.append(ReadoutJob(number, readout, blocks[readout.source], first, num_rows, begin, found))
             first += num_rows
         target += memory_rows(group, row_bytes) * row_bytes // OUTPUT_BYTES
     return jobs
@@ -152,6 +194,7 @@ class RingReadouts:
     Attributes:
         sources: int64: of each site and readout, the index of the site whose rows it is of.
         row_cost: Rows of host memory that one row at every site and readout can take.
+        arguments: Of requests with rows in the ring, by request and consumer's bit. The owner of the ring sets them.
 
     Args:
         readouts: In the order of the planner's.
@@ -170,6 +213,7 @@ class RingReadouts:
         self._readouts = tuple(readouts)
         self._blocks = tuple(blocks)
         self._row_bytes = row_bytes
+        self.arguments: dict[tuple[str, int], Sequence[int]] = {}
         self.sources: Int64Array = np.array([*range(len(shapes)), *(each.source for each in readouts)], np.int64)
         outputs = [SiteShape(each.num_outputs, "float32") for each in readouts]
         self.row_cost = sum(row_cost(shape, row_bytes) for shape in (*shapes, *outputs))
@@ -187,7 +231,7 @@ class RingReadouts:
         Returns:
             The groups, without the rows whose readout has failed; and the bytes of the outputs.
         """
-        jobs = jobs_of(groups, self._readouts, self._blocks, self._row_bytes)
+        jobs = jobs_of(groups, self._readouts, self._blocks, self._row_bytes, self.arguments)
         failed = read_out(jobs, target_V)
         num_bytes = sum(OUTPUT_BYTES * job.num_rows * job.readout.num_outputs for job in jobs)
         return tuple(unwanted(group) if index in failed else group for index, group in enumerate(groups)), num_bytes
@@ -229,24 +273,32 @@ class RowReader:
                 try:
                     for start, stop in self._chunks(job):
                         target = job.target + (start - job.first) * job.readout.num_outputs
-                        put(target, self._outputs(job, index[start:stop]))
+                        put(target, self._outputs(job, start - job.first, index[start:stop]))
                 except Exception as error:  # noqa: BLE001  a consumer's own code must not end the engine's step
                     self._log.error("rows are lost: a readout failed", cause=error)
                     failed.add(job.group)
         return frozenset(failed)
 
     def _chunks(self, job: ReadoutJob) -> Iterator[tuple[int, int]]:
-        size = min(self._size // self._blocks_FD[job.block].shape[1], BUFFER_OUTPUTS // job.readout.num_outputs)
+        readout = job.readout
+        size = min(self._size // self._blocks_FD[job.block].shape[1], BUFFER_OUTPUTS // readout.num_outputs)
+        if readout.num_arguments:
+            size = min(size, BUFFER_OUTPUTS // readout.num_arguments)
         for start in range(job.first, job.stop, size):
             yield start, min(start + size, job.stop)
 
-    def _outputs(self, job: ReadoutJob, index: Tensor) -> Tensor:
+    def _outputs(self, job: ReadoutJob, start: int, index: Tensor) -> Tensor:
         source_FD = self._blocks_FD[job.block]
         num_rows, width = len(index), source_FD.shape[1]
         rows_ND = self._rows_CD.view(source_FD.dtype)[: num_rows * width].view(num_rows, width)
         wide_ND = self._wide_CD[: num_rows * width].view(num_rows, width)
         torch.index_select(source_FD, 0, index, out=rows_ND)
-        found = job.readout.function(wide_ND.copy_(rows_ND))
+        wide_ND.copy_(rows_ND)
+        if job.arguments is None:
+            found = job.readout.function(wide_ND)
+        else:
+            arguments = np.ascontiguousarray(job.arguments[start : start + num_rows])
+            found = job.readout.function(wide_ND, _on_device(arguments, wide_ND.device))
         expected = (num_rows, job.readout.num_outputs)
         if tuple(found.shape) != expected:
             raise ValueError(f"expected outputs {list(expected)}, got {list(found.shape)}")

@@ -179,6 +179,7 @@ class StagingRing:
         counters: Steps, rows and bytes that passed through, and stalls.
         device_bytes: Memory on the device, buffers of the copies included.
         memory: The host memory that rows are copied to.
+        readouts: Of its sites; the session sets the arguments of requests there.
         on_wait: Called before the step thread waits for host memory, so that a holder of staged rows releases them.
 
     Args:
@@ -215,9 +216,9 @@ class StagingRing:
             raise ConfigError(f"capture.ring_rows: {num_rows} rows cannot hold a step of {max_tokens} tokens")
         self._num_rows, self.row_bytes = num_rows, hidden_size * dtype.itemsize
         self._blocks = _RingBlocks(row_shapes := [shapes.get(site) for site in sites])
-        self._readouts = RingReadouts(readouts, row_shapes, self._blocks.numbers.tolist(), self.row_bytes)
+        self.readouts = RingReadouts(readouts, row_shapes, self._blocks.numbers.tolist(), self.row_bytes)
         num_host_rows = staging_bytes // self.row_bytes
-        self._max_part_rows = most_part_rows(num_host_rows, self._readouts.row_cost, self.row_bytes)
+        self._max_part_rows = most_part_rows(num_host_rows, self.readouts.row_cost, self.row_bytes)
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             self._stride = num_rows + NUM_TRASH_ROWS
@@ -392,7 +393,7 @@ class StagingRing:
         if any(group.site_set.is_read_out for group in part.groups):
             count = part.num_output_rows * self.row_bytes // OUTPUT_BYTES
             target_V = numbers_at(self.memory.rows_AD, first + part.num_copies, count, torch.float32)
-            groups, num_bytes = self._readouts.run(part.groups, target_V, self._copier.read_out)
+            groups, num_bytes = self.readouts.run(part.groups, target_V, self._copier.read_out)
             part = part._replace(groups=groups)
             self.counters.bytes += num_bytes
         copied = self._copier.gather(runs)
@@ -414,7 +415,7 @@ class StagingRing:
             num_sites, num_rows = len(group.site_ids), len(group.rows)
             stop = start + num_sites * num_rows
             into = index[start:stop].reshape(num_sites, num_rows)
-            sources = self._readouts.sources[group.site_ids]
+            sources = self.readouts.sources[group.site_ids]
             np.add.outer(self._blocks.indices[sources] * self._stride, group.rows + base, out=into)
             if group.shape is not None and not group.site_set.is_read_out:
                 block = int(self._blocks.numbers[sources[0]])

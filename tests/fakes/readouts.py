@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headgate.capture.planning.step_plan import PackGroup
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.consumer import Readout, ReadoutFacts, ReadoutSite
+from headgate.capture.schema.consumer import Readout, ReadoutFacts, ReadoutSite, RowArguments
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.readouts import BoundReadout, bind
 from tests.fakes.pipeline import HIDDEN, SITES, row_values
@@ -56,13 +56,38 @@ class Failing(Multiples):
         return failing
 
 
+class Shifted(Multiples):
+    """Multiples with the arguments of the row added, to as many outputs; -1 for each that its request did not give."""
+
+    @property
+    def num_arguments(self) -> int:
+        return self.num_outputs
+
+    def on(self, device: torch.device) -> Callable[..., Tensor]:
+        function = super().on(device)
+
+        def shifted(rows: Tensor, arguments: RowArguments) -> Tensor:
+            assert arguments.device.dtype == torch.int64
+            assert arguments.host.tolist() == arguments.device.tolist()
+            return function(rows) + arguments.device
+
+        return shifted
+
+    def expected(self, rows: Tensor, arguments: Sequence[int] = ()) -> Tensor:
+        given = [*arguments, *([-1] * (self.num_outputs - len(arguments)))]
+        return (super().expected(rows).double() + torch.tensor(given)).float()
+
+
 Declared = tuple[int, Site, Multiples]
 """A consumer's bit, the site, and what it is read out by."""
 
 
 def sites_of(declared: Sequence[Declared]) -> tuple[ReadoutSite, ...]:
     """The readouts as a planner knows them."""
-    return tuple(ReadoutSite(bit, site, ReadoutFacts(each.num_outputs, each.key)) for bit, site, each in declared)
+    return tuple(
+        ReadoutSite(bit, site, ReadoutFacts(each.num_outputs, each.key, each.num_arguments))
+        for bit, site, each in declared
+    )
 
 
 def bound(
@@ -71,7 +96,8 @@ def bound(
     """The readouts as a ring knows them."""
     place = torch.device(device)
     return [
-        bind(each, sites.index(site), width=hidden_size, device=place, name=site.name) for _, site, each in declared
+        bind(each, sites.index(site), width=hidden_size, device=place, name=site.name, bit=bit)
+        for bit, site, each in declared
     ]
 
 

@@ -141,12 +141,12 @@ class FrontEnd:
     ) -> None:
         self.config = config
         self.model = model
-        self.capture_reader = CaptureRequestReader(config, model, consumers, num_front_ends)
         self.consumers = consumers
         self._limits = CaptureLimits(max_rows=config.max_request_rows, max_bytes=config.max_request_bytes)
         classes = [consumers[spec.instance] for spec in config.consumers]
         readouts = by_consumer(each for each, _ in load_readouts(config, classes, model, model.sites))
         self._readouts = {config.consumers[bit].instance: facts for bit, facts in readouts.items()}
+        self.capture_reader = CaptureRequestReader(config, model, consumers, num_front_ends, self._readouts)
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
         self._answered = frozenset(name for name, consumer in consumers.items() if consumer.is_awaited)
         self._linger_s = {

@@ -25,10 +25,11 @@ from headgate.capture.engine.requests.sampling_params import (
 )
 from headgate.capture.engine.vllm_types import SamplingParams
 from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, SpecContext
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, ReadoutFacts, SpecContext
 from headgate.capture.schema.errors import ConsumerError, ForbiddenError, RequestError, shown
 from headgate.capture.schema.limits import CaptureLimits, CaptureUse
 from headgate.capture.schema.positions import Message, PositionSelector, Several, parts_of
+from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec, Memo
 
 
@@ -124,6 +125,7 @@ class CaptureRequestReader:
         model: The model being served.
         consumers: The class of each configured consumer, by instance name.
         num_front_ends: API processes of the server.
+        readouts: Of each consumer that has any, by site.
     """
 
     def __init__(
@@ -132,8 +134,10 @@ class CaptureRequestReader:
         model: ModelInfo,
         consumers: Mapping[str, type[CaptureConsumer]],
         num_front_ends: int = 1,
+        readouts: Mapping[str, Mapping[Site, ReadoutFacts]] | None = None,
     ) -> None:
         self._model = model
+        self._readouts = readouts or {}
         self._num_front_ends = num_front_ends
         self._consumers = consumers
         self._params = {spec.instance: spec.params for spec in config.consumers}
@@ -167,6 +171,7 @@ class CaptureRequestReader:
             wait = any(self._consumers[instance].awaits(spec) for instance, spec in specs.items())
         for instance in self._unasked:
             if instance not in specs and (spec := self._global_spec(instance, request_id)) is not None:
+                _check_arguments(instance, spec, self._readouts.get(instance, {}))
                 specs[instance] = spec
         if not specs:
             return None
@@ -219,6 +224,7 @@ class CaptureRequestReader:
             wanted = with_tag(consumer, wanted)
             context = self._context(instance, request_id, owner_of_request(f"{CAPTURE}.{instance}"))
             specs[instance] = _checked(consumer.validate_client_spec, wanted, context)
+            _check_arguments(instance, specs[instance], self._readouts.get(instance, {}))
             check_spec(consumer, specs[instance], f"{CAPTURE}.{instance}")
         return specs
 
@@ -256,6 +262,21 @@ def _checked(validate: Callable[[object, SpecContext], CaptureSpec], raw: object
     except (TypeError, ValueError, OverflowError) as error:
         raise RequestError(context.field, f"only JSON values can be given here: {error}") from error
     return spec
+
+
+def _check_arguments(instance: str, spec: CaptureSpec, readouts: Mapping[Site, ReadoutFacts]) -> None:
+    """Refuse arguments that a readout does not take.
+
+    Raises:
+        ConsumerError: The consumer is wrong.
+    """
+    if not spec.arguments:
+        return
+    most = min((readouts[site].num_arguments if site in readouts else 0 for site in spec.sites), default=0)
+    if len(spec.arguments) > most:
+        raise ConsumerError(
+            f"consumer {instance!r} gave {len(spec.arguments)} arguments to readouts that take {most} at most"
+        )
 
 
 def _is_global(consumer: type[CaptureConsumer], params: Mapping[str, object]) -> bool:

@@ -437,8 +437,8 @@ def bind_readouts(
     bound = []
     for (bit, site, _), readout in found:
         name = f"consumer {config.consumers[bit].instance!r}: {site.name}"
-        place = sites.index(site)
-        bound.append(bind(readout, place, width=facts.model.shape(site).width, device=facts.device, name=name))
+        place, width = sites.index(site), facts.model.shape(site).width
+        bound.append(bind(readout, place, width=width, device=facts.device, name=name, bit=bit))
     if bound:
         names = ", ".join(dict.fromkeys(each.site.name for each, _ in found))
         logger.info("capture: readouts on %s, of %s", facts.device.type, names)

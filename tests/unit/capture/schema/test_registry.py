@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.schema.consumer import check_ids
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.registry import load_configured, load_consumer, load_readouts, open_consumers
 from tests.fakes.pipeline import MODEL, SITES
@@ -58,7 +60,8 @@ class Reading(Good):
         if params.get("missing"):
             raise OSError("no such file")
         outputs = params.get("outputs", 2)
-        return {model.sites[place]: Multiples(outputs + place) for place in params.get("places", [2, 0])}
+        kind = type("Asking", (Multiples,), {"num_arguments": params.get("arguments", 0)})
+        return {model.sites[place]: kind(outputs + place) for place in params.get("places", [2, 0])}
 
 class ReadingElsewhere(Good):
     @classmethod
@@ -243,6 +246,14 @@ def test_readouts_are_those_of_all_consumers_for_the_sites_of_a_worker(publish: 
     assert all(readout.key == at.facts.key for at, readout in found)
 
 
+def test_ids_that_a_float32_does_not_hold_are_refused() -> None:
+    check_ids(1 << 24, "sae 'wide'")
+    assert float(np.float32((1 << 24) - 1)) == (1 << 24) - 1
+
+    with pytest.raises(ConfigError, match="sae 'wide': 16777217 ids; a readout can return ids below 16777216"):
+        check_ids((1 << 24) + 1, "sae 'wide'")
+
+
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
@@ -250,6 +261,7 @@ def test_readouts_are_those_of_all_consumers_for_the_sites_of_a_worker(publish: 
         ("reads", {"missing": True}, "consumer 'reads': no such file"),
         ("reads", {"outputs": -2}, "consumer 'reads': the readout of 2.post_mlp has 0 outputs; expected 1 to 65536"),
         ("reads", {"outputs": 70000}, "expected 1 to 65536"),
+        ("reads", {"arguments": 1025}, "the readout of 2.post_mlp has 1025 arguments; expected 0 to 1024"),
         ("elsewhere", {}, "consumer 'elsewhere': reads 7.post_mlp, which is not captured here"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from tests.fakes.capture_world import Keeper, World, make_staging, want, world
 from tests.fakes.pipeline import ROW_BYTES, SITES, Recorder, final_state, row_values
-from tests.fakes.readouts import Declared, Failing, Multiples
+from tests.fakes.readouts import Declared, Failing, Multiples, Shifted
 
 DECLARED: list[Declared] = [(1, SITES[0], Multiples(2)), (1, SITES[2], Multiples(7)), (2, SITES[0], Multiples(2, 3.0))]
 
@@ -164,6 +165,43 @@ def test_any_requests_in_any_chunks_get_what_they_want(
             for site in wanted[number][bit].sites:
                 expected = rows_of(bit, site, number, captured.positions.tolist(), DECLARED)
                 assert torch.equal(captured.rows[site], expected)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    given=st.lists(st.lists(st.integers(0, 1 << 20), max_size=3), min_size=1, max_size=5),
+    linger_s=st.sampled_from([0.0, 1.0]),
+    staging_rows=st.sampled_from([128, 1000]),
+)
+def test_each_row_is_read_out_with_the_arguments_of_its_own_request(
+    given: list[list[int]], linger_s: float, staging_rows: int
+) -> None:
+    """Two sites of one consumer take arguments, of requests that share steps; one of another consumer takes none."""
+    shifted = Shifted(3)
+    declared: list[Declared] = [(0, SITES[0], Multiples(2)), (1, SITES[0], shifted), (1, SITES[2], shifted)]
+    keepers = [Keeper(), Keeper()]
+    staging = make_staging(declared=declared, staging_rows=staging_rows)
+    names = [f"r-{number}" for number in range(len(given))]
+    with world(*((keeper, {}) for keeper in keepers), declared=declared, linger_s=linger_s, staging=staging) as it:
+        for number, (name, arguments) in enumerate(zip(names, given, strict=True)):
+            asked = replace(want(sites=(SITES[0], SITES[2])), arguments=tuple(arguments))
+            it.add(name, {"c0": want(sites=SITES[:1]), "c1": asked}, number=number)
+        it.step(**dict.fromkeys(names, (0, 3)))
+        it.step(**dict.fromkeys(names, (3, 4)))
+        it.step(**dict.fromkeys(names, (4, 5)))
+        for name in names:
+            it.session.request_finished(name, final_state(4, num_tokens=6))
+        results = it.sender.wait(2 * len(names))
+        assert not staging.readouts.arguments
+
+    assert {result.status for result in results} == {"ok"}
+    assert len(keepers[1].captured) == len(names)
+    for captured in keepers[1].captured:
+        number = int(captured.request.request_id.removeprefix("r-"))
+        for site in (SITES[0], SITES[2]):
+            rows = row_values(number, captured.positions, SITES.index(site))
+            assert torch.equal(captured.rows[site], shifted.expected(rows, given[number]))
+        assert captured.request.spec.arguments == tuple(given[number])
 
 
 pytestmark = pytest.mark.timeout(300)

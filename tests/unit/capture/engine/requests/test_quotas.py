@@ -12,13 +12,13 @@ from headgate.capture.engine.requests.call_context import HttpCall, enter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec, parse_config
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, Readout, SpecContext
-from headgate.capture.schema.errors import ConfigError, RequestError
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.limits import count_rows
 from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from tests.fakes.driver_consumers import no_drivers
-from tests.fakes.readouts import Multiples
+from tests.fakes.readouts import Multiples, Shifted
 
 SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP), FINAL_NORM_SITE)
 MODEL = ModelInfo(name="tiny", num_layers=2, hidden_size=8, dtype="float32", sites=SITES)
@@ -45,6 +45,18 @@ class Reading(Rows):
         return {SITES[0]: Multiples(5)}
 
 
+class Asking(Reading):
+    """Gives its readouts as many arguments as the client says."""
+
+    @classmethod
+    def readouts(cls, params: Any, model: ModelInfo) -> dict[Site, Readout]:
+        return {SITES[0]: Shifted(5), SITES[1]: Shifted(2)}
+
+    @classmethod
+    def validate_client_spec(cls, raw: Any, context: SpecContext) -> CaptureSpec:
+        return CaptureSpec(sites=SITES[: raw["sites"]], positions=Named("all"), arguments=(7,) * raw["arguments"])
+
+
 def check(
     capture: Any,
     *,
@@ -55,6 +67,7 @@ def check(
     **limits: int,
 ) -> None:
     consumers = {"rows": Rows, "others": Rows, "watching": Watching, "hidden_states": Rows, "reading": Reading}
+    consumers["asking"] = Asking
     specs = tuple(CaptureConsumerSpec(name=name) for name in consumers)
     config = CaptureConsumersConfig(consumers=specs, **limits)  # type: ignore[arg-type]
     front = FrontEnd(config, MODEL, consumers, num_stages=1, open_drivers=no_drivers)
@@ -86,6 +99,16 @@ def test_outputs_of_readouts_count_for_themselves() -> None:
     check({"reading": rows("all", 0, 1)}, max_request_bytes=num_bytes)
     with pytest.raises(RequestError, match=rf"{num_bytes} bytes; at most {num_bytes - 1}"):
         check({"reading": rows("all", 0, 1)}, max_request_bytes=num_bytes - 1)
+
+
+def test_arguments_that_a_readout_does_not_take_are_refused() -> None:
+    check({"asking": {"sites": 1, "arguments": 5}})
+    check({"asking": {"sites": 2, "arguments": 2}})
+
+    with pytest.raises(ConsumerError, match="'asking' gave 3 arguments to readouts that take 2 at most"):
+        check({"asking": {"sites": 2, "arguments": 3}})
+    with pytest.raises(ConsumerError, match="gave 1 arguments to readouts that take 0 at most"):
+        check({"asking": {"sites": 3, "arguments": 1}})
 
 
 def test_samples_count_together() -> None:
