@@ -32,6 +32,7 @@ from headgate.steering.controllers.host import (
     HANGS_S,
     Answers,
     ControllerFigures,
+    DecidedAction,
     LoadedController,
     LocalHost,
     Standstill,
@@ -61,12 +62,14 @@ class Step:
     """A step, with its scores.
 
     Attributes:
+        number: The step's.
         table: Its signals are the scores alone, float32 ``[rows, K]``.
         discarded: Requests of the step for which it does not count.
         begins: Requests that are new.
         tokens: Further tokens, by request.
     """
 
+    number: int
     table: StepTable
     discarded: frozenset[str]
     begins: Sequence[BegunRequest]
@@ -91,12 +94,12 @@ class StepAnswer:
     """The answer to a step: what controllers do about it.
 
     Attributes:
-        actions: Each with its controller's name.
+        actions: Each with its controller, and the step that it was decided by.
         switched_off: See `headgate.steering.controllers.host.Answers`.
         figures: Figures of each controller, by its name.
     """
 
-    actions: Sequence[tuple[str, Action]]
+    actions: Sequence[DecidedAction]
     switched_off: Sequence[SwitchedOff]
     figures: Mapping[str, ControllerFigures]
 
@@ -144,25 +147,26 @@ class _Program:
             self._host.add(*new)
         for req_id, tokens in message.tokens.items():
             self._tokens[req_id].extend(tokens)
-        self._host.read(message.table, message.discarded)
+        self._host.read(message.table, message.discarded, message.number)
         answers = self._host.take()
         actions = gathered(answers.actions)
         try:
             data = self._answer(actions, answers)
         except _UNPICKLED:
-            actions = [each for each in actions if self._can_travel(*each)]
+            actions = [each for each in actions if self._can_travel(each)]
             data = self._answer(actions, answers)
         self._connection.send(data)
 
-    def _answer(self, actions: Sequence[Named], answers: Answers) -> bytes:
+    def _answer(self, actions: Sequence[DecidedAction], answers: Answers) -> bytes:
         answer = StepAnswer(actions=actions, switched_off=answers.switched_off, figures=self._host.figures())
         return pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
 
-    def _can_travel(self, name: str, action: Action) -> bool:
+    def _can_travel(self, decided: DecidedAction) -> bool:
         """Whether an action can be pickled; one that cannot is dropped, and counted."""
         try:
-            pickle.dumps(action, pickle.HIGHEST_PROTOCOL)
+            pickle.dumps(decided.action, pickle.HIGHEST_PROTOCOL)
         except _UNPICKLED:
+            name = decided.controller
             self._log.error(f"controller {name}: an action is dropped: something in it cannot leave the process")
             self._host.drop(name)
             return False
@@ -174,37 +178,34 @@ class _Program:
         del self._tokens[message.req_id]
 
 
-Named = tuple[str, Action]
-"""An action with its controller's name."""
-
-
-def gathered(actions: Iterable[Named]) -> list[Named]:
+def gathered(actions: Iterable[DecidedAction]) -> list[DecidedAction]:
     """Return actions that do the same, in the same order, and are faster to apply.
 
-    Actions `SetSteering` that are consecutive, and differ in request and scale alone, become a
+    Actions `SetSteering` of one controller that are consecutive, and differ in request and scale alone, become a
     `SetSteeringEach`.
     """
-    made: list[Named] = []
+    made: list[DecidedAction] = []
     run: dict[str, float] = {}
-    of: tuple[str, str] | None = None
-    for name, action in actions:
+    of: tuple[str, str, int] | None = None
+    for decided in actions:
+        name, action, step = decided
         one = _module_at(action)
-        if of is not None and (one is None or of != (name, one.module) or one.request in run):
+        if of is not None and (one is None or of != (name, one.module, step) or one.request in run):
             made.append(_joined(*of, run))
             run, of = {}, None
         if one is None:
-            made.append((name, action))
+            made.append(decided)
         else:
-            of = name, one.module
+            of = name, one.module, step
             run[one.request] = one.scale
     return made if of is None else [*made, _joined(*of, run)]
 
 
-def _joined(name: str, module: str, run: Mapping[str, float]) -> Named:
+def _joined(name: str, module: str, step: int, run: Mapping[str, float]) -> DecidedAction:
     if len(run) > 1:
-        return name, SetSteeringEach(tuple(run), module, np.array([*run.values()]))
+        return DecidedAction(name, SetSteeringEach(tuple(run), module, np.array([*run.values()])), step)
     ((request, scale),) = run.items()
-    return name, SetSteering(request, module=module, scale=scale)
+    return DecidedAction(name, SetSteering(request, module=module, scale=scale), step)
 
 
 class _ModuleAt(NamedTuple):
@@ -382,7 +383,7 @@ class ProcessHost:
             if (sent := self._sent.pop(req_id, None)) is not None and self._process.lost is None:
                 self._process.send(EndedRequest(req_id=req_id, tokens=sent.take_further()))
 
-    def read(self, step: StepTable, discarded: Collection[str]) -> None:
+    def read(self, step: StepTable, discarded: Collection[str], number: int) -> None:
         """See `ControllerHost.read`."""
         with self._lock:
             if self._process.lost is not None or self._process.num_behind >= MAX_BEHIND:
@@ -395,6 +396,7 @@ class ProcessHost:
             awaited = step.ids if self._needs_tokens else [new.req_id for new in begins]
             known = [(req_id, sent) for req_id in awaited if (sent := self._sent.get(req_id)) is not None]
             message = Step(
+                number=number,
                 table=step._replace(signals=step.signals[:, self._score_columns].copy()),
                 discarded=frozenset(discarded),
                 begins=begins,
@@ -413,7 +415,7 @@ class ProcessHost:
         if lost is not None and not self._has_lost:
             self._has_lost = True
             on = [name for name, figures in self._figures.items() if figures.error is None]
-            found.switched_off += [SwitchedOff(name, lost, tuple(self._sent)) for name in on]
+            found.switched_off += [SwitchedOff(name, lost) for name in on]
         return found
 
     def figures(self) -> dict[str, ControllerFigures]:

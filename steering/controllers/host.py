@@ -95,6 +95,7 @@ class ControllerThread:
     Attributes:
         figures: Read them at any time.
         controller: As given.
+        number: The number of the last step that it got, whose actions `take` returns.
     """
 
     def __init__(self, name: str, controller: Controller, budget_s: float) -> None:
@@ -104,6 +105,7 @@ class ControllerThread:
         self._budget_s = budget_s
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._done = Event()
+        self.number = 0
         self._actions: list[Action] = []
         """Actions of the last step, when it is done."""
         self._began = math.inf
@@ -131,12 +133,13 @@ class ControllerThread:
         elif self.is_on:
             self._inbox.put(call)
 
-    def step(self, readings: StepReadings) -> None:
-        """Hand the readings of a step over."""
+    def step(self, readings: StepReadings, number: int = 0) -> None:
+        """Hand the readings of a step over, which has a number."""
         if not self.is_on or self._began < math.inf:
             self.figures.skipped += 1
             return
         self.figures.steps += 1
+        self.number = number
         self._began, self._is_late, self._actions = time.perf_counter(), False, []
         self._standstill.look(self.figures.steps)
         if not self._is_called_at_once:
@@ -262,12 +265,24 @@ class SwitchedOff(NamedTuple):
     Attributes:
         controller: Its name.
         error: Why.
-        requests: The requests that it knew, and that have not ended.
     """
 
     controller: str
     error: str
-    requests: tuple[str, ...]
+
+
+class DecidedAction(NamedTuple):
+    """An action that a controller decided.
+
+    Attributes:
+        controller: Its name.
+        action: What is to be done.
+        step: The number of the step whose rows it was decided by; the answer may come several steps later.
+    """
+
+    controller: str
+    action: Action
+    step: int
 
 
 @dataclass(slots=True)
@@ -275,11 +290,11 @@ class Answers:
     """Actions that came of steps.
 
     Attributes:
-        actions: Each with its controller's name, in their order.
+        actions: In their order.
         switched_off: Controllers that were switched off since the last answers.
     """
 
-    actions: list[tuple[str, Action]] = field(default_factory=list)
+    actions: list[DecidedAction] = field(default_factory=list)
     switched_off: list[SwitchedOff] = field(default_factory=list)
 
 
@@ -309,8 +324,8 @@ class ControllerHost(Protocol):
         """Report the end of a request, if it was added. Any thread."""
         ...
 
-    def read(self, step: StepTable, discarded: Collection[str]) -> None:
-        """Hand over a step; `take` returns what comes of it. See `StepReader.read`."""
+    def read(self, step: StepTable, discarded: Collection[str], number: int) -> None:
+        """Hand over a step, which has a number; `take` returns what comes of it. See `StepReader.read`."""
         ...
 
     def take(self) -> Answers:
@@ -526,7 +541,7 @@ class LocalHost:
                     thread = self._threads[name]
                     thread.post(partial(thread.controller.request_ends, view))
 
-    def read(self, step: StepTable, discarded: Collection[str]) -> None:
+    def read(self, step: StepTable, discarded: Collection[str], number: int) -> None:
         """See `ControllerHost.read`."""
         read = self._reader.read(step, discarded, self._requests)
         if read is None:
@@ -535,9 +550,9 @@ class LocalHost:
             self._parts = read.requests, [self._begin_step(name, read) for name in self._threads]
         for (name, thread), part in zip(self._threads.items(), self._parts[1], strict=True):
             if part is None:
-                thread.step(read.of(self._columns[name]))
+                thread.step(read.of(self._columns[name]), number)
             elif part[0]:
-                thread.step(read.part(*part).of(self._columns[name]))
+                thread.step(read.part(*part).of(self._columns[name]), number)
 
     def drop(self, name: str) -> None:
         """Count an action of a controller that was dropped."""
@@ -547,12 +562,10 @@ class LocalHost:
         """See `ControllerHost.take`."""
         found = Answers()
         for name, thread in self._threads.items():
-            found.actions += [(name, action) for action in thread.take()]
+            found.actions += [DecidedAction(name, action, thread.number) for action in thread.take()]
             if not thread.is_on and name not in self._off:
                 self._off.add(name)
-                known = list(self._requests.items())  # to which another thread adds
-                begun = tuple(req_id for req_id, one in known if name in one.begun)
-                found.switched_off.append(SwitchedOff(name, thread.figures.error or "", begun))
+                found.switched_off.append(SwitchedOff(name, thread.figures.error or ""))
         return found
 
     def figures(self) -> dict[str, ControllerFigures]:

@@ -89,6 +89,9 @@ class Services:
             self.rules = args["rules"]
         return []
 
+    def restart_running(self) -> None:
+        pass
+
     def rekey_running(self) -> dict[str, int]:
         return {}
 

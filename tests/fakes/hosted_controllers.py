@@ -6,11 +6,13 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import RequestProgress
+from headgate.steering.controllers.actions import Stop
+from headgate.steering.controllers.host import DecidedAction
 from headgate.steering.controllers.loading import GROUP, ControllerSpec
 from headgate.steering.gates.step_table import StepTable
 
@@ -18,7 +20,7 @@ SOURCE = '''
 import json, os, signal, time
 import numpy as np
 from headgate.capture.schema.sites import Site
-from headgate.steering.controllers import Controller, Probe, SetSteering, SetSteeringEach, Stop, load_probe
+from headgate.steering.controllers import actions, Controller, Probe, SetSteering, SetSteeringEach, Stop, load_probe
 
 class Telling(Controller):
     """Answers with all that it was told: as reasons of `Stop`."""
@@ -77,6 +79,20 @@ class Acting(Controller):
             elif chance == 63:
                 yield Stop(row.request, "by chance")
 
+class Late(Telling):
+    """Decides by the rows of a position what a named pipe says; each such step lasts until the pipe was written to."""
+
+    def __init__(self, pipe, at, never_waits=False):
+        super().__init__(["one"], never_waits)
+        self.pipe, self.at = pipe, at
+
+    def step(self, readings):
+        if self.at in readings.positions.tolist():
+            with open(self.pipe) as pipe:
+                decided = json.load(pipe)
+            for name, fields in decided:
+                yield getattr(actions, name)(**fields)
+
 class Failing(Telling):
     def __init__(self, how):
         super().__init__(["one"], never_waits=True)
@@ -99,9 +115,8 @@ def publish(folder: Path) -> None:
     info = folder / "hosted_controllers-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hosted-controllers\nVersion: 1.0\n")
-    entries = "\n".join(
-        f"{each.lower()} = hosted_controllers_package:{each}" for each in ("Telling", "Setting", "Acting", "Failing")
-    )
+    classes = ("Telling", "Setting", "Acting", "Late", "Failing")
+    entries = "\n".join(f"{each.lower()} = hosted_controllers_package:{each}" for each in classes)
     (info / "entry_points.txt").write_text(f"[{GROUP}]\n{entries}\n")
 
 
@@ -110,9 +125,9 @@ def spec(name: str, instance: str, budget_ms: float = 1000, **params: Any) -> Co
     return ControllerSpec(name=name, instance_name=instance, budget_ms=budget_ms, params=params)
 
 
-def told_of(actions: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """What controllers `Telling` were told, by their actions."""
-    return [(name, json.loads(action.reason)) for name, action in actions]
+def told_of(actions: Sequence[DecidedAction]) -> list[tuple[str, int, Any]]:
+    """What controllers `Telling` were told in which step, by their actions."""
+    return [(name, step, json.loads(cast(Stop, action).reason)) for name, action, step in actions]
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headgate.capture.engine.contracts.core_part import Actions, CoreFacts, Decided
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.config import MAX_DRIVEN, MAX_READ, WHERE, SteeringConfig, first_controller_column
+from headgate.steering.controllers.actions import GLOBAL
 from headgate.steering.controllers.controller_process import ProcessHost
 from headgate.steering.controllers.host import ControllerHost, LocalHost
 from headgate.steering.core.admission import Reservations
@@ -80,6 +81,11 @@ class Controllers:
         """The requests whose rows a controller reads."""
         self._present: Collection[str] = ()
         """Requests of the last step that was read."""
+        self._num_steps = 0
+        """Steps that were read: the number of the last one."""
+        self._since: dict[str, int] = {}
+        """The number of the last step before a request began, or began anew, and before the global vectors changed."""
+        self._last_since = 0
 
     def acting(self, req_id: str) -> list[RunningController]:
         """Return the controllers that act on a request that was added. Any thread."""
@@ -108,6 +114,7 @@ class Controllers:
 
     def begin(self, req_id: str) -> None:
         """Let what was set for all act on a request from its first generated row on."""
+        self._counts_anew(req_id)
         found = self._requests[req_id]
         for name, action in self._actuation.begin(req_id, found.num_prompt, found.static):
             self._outcomes.note({req_id: found.num_prompt}, name, action, APPLIED)
@@ -115,6 +122,7 @@ class Controllers:
     def forget(self, req_id: str) -> None:
         """Forget a request that ended, or never ran, if it is known. Any thread."""
         self._requests.pop(req_id, None)
+        self._since.pop(req_id, None)
         self._actuation.forget(req_id)
         self._decisions.endings.pop(req_id, None)
         self._outcomes.forget(req_id)
@@ -125,8 +133,10 @@ class Controllers:
     def begin_again(self, req_id: str) -> None:
         """Let a request end for the controllers that read it, and begin anew: its prompt is computed again.
 
-        What they set on it alone is taken back, since the rows that they decided by do not count any more.
+        What they set on it alone is taken back, since the rows that they decided by do not count any more; what they
+        answer to these rows later is dropped.
         """
+        self._counts_anew(req_id)
         found = self._requests.get(req_id)
         if found is None or not found.acting:
             return
@@ -139,16 +149,17 @@ class Controllers:
     def read(self, table: StepTable, discarded: Collection[str]) -> None:
         """Hand a step to the controllers; `decide` takes what they answer."""
         self._present = table.ids
+        self._num_steps += 1
         if self._read:
-            self._host.read(table, discarded)
+            self._host.read(table, discarded, self._num_steps)
 
     def decide(self) -> Decided | None:
         """Apply the actions that controllers answered; see `headgate.capture.engine.contracts.core_part`."""
         answers = self._host.take()
-        for name, action in answers.actions:
-            self._decisions.apply(name, action, self._requests)
+        for name, action, step in answers.actions:
+            self._decisions.apply(name, action, self._requests, self._begun_after(step))
         for off in answers.switched_off:
-            self._outcomes.note(dict.fromkeys(off.requests), off.controller, None, SWITCHED_OFF, off.error)
+            self._outcomes.note(self._read_by(off.controller), off.controller, None, SWITCHED_OFF, off.error)
         for submitted in () if self._submitted is None else self._submitted.take():
             self._decisions.apply_submitted(submitted, self._requests)
         endings, self._decisions.endings = self._decisions.endings, {}
@@ -161,7 +172,8 @@ class Controllers:
         return None if changes is None else {"drives": changes}
 
     def global_changed(self) -> None:
-        """Follow a change of the global vectors."""
+        """Follow a change of the global vectors; what is decided by earlier rows does not scale the new ones."""
+        self._counts_anew(GLOBAL)
         self._actuation.global_changed()
 
     def status(self) -> list[dict[str, Any]]:
@@ -174,6 +186,21 @@ class Controllers:
             }
             for each in self._running
         ]
+
+    def _counts_anew(self, target: str) -> None:
+        """Let nothing that is decided by the steps so far act on a request, or on the global vectors."""
+        self._since[target] = self._last_since = self._num_steps
+
+    def _begun_after(self, step: int) -> Collection[str]:
+        """Return the targets on which nothing acts that was decided by a step."""
+        if step > self._last_since:  # as in all answers that come in time
+            return ()
+        return {target for target, last in list(self._since.items()) if step <= last}
+
+    def _read_by(self, controller: str) -> dict[str, None]:
+        """Return the requests that a controller reads, without a position."""
+        known = list(self._requests.items())  # to which another thread adds
+        return {req_id: None for req_id, one in known if any(each.name == controller for each in one.acting)}
 
     def queue(self) -> dict[str, int] | None:
         """Return how many actions of capture consumers wait, and were dropped; None if none are taken."""

@@ -145,19 +145,24 @@ class ActionApplier:
         self._named: tuple[str, ...] = ()
         """The last requests that were found to be names."""
 
-    def apply(self, controller: str, action: Action, known: Container[str]) -> None:
+    def apply(self, controller: str, action: Action, known: Container[str], begun_after: Collection[str] = ()) -> None:
         """Apply an action of a controller.
 
         Args:
             controller: Its name.
             action: To apply.
             known: The requests that have not ended.
+            begun_after: Requests that began, or began anew, after the rows by which it was decided, and `GLOBAL` if the
+                global vectors have changed: it is dropped for them.
         """
         if isinstance(action, SetSteeringEach):
             self._outcomes.count(controller, SUBMITTED, len(action))
-            self._apply_each(controller, action, known)
+            self._apply_each(controller, action, known, begun_after)
+            return
+        self._outcomes.count(controller, SUBMITTED)
+        if begun_after and _target(action) in begun_after:
+            self._outcomes.count(controller, DROPPED)
         else:
-            self._outcomes.count(controller, SUBMITTED)
             self._apply_one(controller, action, known)
 
     def apply_submitted(self, submitted: Submitted, known: Container[str]) -> None:
@@ -195,10 +200,15 @@ class ActionApplier:
             if self._outcomes.traced:
                 self._outcomes.note(firsts, controller, action, APPLIED)
 
-    def _apply_each(self, controller: str, action: SetSteeringEach, known: Container[str]) -> None:
+    def _apply_each(
+        self, controller: str, action: SetSteeringEach, known: Container[str], begun_after: Collection[str]
+    ) -> None:
         """Apply an action for several requests, as `apply` does what it stands for; a malformed one is refused."""
         try:
             action = self._checked(action)
+            if begun_after:
+                num_given, action = len(action), _without(action, begun_after)
+                self._outcomes.count(controller, DROPPED, num_given - len(action))
             done, firsts = self._actuation.steer_each(controller, action)
         except (TypeError, ValueError) as error:
             self._outcomes.count(controller, REJECTED, len(action))
@@ -262,6 +272,21 @@ class ActionApplier:
         if requests is action.requests and at is action.at and scales is action.scales:
             return action
         return SetSteeringEach(requests, action.module, scales, at)
+
+
+def _target(action: SingleAction) -> str | None:
+    """Return the request, module or `GLOBAL` that an action names; None if it names none, or something odd."""
+    if isinstance(action, SetGlobal):
+        return None
+    named = action.target if isinstance(action, SetScale) else action.request
+    return named if isinstance(named, str) else None
+
+
+def _without(action: SetSteeringEach, left_out: Collection[str]) -> SetSteeringEach:
+    """Return a checked action for its other requests alone."""
+    stays = np.array([request not in left_out for request in action.named], np.bool_)
+    at = np.arange(len(action.requests)) if action.at is None else action.at
+    return SetSteeringEach(action.requests, action.module, action.scales[stays], at[stays])
 
 
 def _checked_places(at: np.ndarray[Any, Any], num_requests: int) -> Int64Array:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from headgate.steering.controllers import SetGlobal, SetSteering, SetSteeringEach, Stop
 from headgate.steering.controllers.actions import Action, singles
 from headgate.steering.controllers.controller_process import gathered
+from headgate.steering.controllers.host import DecidedAction
 
 actions = st.one_of(
     st.builds(SetSteering, st.sampled_from("abcdefghz"), module=st.sampled_from("mn"), scale=st.floats(-2, 2)),
@@ -20,24 +21,27 @@ actions = st.one_of(
 )
 
 
-def alike(named: list[tuple[str, Action]]) -> list[tuple[str, Action]]:
-    return [(name, one) for name, action in named for one in singles([action])]
+def alike(decided: list[DecidedAction]) -> list[tuple[str, Action, int]]:
+    return [(name, one, step) for name, action, step in decided for one in singles([action])]
 
 
-@given(actions=st.lists(st.tuples(st.sampled_from(["one", "two"]), actions), max_size=12))
+@given(
+    actions=st.lists(st.builds(DecidedAction, st.sampled_from(["one", "two"]), actions, st.integers(1, 2)), max_size=12)
+)
 def test_they_do_the_same_in_the_same_order(actions):
     assert alike(gathered(actions)) == actions
 
 
 def test_scales_of_one_module_on_different_requests_are_put_together():
     calm, firm = (
-        [("one", SetSteering(each, module=module, scale=ord(each))) for each in "cab"] for module in ("calm", "firm")
+        [DecidedAction("one", SetSteering(each, module=module, scale=ord(each)), 1) for each in "cab"]
+        for module in ("calm", "firm")
     )
 
-    made = gathered([*calm, *calm[:1], ("one", Stop("a", "well")), *firm])
+    made = gathered([*calm, *calm[:1], DecidedAction("one", Stop("a", "well"), 1), *firm])
 
-    assert [type(action) for _, action in made] == [SetSteeringEach, SetSteering, Stop, SetSteeringEach]
-    (_, first), *_, (_, last) = made
+    assert [type(action) for _, action, _ in made] == [SetSteeringEach, SetSteering, Stop, SetSteeringEach]
+    (_, first, _), *_, (_, last, _) = made
     assert (first.requests, first.module, first.scales.tolist(), first.at) == (
         ("c", "a", "b"),
         "calm",
@@ -49,6 +53,6 @@ def test_scales_of_one_module_on_different_requests_are_put_together():
 
 @pytest.mark.parametrize("scale", [True, float("nan"), float("inf"), "1", None, np.float32(1)], ids=repr)
 def test_a_scale_that_is_refused_is_left_alone(scale):
-    action = SetSteering("a", module="m", scale=scale)
+    decided = DecidedAction("one", SetSteering("a", module="m", scale=scale), 1)
 
-    assert gathered([("one", action)]) == [("one", action)]
+    assert gathered([decided]) == [decided]

@@ -41,7 +41,7 @@ class Pair:
     """A host of each kind, with the same controllers."""
 
     def __init__(self, specs: list[ControllerSpec], numbers: dict[str, list[int]]) -> None:
-        self.worker = Worker(numbers)
+        self.worker, self.number = Worker(numbers), 0
         size = self.worker.size
         self.local = LocalHost(specs, self.worker.tokens_of)
         self.apart = ProcessHost(specs, self.worker.progress, slice(0, size))
@@ -63,8 +63,9 @@ class Pair:
     def step(self, rows: dict[str, int], discarded: frozenset[str] = frozenset()) -> tuple[Answers, Answers]:
         """A step for both hosts; what the engine core does with its tokens comes before what controllers answer."""
         table = self.worker.step(rows)
+        self.number += 1
         for host in (self.local, self.apart):
-            host.read(table, discarded)
+            host.read(table, discarded, self.number)
         self.worker.generate(set(rows) - discarded)
         return self.local.take(), self.apart.take()
 
@@ -128,7 +129,7 @@ def test_scales_for_many_requests_come_as_the_controller_gave_them() -> None:
     for number in range(60):
         local, apart = pair.step(dict.fromkeys(pair.worker.requests, 1))
         assert len(local.actions) == len(apart.actions)
-        for (_, one), (name, other) in zip(local.actions, apart.actions, strict=True):
+        for (_, one, _), (name, other, _) in zip(local.actions, apart.actions, strict=True):
             assert name == "all"
             assert type(one) is type(other)
             if isinstance(one, SetSteeringEach) and isinstance(other, SetSteeringEach):
@@ -148,15 +149,15 @@ def test_one_that_fails_is_switched_off_and_the_engine_core_goes_on(how: str, me
     host = Pair([spec("failing", "all", how=how)], {"all": [0]})
     host.add("f", 1, ("all",))
     table = host.worker.step({"f": 1})
-    host.apart.read(table, ())
+    host.apart.read(table, (), 1)
     host.worker.generate(["f"])
     found = host.apart.take()
 
     (off,) = found.switched_off
-    assert (off.controller, off.requests) == ("all", ("f",))
+    assert off.controller == "all"
     assert message in off.error
     assert message in (host.apart.figures()["all"].error or "")
-    host.apart.read(host.worker.step({"f": 1}), ())
+    host.apart.read(host.worker.step({"f": 1}), (), 2)
     host.apart.end("f")
     assert host.apart.take() == Answers()
 
@@ -165,9 +166,9 @@ def test_an_action_that_cannot_leave_the_process_is_dropped_alone() -> None:
     pair = Pair([spec("failing", "all", how="odd")], {"all": [0]})
     pair.add("x", 1, ("all",))
     table = pair.worker.step({"x": 1})
-    pair.apart.read(table, ())
+    pair.apart.read(table, (), 1)
 
-    assert pair.apart.take().actions == [("all", Stop("x", "well"))]
+    assert pair.apart.take().actions == [("all", Stop("x", "well"), 1)]
     assert pair.apart.figures()["all"].dropped == 1
     assert pair.apart.figures()["all"].error is None
 
@@ -179,7 +180,7 @@ def test_one_that_hangs_costs_a_budget_once_and_is_switched_off_in_the_end(monke
     host, found, waited_s = pair.apart, Answers(), []
     while not found.switched_off:
         table = pair.worker.step({"h": 1})
-        host.read(table, ())
+        host.read(table, (), 1)
         pair.worker.generate(["h"])
         began = time.perf_counter()
         found = host.take()
@@ -212,7 +213,7 @@ from tests.unit.steering.controllers.test_process_host import Pair
 pair = Pair([spec("failing", "all", budget_ms=500, how="hang")], {{"all": [0]}})
 pair.add("h", 1, ("all",))
 table = pair.worker.step({{"h": 1}})
-pair.apart.read(table, ())
+pair.apart.read(table, (), 1)
 pair.apart.take()
 print(pair.apart._process._process.child.pid, flush=True)
 time.sleep(600)
