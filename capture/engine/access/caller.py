@@ -12,11 +12,12 @@ in a file that the operator names, which outlives restarts and is shared by proc
 from __future__ import annotations
 
 import contextvars
+import fcntl
 import os
 import sqlite3
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -58,6 +59,22 @@ class _UsageFile(sqlite3.Connection):
             raise sqlite3.DatabaseError("the file is damaged") from error
 
 
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """Create the file if it is not there, and let no other process open it meanwhile.
+
+    SQLite does not wait where two connections change the mode of a file at once: it says that the database is locked.
+    The lock is the folder's: SQLite's own locks of the file would end with another descriptor of it.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        yield
+    finally:
+        os.close(folder)
+
+
 class Usage:
     """Counts of each key by name. Any thread.
 
@@ -77,19 +94,18 @@ class Usage:
         self._name = "in memory" if path is None else path.name
         self._log = SparseLog(f"headgate: usage file {path}")
         try:
-            if path is not None:
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-            self._file = sqlite3.connect(
-                ":memory:" if path is None else path,
-                timeout=BUSY_S,
-                isolation_level=None,
-                check_same_thread=False,
-                factory=_UsageFile,
-            )
-            self._file.execute("PRAGMA journal_mode=WAL")
-            self._file.execute("PRAGMA synchronous=NORMAL")
-            for table in _TABLES:
-                self._file.execute(table)
+            with nullcontext() if path is None else _opening(path):
+                self._file = sqlite3.connect(
+                    ":memory:" if path is None else path,
+                    timeout=BUSY_S,
+                    isolation_level=None,
+                    check_same_thread=False,
+                    factory=_UsageFile,
+                )
+                self._file.execute("PRAGMA journal_mode=WAL")
+                self._file.execute("PRAGMA synchronous=NORMAL")
+                for table in _TABLES:
+                    self._file.execute(table)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"usage file {path}: {error}") from error
 

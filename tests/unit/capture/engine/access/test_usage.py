@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,28 @@ def test_processes_share_a_file_and_one_that_was_killed_leaves_none_under_way(tm
     other.stdout.close()
     usage.close()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_servers_that_start_at_once_open_a_new_file_together(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from headgate.capture.engine.access.caller import Usage\n"
+        "kept = []; print('ready', flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    try: kept.append(Usage(Path(line.strip()))); print('open', flush=True)\n"
+        "    except Exception as error: print(error, flush=True)\n"
+    )
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    with ExitStack() as stack:
+        servers = [stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)) for _ in range(4)]
+        found = {server.stdout.readline() for server in servers if server.stdout}
+        for number in range(50):
+            for server in servers:
+                assert server.stdin is not None
+                server.stdin.write(f"{tmp_path / f'{number}.sqlite'}\n")
+                server.stdin.flush()
+            found |= {server.stdout.readline() for server in servers if server.stdout}
+
+    assert found == {"ready\n", "open\n"}
 
 
 def test_a_charge_may_be_settled_while_the_same_thread_counts(usage: Usage) -> None:
