@@ -63,7 +63,8 @@ STEP_S, MAX_TOKENS = 5.8e-3, 8192
 STEADY_STEPS = 3
 """Behind each step in which a request joins."""
 
-Given, Made = TypeVar("Given"), TypeVar("Made")
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 class Kind(NamedTuple):

@@ -59,6 +59,10 @@ def _tap_kernel(value, addend, slots, ring, token, D, TRASH, BLOCK_D: tl.constex
         tl.store(ring + slot * D + offsets, row.to(ring.dtype.element_ty), mask=mask)
 
 
+_libraries: list[torch.library.Library] = []
+"""A library's ops go with it."""
+
+
 def define_op() -> None:
     """An op that hides its write to the ring and returns a zero, which keeps it alive in the graph."""
     library = torch.library.Library("headgate_bench", "FRAGMENT")
@@ -73,7 +77,7 @@ def define_op() -> None:
 
     library.impl("tap", tap, dispatch_key="CUDA")
     library._register_fake("tap", lambda value, addend, slots, ring: value.new_empty(1))
-    define_op.library = library
+    _libraries.append(library)
 
 
 def run_opaque(module: Any, hook: str, site: Any) -> torch.Tensor:

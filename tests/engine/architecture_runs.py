@@ -245,8 +245,9 @@ def _save_time() -> None:
     from vllm.platforms import current_platform
 
     registry._run_in_subprocess = lambda read: read()  # vLLM reads a class in a new process that imports all: 10 s
-    current_platform.register_triton_kernel_overrides()  # fails the second time if some modules were imported since
-    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+    if current_platform.is_cpu():
+        current_platform.register_triton_kernel_overrides()  # fails the second time if modules were imported since
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     torch.set_num_threads(1)  # tiny tensors: more threads wait for each other
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headgate.capture.planning.step_plan import SiteSet, StepPlan
+from headgate.capture.schema.sites import SiteShape
 from headgate.capture.staging.host_rows import StagedRows
 from tests.fakes.readouts import Declared, Multiples
 from tests.fakes.staged import collected
@@ -34,7 +35,7 @@ def test_outputs_of_readouts_are_of_their_own_step_and_nothing_waits(is_graph: b
     declared: list[Declared] = [(1, SITES[1], Multiples(3, 1.0)), (1, SITES[4], Multiples(3, 1.0))]
     ring = make_ring(num_rows=3 * MAX_TOKENS, is_shared=is_shared, declared=declared)
     model, random = Model(ring, is_graph=is_graph), Random(3)
-    read_out = SiteSet((SITES[1], SITES[4]), np.array([NUM_SITES, NUM_SITES + 1]), 3)
+    read_out = SiteSet((SITES[1], SITES[4]), np.array([NUM_SITES, NUM_SITES + 1]), SiteShape(3, "float32"), True)
     under_way: list[tuple[list[StagedRows], StepPlan, int]] = []
 
     for step in range(1, 100):

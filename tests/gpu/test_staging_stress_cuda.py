@@ -23,6 +23,7 @@ from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
 from tests.fakes.pipeline import TIMEOUT_S
 from tests.fakes.staged import collected, groups_in
+from tests.gpu.test_staging_cuda import busy_side_stream
 
 NUM_STEPS = 800
 NUM_VALUES = 251
@@ -109,8 +110,7 @@ def delay(random: Random, ring: StagingRing) -> None:
     if random.random() < 0.3:
         torch.cuda._sleep(random.randrange(MAX_SLEEP_CYCLES))
     if random.random() < 0.3:
-        with torch.cuda.stream(ring._copier._side):
-            torch.cuda._sleep(random.randrange(MAX_SLEEP_CYCLES))
+        busy_side_stream(ring, random.randrange(MAX_SLEEP_CYCLES))
 
 
 def num_planned(plan: StepPlan) -> int:
