@@ -21,6 +21,7 @@ from headgate.capture.schema.consumer import (
     ModelInfo,
     ReadoutFacts,
     RequestInfo,
+    RowArguments,
     RowBlock,
     RowSpan,
     StreamingConsumer,
@@ -80,6 +81,7 @@ class ExampleRequest:
                 sites=spec.sites,
                 positions=spec.positions.resolve(prompt, "positions"),
                 options=spec.options,
+                arguments=spec.arguments,
             ),
         )
 
@@ -122,7 +124,10 @@ class Feed:
         self.consumer = consumer
         self._sink = Assembler(consumer) if isinstance(consumer, BatchedConsumer) else consumer
         readouts = type(consumer).readouts(consumer.params, consumer.context.model)
-        self._facts = {site: ReadoutFacts(readout.num_outputs, readout.key) for site, readout in readouts.items()}
+        self._facts = {
+            site: ReadoutFacts(readout.num_outputs, readout.key, readout.num_arguments)
+            for site, readout in readouts.items()
+        }
         self._functions = {site: readout.on(torch.device("cpu")) for site, readout in readouts.items()}
 
     def begin(self, *requests: ExampleRequest) -> None:
@@ -166,8 +171,12 @@ class Feed:
     def _read_out(self, block: RowBlock) -> RowBlock:
         if block.sites[0] not in self._functions:
             return block
-        rows = zip(block.sites, block.rows.double(), strict=True)
-        return replace(block, rows=torch.stack([self._functions[site](rows_ND).float() for site, rows_ND in rows]))
+        outputs = []
+        for site, rows_ND in zip(block.sites, block.rows.double(), strict=True):
+            count = self._facts[site].num_arguments
+            given = (_arguments(block, count),) if count else ()
+            outputs.append(self._functions[site](rows_ND, *given).float())
+        return replace(block, rows=torch.stack(outputs))
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         """Hand over blocks as they are; `step` makes them."""
@@ -195,6 +204,15 @@ class Feed:
         self.begin(request)
         self.step({request: (0, request.final.num_rows)})
         return self.finish(request)
+
+
+def _arguments(block: RowBlock, count: int) -> RowArguments:
+    """The arguments of each row's request, -1 where it gave fewer than `count`."""
+    found = np.full((len(block.positions), count), -1, np.int64)
+    for span in block.spans:
+        given = span.request.spec.arguments
+        found[span.start : span.stop, : len(given)] = given
+    return RowArguments(found, torch.from_numpy(found))
 
 
 def make_block(sites: Sequence[Site], group: Sequence[tuple[ExampleRequest, Int64Array]]) -> RowBlock:

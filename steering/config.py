@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -23,27 +22,11 @@ from headgate.capture.probe import load as load_probe
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import NO_SHAPES, HookPoint, Site, SiteShape, parse_sites, sort_sites
 from headgate.steering.controllers.loading import ControllerSpec, check_specs
-from headgate.steering.features.importing import open_coder
+from headgate.steering.features.importing import SaeSource, open_coder, sae_site
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.gates.gate import COLUMNS_PER_GATE
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
-
-
-class SaeSource(NamedTuple):
-    """An SAE as the configuration names it: a file or folder, and its site unless its files name it."""
-
-    path: Path
-    site: Site | None
-
-    @classmethod
-    def parse(cls, text: str) -> SaeSource:
-        """Read ``PATH`` or ``PATH@SITE``."""
-        path, separator, name = text.rpartition("@")
-        try:
-            return cls(Path(path), Site.parse(name)) if separator else cls(Path(text), None)
-        except ValueError:  # an @ of the path's own
-            return cls(Path(text), None)
 
 
 @lru_cache(maxsize=1024)
@@ -71,17 +54,6 @@ def why_not_encoded(coder: SparseCoder, hidden_size: int) -> str | None:
     if coder.width != hidden_size:
         return f"has the width {coder.width}; rows of the model have {hidden_size} values"
     return None
-
-
-def sae_site(coder: SparseCoder) -> Site:
-    """Return where an SAE reads and writes, or a transcoder reads.
-
-    Raises:
-        FeatureFileError: If neither its files nor the source name the site.
-    """
-    if coder.read_site is None:
-        raise FeatureFileError(f"{coder.path}: has no site; name it, such as --saes NAME=PATH@12.post_mlp")
-    return coder.read_site
 
 
 def cross_stages(sites: Sequence[Site]) -> str:

@@ -69,7 +69,7 @@ def check_ids(count: int, what: str) -> None:
 
 
 class RowArguments(NamedTuple):
-    """Arguments of each row that a readout gets: those that its request gave, ``A`` for each row.
+    """Arguments of each row that a readout gets, as its request gave them: ``A`` for each row.
 
     Attributes:
         host: int64 ``[n, A]``, to choose on the host what to launch.

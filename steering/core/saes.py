@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
-from headgate.steering.config import cross_stages, sae_site
-from headgate.steering.features.importing import open_coder
+from headgate.steering.config import cross_stages
+from headgate.steering.features.importing import open_coder, sae_site
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.gates.gate import is_reached

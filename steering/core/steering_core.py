@@ -20,7 +20,7 @@ from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.probe import ProbeError
 from headgate.capture.schema.config import MIB
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.steering.config import WHERE, SaeSource, SteeringConfig, has_controllers, parse_config
+from headgate.steering.config import WHERE, SteeringConfig, has_controllers, parse_config
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import Audit
 from headgate.steering.core.content import Limits
@@ -33,6 +33,7 @@ from headgate.steering.core.rules.step_readings import RequestReadings
 from headgate.steering.core.saes import open_sae, warn_of_other_model
 from headgate.steering.core.state import SteeringState
 from headgate.steering.documents.gates import load_rules
+from headgate.steering.features.importing import SaeSource
 from headgate.steering.features.sparse_coder import gathered
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load

@@ -19,6 +19,7 @@ from headgate.capture.schema.sites import Site
 from headgate.steering.features.canonical import RowType, write_coder
 from headgate.steering.features.check import CoderReport, check, measure, sample, site_of_reads, with_figures
 from headgate.steering.features.importing import FORMATS, open_coder, read_source
+from headgate.steering.features.labels import read_export, write_labels
 from headgate.steering.features.source_coder import Hints
 from headgate.steering.features.sparse_coder import SparseCoder, coder_of
 from headgate.steering.features.tensors import FeatureFileError
@@ -237,6 +238,30 @@ def show_feature(
     except (HeadgateError, OSError) as error:
         fail(error)
     print_json(shown) if as_json else _print_shown(shown)
+
+
+@app.command("labels")
+def import_labels(
+    coder: Coder,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Neuronpedia's .jsonl or .jsonl.gz, or .csv.")],
+    source: Annotated[
+        str | None, typer.Option(metavar="LAYER", help="Which labels, of files with labels of several SAEs.")
+    ] = None,
+    sae_root: SaeRoot = None,
+) -> None:
+    """Keep texts about features beside an SAE's file, for searches and results; earlier ones are replaced."""
+    try:
+        opened = open_coder(find(coder, sae_root))
+        found = read_export(files, opened.num_features, source)
+        if not found.texts:
+            fail(f"{', '.join(map(str, files))}: no labels" + (f" of {source}" if source else ""))
+        target = write_labels(opened.path, found.texts)
+    except (HeadgateError, OSError) as error:
+        fail(error)
+    named = f" of {', '.join(found.sources)}" if found.sources else ""
+    typer.echo(f"{target}: {len(found.texts):,} labels{named}; {opened.name} has {opened.num_features:,} features")
+    if found.num_further:
+        typer.echo(f"{found.num_further:,} further labels of the same features were left out")
 
 
 def find(name_or_path: str, root: Path | None) -> Path:

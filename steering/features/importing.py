@@ -1,10 +1,11 @@
-"""Finding out which format a source is of, and reading it."""
+"""Sources of SAEs as users name them; finding out which format one is of, and reading it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,33 @@ FORMATS: dict[str, ModuleType] = {
     "torch_files": torch_files,
 }
 """Readers by name, in the order in which they are asked whether a source is theirs."""
+
+
+class SaeSource(NamedTuple):
+    """An SAE as the configuration names it: a file or folder, and its site unless its files name it."""
+
+    path: Path
+    site: Site | None
+
+    @classmethod
+    def parse(cls, text: str) -> SaeSource:
+        """Read ``PATH`` or ``PATH@SITE``."""
+        path, separator, name = text.rpartition("@")
+        try:
+            return cls(Path(path), Site.parse(name)) if separator else cls(Path(text), None)
+        except ValueError:  # an @ of the path's own
+            return cls(Path(text), None)
+
+
+def sae_site(coder: SparseCoder) -> Site:
+    """Return where an SAE reads and writes, or a transcoder reads.
+
+    Raises:
+        FeatureFileError: If neither its files nor the source name the site.
+    """
+    if coder.read_site is None:
+        raise FeatureFileError(f"{coder.path}: has no site; name it, such as --saes NAME=PATH@12.post_mlp")
+    return coder.read_site
 
 
 def open_coder(path: Path, *, name: str | None = None, site: Site | None = None) -> SparseCoder:

@@ -9,6 +9,7 @@ site, and no row worse than `MIN_ROW_COSINE`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from tests.engine.hf_reference import HFReference, relative_error, row_cosines
@@ -30,7 +32,7 @@ CONVERSATIONS = [
     ],
     [{"role": "user", "content": "2+2="}],
 ]
-NUM_LAYERS = 30
+NUM_LAYERS, WIDTH = 30, 576
 NUM_OUTPUT = 16
 EVERY_LAYER = range(NUM_LAYERS)
 SOME_LAYERS = (0, 1, 15, 29)
@@ -40,29 +42,63 @@ MIN_COSINE = 0.999
 MIN_ROW_COSINE = 0.995
 
 
+SAE_SITE, SAE_FEATURES, K = Site(15, HookPoint.POST_MLP), 4096, 32
+GIVEN = [4095, 7, 1234]
+
+
+@pytest.fixture(scope="module")
+def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A top-k SAE of random weights, as SAELens keeps it."""
+    folder = tmp_path_factory.mktemp("saes") / "random"
+    generator = torch.Generator().manual_seed(0)
+    decoder = torch.nn.functional.normalize(torch.randn(SAE_FEATURES, WIDTH, generator=generator), dim=1)
+    save_weights(folder, decoder)
+    return folder
+
+
+def save_weights(folder: Path, decoder: torch.Tensor) -> None:
+    folder.mkdir()
+    weights = {"W_dec": decoder, "W_enc": decoder.T.contiguous()}
+    weights |= {"b_enc": torch.linspace(-0.1, 0.1, SAE_FEATURES), "b_dec": torch.linspace(-1, 1, WIDTH)}
+    save_file(weights, folder / "sae_weights.safetensors")
+    about = {"architecture": "topk", "k": K, "d_in": WIDTH, "d_sae": SAE_FEATURES, "apply_b_dec_to_input": True}
+    about |= {"normalize_activations": "none", "metadata": {"hook_name": "blocks.15.hook_resid_post"}}
+    (folder / "cfg.json").write_text(json.dumps(about))
+
+
 def hooks_of(layers: Sequence[int]) -> dict[str, Any]:
     return {hook.value: "all" if hook is HookPoint.FINAL_NORM else list(layers) for hook in HookPoint}
 
 
-def chat(shared_llm: Callable[..., Any], dtype: str, layers: Sequence[int] = EVERY_LAYER, *, eager: bool) -> list[Any]:
-    """Finished requests of `CONVERSATIONS`, with every hook point of `layers` captured."""
+def chat(
+    shared_llm: Callable[..., Any], dtype: str, sae: Path, layers: Sequence[int] = EVERY_LAYER, *, eager: bool
+) -> list[Any]:
+    """Finished requests of `CONVERSATIONS`, with every hook point of `layers` captured, and features of the SAE."""
     from headgate.capture import SamplingParams
 
     hooks = hooks_of(layers)
-    capture = {"consumers": [{"name": "memory"}], "sites": hooks}
+    consumers = [{"name": "memory"}, {"name": "features", "params": {"saes": {"random": str(sae)}, "top": K}}]
+    capture = {"consumers": consumers, "sites": hooks}
     llm = shared_llm(
         dtype=dtype,
         enforce_eager=eager,
         max_num_batched_tokens=64,
         additional_config={"headgate": {"capture": capture}},
     )
-    params = SamplingParams(
-        max_tokens=NUM_OUTPUT, temperature=0, capture={"memory": {"hooks": hooks, "positions": "all"}}
-    )
+    params = [
+        SamplingParams(
+            max_tokens=NUM_OUTPUT,
+            temperature=0,
+            capture={"memory": {"hooks": hooks, "positions": "all"}, "features": wanted},
+        )
+        for wanted in ({"top": K}, {"features": GIVEN}, {"top": 10, "above": 1.0})
+    ]
     return list(llm.chat(CONVERSATIONS, params, use_tqdm=False))
 
 
-def compare(outputs: list[Any], model_dir: Path, dtype: torch.dtype, layers: Sequence[int] = EVERY_LAYER) -> None:
+def compare(
+    outputs: list[Any], model_dir: Path, dtype: torch.dtype, sae: Path, layers: Sequence[int] = EVERY_LAYER
+) -> None:
     hooks = set(HookPoint) - {HookPoint.FINAL_NORM}
     sites = {Site(layer, hook) for layer in layers for hook in hooks} | {FINAL_NORM_SITE}
     reference = HFReference(model_dir, "llama", torch.float32)
@@ -79,7 +115,28 @@ def compare(outputs: list[Any], model_dir: Path, dtype: torch.dtype, layers: Seq
             assert captured[site].dtype == dtype
             check_values(captured[site], expected.rows[site], site)
         if dtype == torch.float32:
+            check_features(served, expected.rows[SAE_SITE], sae)
             assert expected.next_tokens[len(prompt) - 1 :].tolist() == output
+
+
+def check_features(served: Any, rows: torch.Tensor, sae: Path) -> None:
+    """Features are those that SAELens' formulas find in Hugging Face's rows: ids but for ties, activations to 1e-4."""
+    weights = load_file(sae / "sae_weights.safetensors")
+    activations = torch.relu((rows.float() - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"])
+    least = activations.topk(K, dim=1).values[:, -1:]
+    activations = torch.where(activations >= least, activations, 0)
+    result = served.capture_results["features"]
+    assert result.status == "ok", result.error
+    assert result.payload["positions"] == list(range(len(rows)))
+    asked = len(result.payload["ids"][0])
+    for ids, values, row in zip(result.payload["ids"], result.payload["values"], activations, strict=True):
+        tolerance = MAX_ERROR * float(row.max())
+        found = torch.tensor(values)
+        torch.testing.assert_close(found, row[ids], rtol=0, atol=tolerance)
+        if ids != GIVEN:
+            assert values == sorted(values, reverse=True)
+            torch.testing.assert_close(found, row.topk(len(ids)).values, rtol=0, atol=tolerance)
+    assert asked in (K, len(GIVEN), 10)
 
 
 def check_values(got: torch.Tensor, expected: torch.Tensor, site: Site) -> None:
@@ -92,24 +149,26 @@ def check_values(got: torch.Tensor, expected: torch.Tensor, site: Site) -> None:
         assert cosines.min() >= MIN_ROW_COSINE, f"{site.name}: smallest cosine {cosines.min():.5f}"
 
 
-def test_chat_rows_equal_hugging_face(shared_llm: Callable[..., Any], model_dir: Path) -> None:
-    outputs = chat(shared_llm, "float32", eager=True)
+def test_chat_rows_equal_hugging_face(shared_llm: Callable[..., Any], model_dir: Path, sae: Path) -> None:
+    outputs = chat(shared_llm, "float32", sae, eager=True)
 
     assert sum(len(output.prompt_token_ids) for output in outputs) > 128, "prompts must need several steps"
-    compare(outputs, model_dir, torch.float32)
+    compare(outputs, model_dir, torch.float32, sae)
 
 
 @pytest.mark.extended  # minutes of compiling; `make demo` compares compiled rows too, and so do the tiny models
 def test_compiled_chat_rows_equal_hugging_face(
-    shared_llm: Callable[..., Any], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared_llm: Callable[..., Any], model_dir: Path, sae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # compiled here and now
 
-    outputs = chat(shared_llm, "float32", SOME_LAYERS, eager=False)
+    outputs = chat(shared_llm, "float32", sae, SOME_LAYERS, eager=False)
 
-    compare(outputs, model_dir, torch.float32, SOME_LAYERS)
+    compare(outputs, model_dir, torch.float32, sae, SOME_LAYERS)
 
 
 @pytest.mark.extended  # processors without bf16 take a minute of a core for it
-def test_chat_rows_point_where_hugging_face_does_in_bf16(shared_llm: Callable[..., Any], model_dir: Path) -> None:
-    compare(chat(shared_llm, "bfloat16", eager=True), model_dir, torch.bfloat16)
+def test_chat_rows_point_where_hugging_face_does_in_bf16(
+    shared_llm: Callable[..., Any], model_dir: Path, sae: Path
+) -> None:
+    compare(chat(shared_llm, "bfloat16", sae, eager=True), model_dir, torch.bfloat16, sae)

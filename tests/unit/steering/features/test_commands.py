@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from headgate.capture import cli
 from headgate.steering.features.commands import app
 from headgate.steering.features.importing import open_coder
+from headgate.steering.features.labels import labels_of
 from headgate.steering.features.source_coder import CoderKind
 from tests.fakes.sparse_coders import put, save
 from tests.fakes.stored_features import SITE, WIDTH, activations, dictionary, imported, mean, store, trained
@@ -132,3 +133,20 @@ def test_a_threshold_given_at_import_stands_for_top_k(tmp_path: Path) -> None:
 
 def test_it_is_a_command_of_headgate() -> None:
     assert "sae" in RUNNER.invoke(cli.app, ["--help"]).output
+
+
+def test_labels_are_kept_beside_the_sae(downloaded: Path, tmp_path: Path) -> None:
+    run("import", downloaded, "--to", tmp_path / "joy.safetensors", "--scale", "0.3333")
+    (tmp_path / "a.csv").write_text("3,the sea\n3,waves\n1,cats\n")
+
+    told = run("labels", "joy", tmp_path / "a.csv", "--sae-root", tmp_path)
+
+    assert told.splitlines() == [
+        f"{tmp_path / 'joy.safetensors.labels.jsonl'}: 2 labels; joy has 16 features",
+        "1 further labels of the same features were left out",
+    ]
+    assert dict(labels_of(tmp_path / "joy.safetensors")) == {1: "cats", 3: "the sea"}
+    (tmp_path / "a.csv").write_text("16,too large\n")
+    assert "the SAE has the features 0 to 15" in run("labels", tmp_path / "joy.safetensors", tmp_path / "a.csv", code=1)
+    (tmp_path / "a.csv").write_text("")
+    assert "no labels" in run("labels", tmp_path / "joy.safetensors", tmp_path / "a.csv", code=1)

@@ -1,0 +1,222 @@
+"""The consumer `features`: ids and activations against `SparseCoder.encode`, what it refuses, and what it keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headgate.capture.schema.consumer import ConsumerContext, RowArguments, SpecContext
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
+from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
+from headgate.steering.features import consumer
+from headgate.steering.features.canonical import write_coder
+from headgate.steering.features.consumer import FeaturesConsumer, FeaturesReadout
+from headgate.steering.features.labels import write_labels
+from headgate.steering.features.source_coder import CoderKind, Norm
+from headgate.steering.features.sparse_coder import SparseCoder, coder_of
+from tests.fakes.sparse_coders import FEATURES, WIDTH, rows, source
+
+CONTEXT = ConsumerContext(instance_name="features", model=EXAMPLE_MODEL)
+K, TOP = 5, 8
+KINDS = [*((kind, Norm.NONE) for kind in CoderKind), *((CoderKind.TOPK, norm) for norm in Norm)]
+
+
+def coder_of_kind(kind: CoderKind, norm: Norm = Norm.NONE, **changes: Any) -> SparseCoder:
+    return coder_of(source(kind, norm, **changes), Path("x"), "x")
+
+
+def arguments(*each: tuple[int, ...], count: int = 1 + TOP) -> RowArguments:
+    found = np.full((len(each), count), -1, np.int64)
+    for row, given in enumerate(each):
+        found[row, : len(given)] = given
+    return RowArguments(found, torch.from_numpy(found))
+
+
+@pytest.fixture(params=[1, 12 << 20], ids=["in blocks", "at once"])
+def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer, "BLOCK_BYTES", request.param)
+    if request.param == 1:
+        monkeypatch.setattr(consumer.DeviceEncoder, "_block", lambda self, _: -(-7 // self._group) * self._group)
+
+
+@pytest.mark.usefixtures("block_bytes")
+@pytest.mark.parametrize(("kind", "norm"), KINDS)
+def test_the_strongest_features_are_those_of_the_definition(kind: CoderKind, norm: Norm) -> None:
+    coder = coder_of_kind(kind, norm, subtracts_bias=True)
+    x = rows(9)
+    expected = coder.encode(x, np.float64)
+
+    found = FeaturesReadout([coder], TOP).on(torch.device("cpu"))(torch.from_numpy(x), arguments(*[(0,)] * 9)).numpy()
+
+    for row, activations in enumerate(expected):
+        order = [one for one in np.argsort(-activations)[:TOP] if activations[one] > 0]
+        values = found[row, TOP:]
+        assert found[row, : len(order)].tolist() == order
+        np.testing.assert_allclose(values[: len(order)], activations[order], rtol=1e-5)
+        assert not values[len(order) :].any()
+    assert (found[:, TOP:] > 0).any()
+
+
+@pytest.mark.usefixtures("block_bytes")
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("kind", CoderKind)
+def test_given_features_have_the_activations_that_the_kind_selects(kind: CoderKind, mixed: bool) -> None:
+    coder = coder_of_kind(kind)
+    x, features = rows(6), [39, 0, 17, 3]
+    expected = coder.encode(x, np.float64)
+    asked = [(0, *features)] * 5 + [(0,) if mixed else (0, *features)]
+
+    found = FeaturesReadout([coder], TOP).on(torch.device("cpu"))(torch.from_numpy(x), arguments(*asked)).numpy()
+
+    np.testing.assert_allclose(found[:5, TOP : TOP + 4], expected[:5, features], rtol=1e-5, atol=1e-6)
+    assert not found[:5, TOP + 4 :].any()
+    if mixed:
+        assert found[5, 0] == expected[5].argmax()
+
+
+def test_rows_of_several_saes_in_one_chunk_are_each_their_own_and_rows_that_are_not_finite_are_nan() -> None:
+    coders = [coder_of_kind(CoderKind.TOPK), coder_of_kind(CoderKind.RELU)]
+    x = rows(4)
+    x[3, 2] = np.inf
+
+    found = FeaturesReadout(coders, TOP).on(torch.device("cpu"))(
+        torch.from_numpy(x), arguments((1,), (0,), (1, 4), (0,))
+    )
+
+    expected = [coder.encode(x[:3], np.float64) for coder in coders]
+    assert found[0, 0] == expected[1][0].argmax()
+    assert (found[1, TOP:] > 0).sum() == K
+    assert found[2, TOP].item() == pytest.approx(expected[1][2, 4], abs=1e-6)
+    assert found[3, TOP:].isnan().all()
+
+
+@pytest.fixture
+def params(tmp_path: Path) -> dict[str, Any]:
+    saes = {}
+    for name, kind, site in (("a", CoderKind.TOPK, "3.post_mlp"), ("b", CoderKind.RELU, "3.post_mlp"),
+                             ("c", CoderKind.JUMPRELU, "1.post_mlp")):  # fmt: skip
+        path = tmp_path / f"{name}.safetensors"
+        write_coder(path, wide(kind), name=name, path="test")
+        saes[name] = f"{path}@{site}"
+    return {"saes": saes, "top": TOP}
+
+
+def wide(kind: CoderKind) -> Any:
+    from tests.fakes.sparse_coders import tensor, weights
+
+    found = {name: values.astype(np.float64) for name, values in weights(width=EXAMPLE_MODEL.hidden_size).items()}
+    changes = {
+        "encoder": tensor(found["W_enc"]).transposed,
+        "decoders": (tensor(found["W_dec"]),),
+        "decoder_biases": (found["b_dec"],),
+    }
+    return source(kind, **changes)
+
+
+def request(params: dict[str, Any], raw: Any, name: str = "r", **shape: Any) -> ExampleRequest:
+    context = SpecContext(instance_name="features", model=EXAMPLE_MODEL, params=params, client_request_id=name)
+    return ExampleRequest(FeaturesConsumer.validate_client_spec(raw, context), name, **shape)
+
+
+def by_definition(params: dict[str, Any], name: str, asked: ExampleRequest) -> Any:
+    _, coders = consumer.parse_params(params)
+    site = coders[name].read_site
+    assert site is not None
+    return coders[name].encode(asked.rows(site, asked.wanted()).double().numpy(), np.float64)
+
+
+@pytest.mark.parametrize("positions", ["all", "all_generated", [0, 3, -1]], ids=str)
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_payload(params: dict[str, Any], name: str, positions: Any, tmp_path: Path) -> None:
+    write_labels(tmp_path / "a.safetensors", {one: f"label {one}" for one in range(0, FEATURES, 2)})
+    asked = request(params, {"sae": name, "positions": positions, "top": 3, "above": 0.1}, prompt=5, output=6)
+
+    payload = Feed(FeaturesConsumer(params, CONTEXT)).whole(asked)
+
+    assert json.loads(json.dumps(payload)) == payload
+    assert list(payload) == ["sae", "positions", "ids", "values", "labels"]
+    assert (payload["sae"], payload["positions"]) == (name, asked.wanted().tolist())
+    for ids, values, row in zip(payload["ids"], payload["values"], by_definition(params, name, asked), strict=True):
+        assert ids == [one for one in np.argsort(-row)[:3] if row[one] > 0.1]
+        np.testing.assert_allclose(values, row[ids], rtol=1e-5)
+    shown = {one for ids in payload["ids"] for one in ids}
+    named = {str(one): f"label {one}" for one in sorted(shown) if one % 2 == 0}
+    assert payload["labels"] == (named if name == "a" else {})
+
+
+def test_given_features_come_in_the_order_given_and_requests_of_one_batch_get_their_own(params: dict[str, Any]) -> None:
+    feed = Feed(FeaturesConsumer(params, CONTEXT))
+    one = request(params, {"sae": "a", "features": [30, 2, 11]}, "one")
+    two = request(params, {"sae": "b", "top": 2}, "two")
+    feed.begin(one, two)
+    for start in range(8):
+        feed.step({one: (start, start + 1), two: (start, start + 1)})
+
+    found, other = feed.finish(one), feed.finish(two)
+
+    assert found["ids"] == [[30, 2, 11]] * 8
+    np.testing.assert_allclose(found["values"], by_definition(params, "a", one)[:, [30, 2, 11]], rtol=1e-5, atol=1e-6)
+    assert other["ids"] == [list(np.argsort(-row)[:2]) for row in by_definition(params, "b", two)]
+
+
+def test_a_request_that_says_nothing_gets_twenty_or_what_there_is(params: dict[str, Any]) -> None:
+    only = {"saes": {"c": params["saes"]["c"]}}
+
+    assert request(only, {}).info.spec.options == {"sae": "c", "top": 20, "above": 0.0}
+    assert request({**only, "top": 4}, {}).info.spec.options["top"] == 4
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "why"),
+    [
+        ({}, "sae", "got None; known: a, b, c"),
+        ({"sae": "x"}, "sae", "known: a, b, c"),
+        ({"sae": "a", "hooks": {}}, "hooks", "known: sae, positions, top, features, above"),
+        ({"sae": "a", "top": 9}, "top", r"from 1 to 8 \(parameter top\), got 9"),
+        ({"sae": "a", "top": True}, "top", "got True"),
+        ({"sae": "a", "above": -1}, "above", "at least 0"),
+        ({"sae": "a", "above": float("nan")}, "above", "at least 0"),
+        ({"sae": "a", "features": [1], "top": 3}, "top", "either this or features"),
+        ({"sae": "a", "features": []}, "features", "1 to 8 ids"),
+        ({"sae": "a", "features": [40]}, "features[0]", "has the features 0 to 39, got 40"),
+        ({"sae": "a", "features": [3, 3]}, "features", "each feature once"),
+        ([], None, "expected an object"),
+    ],
+)
+def test_requests_are_refused_by_field(params: dict[str, Any], raw: Any, field: str | None, why: str) -> None:
+    with pytest.raises(RequestError, match=why) as caught:
+        request(params, raw)
+
+    assert caught.value.field == "capture.features" + (f".{field}" if field else "")
+
+
+def test_parameters_are_refused_by_name(params: dict[str, Any], tmp_path: Path) -> None:
+    saes = params["saes"]
+    for wrong, why in (
+        ({"saes": {}}, "saes: name at least one"),
+        ({"saes": saes, "top": 0}, "top must be from 1"),
+        ({"saes": saes, "max_values": 0}, "max_values"),
+        ({"saes": {"n": str(tmp_path / "none.safetensors")}}, r"saes\.n: .*no such file"),
+        ({"saes": saes, "more": 1}, "more"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            FeaturesConsumer.check_params(wrong)
+    with pytest.raises(ConfigError, match=r"saes\.a: its site 3\.attn_out is not captured here"):
+        FeaturesConsumer.readouts({"saes": {"a": saes["a"].replace("3.post_mlp", "3.attn_out")}}, EXAMPLE_MODEL)
+    write_coder(tmp_path / "narrow.safetensors", source(), name="narrow", path="test")
+    with pytest.raises(ConfigError, match=rf"reads rows of {WIDTH} values; the model has 16 at 3\.post_mlp"):
+        FeaturesConsumer.readouts({"saes": {"narrow": str(tmp_path / "narrow.safetensors")}}, EXAMPLE_MODEL)
+
+
+def test_too_many_values_and_another_file_than_the_workers_are_errors_of_the_request(params: dict[str, Any]) -> None:
+    with pytest.raises(ConsumerError, match=r"more than a result may hold here, 10 \(parameter max_values\)"):
+        Feed(FeaturesConsumer({**params, "max_values": 10}, CONTEXT)).whole(request(params, {"sae": "a"}))
+    feed = Feed(FeaturesConsumer(params, CONTEXT))
+    feed._facts = {site: facts._replace(key="other") for site, facts in feed._facts.items()}
+    with pytest.raises(ConsumerError, match=r"the file of an SAE at 3\.post_mlp has changed"):
+        feed.begin(request(params, {"sae": "a"}))
