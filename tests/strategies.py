@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from headgate.capture.schema.batch import BatchView, Int64Array
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import NAMED, Indices, Named, PositionSelector, Span
-from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
+from headgate.capture.schema.sites import FINAL_NORM_SITE, INNER_HOOKS, HookPoint, Site, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 
 SITES = sort_sites([*(Site(layer, hook) for layer in range(2) for hook in HookPoint.__members__.values()
-                      if hook is not HookPoint.FINAL_NORM), FINAL_NORM_SITE])  # fmt: skip
+                      if hook is not HookPoint.FINAL_NORM and hook not in INNER_HOOKS), FINAL_NORM_SITE])  # fmt: skip
 """Every site of a model with two layers."""
 
 BITS = (0, 1, 2, 62)

@@ -253,6 +253,15 @@ OPEN_MODEL_GROUPS = Name("vllm.distributed:ensure_model_parallel_initialized")
 CLOSE_GROUPS = Name("vllm.distributed:cleanup_dist_env_and_memory")
 MAKE_MODEL = Name("vllm.model_executor.model_loader.utils:initialize_model")
 LAYER_OF_OTHER_STAGE = Name("vllm.model_executor.models.utils:PPMissingLayer")
+ATTENTION = Name("vllm.model_executor.layers.attention:Attention", "vllm.attention.layer:Attention", is_required=False)
+LATENT_ATTENTION = Name(
+    "vllm.model_executor.layers.attention:MLAAttention", "vllm.attention.layer:MLAAttention", is_required=False
+)
+ROTARY_EMBEDDING = Name(
+    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
+    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding",
+    is_required=False,
+)
 LINEAR_LAYER = Name("vllm.model_executor.layers.linear:LinearBase")
 V2_RUNNER_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
 """Beginnings of the modules of V2 model runners."""

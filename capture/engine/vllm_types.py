@@ -48,6 +48,11 @@ class ModelConfig(Protocol):
 
     def get_num_attention_heads(self, parallel_config: ParallelConfig) -> int: ...
 
+    def get_total_num_kv_heads(self) -> int: ...
+
+    @property
+    def use_mla(self) -> bool: ...
+
 
 class ParallelConfig(Protocol):
     """``vllm.config.ParallelConfig``."""

@@ -26,6 +26,18 @@ class HookPoint(str, Enum):
     """Stream leaving the layer: HF ``hidden_states[L + 1]`` (HF norms the last one)."""
     ATTN_IN = "attn_in"
     """Input of attention: after its input norm; the stream itself where there is none."""
+    Q_PRE = "q_pre"
+    """Queries of all heads in front of the rotary embedding, after any norm of their own."""
+    K_PRE = "k_pre"
+    """Keys of all heads in front of the rotary embedding, after any norm of their own."""
+    Q = "q"
+    """Queries of all heads as the attention kernel gets them: after norms of their own and the rotary embedding."""
+    K = "k"
+    """Keys of all heads that have keys, as the attention kernel gets them."""
+    V = "v"
+    """Values of all heads that have keys, as the attention kernel gets them."""
+    KV_LATENT = "kv_latent"
+    """The compressed row, after its norm, that latent attention (MLA) keeps in place of keys and values."""
     HOOK_Z = "hook_z"
     """Input of attention's output projection: the heads' results, concatenated."""
     ATTN_OUT = "attn_out"
@@ -43,6 +55,20 @@ class HookPoint(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+
+BEFORE_KERNEL = (
+    HookPoint.ATTN_IN,
+    HookPoint.Q_PRE,
+    HookPoint.K_PRE,
+    HookPoint.Q,
+    HookPoint.KV_LATENT,
+    HookPoint.K,
+    HookPoint.V,
+)
+"""Hook points that reach the stream through the attention kernel alone, in the forward's order."""
+
+INNER_HOOKS = frozenset(BEFORE_KERNEL) - {HookPoint.ATTN_IN}
+"""Hook points within attention and the MLP that not every layer has; their rows have widths of their own."""
 
 ALIASES: dict[str, HookPoint] = {
     "resid_pre": HookPoint.PRE_ATTN,
@@ -216,7 +242,7 @@ _FLOW = {
     for order, hook in enumerate(
         (
             HookPoint.PRE_ATTN,
-            HookPoint.ATTN_IN,
+            *BEFORE_KERNEL,
             HookPoint.HOOK_Z,
             HookPoint.ATTN_OUT,
             HookPoint.POST_ATTN,

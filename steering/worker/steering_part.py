@@ -24,7 +24,7 @@ from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.monitoring.step_log import compact
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.errors import ConfigError, SelfTestError
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import BEFORE_KERNEL, HookPoint, Site
 from headgate.steering.config import WHERE, SteeringConfig, cross_stages
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.programs.codes import CODE, WRITE, WRITE_SCALE, Code
@@ -63,7 +63,7 @@ def check_steering(
     """
     silent, is_seen = _silent_sites(sites, max_rows, run, partial(_add_vectors, tables))
     silent_ops, is_op_seen = _silent_sites(op_sites, max_rows, run, partial(_add_programs, tables))
-    unseen = {site for site in (*silent, *silent_ops) if site.hook is HookPoint.ATTN_IN}
+    unseen = {site for site in (*silent, *silent_ops) if site.hook in BEFORE_KERNEL}
     names = [site.name for site in silent if site not in unseen]
     names += [f"{site.name} (operations)" for site in silent_ops if site not in unseen]
     if names:
@@ -78,8 +78,8 @@ def check_steering(
         return
     if unseen:
         logger.info(
-            "steering: attn_in of %d layers is not checked: attention looks at nothing in dummy steps. headgate verify "
-            "checks it with real requests",
+            "steering: %d sites in front of attention are not checked: it looks at nothing in dummy steps. headgate "
+            "verify checks attn_in with real requests",
             len(unseen),
         )
     num_sites, num_op_sites = len({*sites} - unseen), len({*op_sites} - unseen)

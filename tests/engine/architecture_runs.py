@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.errors import SelfTestError, UnsupportedError
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import INNER_HOOKS, HookPoint, Site
 from tests.conftest import start_llm, stop_llm
 from tests.engine.architecture_reference import AS_VLLM, STEERED_LAYER, Reference, Rows, reference, vector
 from tests.engine.architectures import HUGGING_FACE, LAYERS, VOCABULARY, make_model
@@ -28,7 +28,7 @@ PROMPTS = [[1, *((7 * i) % (VOCABULARY - 5) + 5 for i in range(40))], [1, *(rang
 NUM_OUTPUT = 4
 MAX_ERROR = 1e-4
 MAX_ROUNDING = MAX_ERROR / 10
-AROUND_ATTENTION = (HookPoint.ATTN_IN, HookPoint.HOOK_Z)
+AROUND_ATTENTION = INNER_HOOKS | {HookPoint.ATTN_IN, HookPoint.HOOK_Z}
 """Left to the parity tests: many models lack one of them and have all others."""
 INNER = [hook for hook in HookPoint if hook is not HookPoint.FINAL_NORM and hook not in AROUND_ATTENTION]
 BOUNDARIES = [HookPoint.PRE_ATTN, HookPoint.POST_MLP]

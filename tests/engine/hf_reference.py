@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.sites import FINAL_NORM_SITE, INNER_HOOKS, HookPoint, Site
 from tests.engine.tiny_models import has_vision
 from tests.fakes.programs import apply
 
@@ -81,6 +81,7 @@ ANATOMIES: Mapping[str, Anatomy] = {
     "mistral": PRE_NORM,
     "qwen2": PRE_NORM,
     "qwen3": PRE_NORM,
+    "qwen3_one_kv": PRE_NORM,
     "gemma": PRE_NORM,
     "mixtral": PRE_NORM,
     "mixtral_all": PRE_NORM,
@@ -177,7 +178,7 @@ class HFReference:
     @property
     def hooks(self) -> frozenset[HookPoint]:
         """Hook points that this family has."""
-        return frozenset(HookPoint) - self.anatomy.missing
+        return frozenset(HookPoint) - INNER_HOOKS - self.anatomy.missing
 
     @torch.no_grad()
     def run(

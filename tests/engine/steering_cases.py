@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.sites import FINAL_NORM_SITE, INNER_HOOKS, HookPoint, Site
 from tests.engine.hf_reference import ANATOMIES, Reference, Steering, relative_error
 from tests.engine.tiny_models import HIDDEN, LAYERS, VOCABULARY
 from tests.fakes.saes import KINDS, NORMS, TinySae
@@ -334,7 +334,8 @@ and vectors."""
 
 def hooks_of(family: str) -> list[HookPoint]:
     """Hook points of a family of tiny models, in the order of their names."""
-    return sorted(set(HookPoint) - ANATOMIES[family].missing - ({HookPoint.HOOK_Z} if family in WIDE_HEADS else set()))
+    missing = INNER_HOOKS | ANATOMIES[family].missing | ({HookPoint.HOOK_Z} if family in WIDE_HEADS else set())
+    return sorted(set(HookPoint) - missing)
 
 
 def cases_of(family: str) -> list[Case]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import INNER_HOOKS, HookPoint, Site
 from headgate.consumers.reader import open_captures
 from tests.engine.hf_reference import HFReference, relative_error
 from tests.engine.steering_cases import Tiers, sites_of, vectors
@@ -19,7 +19,7 @@ from tests.engine.tiny_models import LAYERS, tiny_model
 from tests.fresh_python import fresh_cache, run_python
 
 ROOT = Path(__file__).parents[2]
-SITES: dict[str, Any] = dict.fromkeys((hook.value for hook in HookPoint), "all")
+SITES: dict[str, Any] = dict.fromkeys((hook.value for hook in HookPoint if hook not in INNER_HOOKS), "all")
 PROMPTS = [[1, *((7 * i + 3) % 500 + 5 for i in range(20))], [1, *((11 * i + 3) % 500 + 5 for i in range(45))], [9]]
 EVERYWHERE = sites_of(*HookPoint)
 STEERED = [

@@ -24,9 +24,10 @@ NUM_LAYERS = 2
 NUM_PROMPTS = 4
 NUM_TOKENS = 200
 SITES = {"pre_attn": "all", "attn_in": "all", "hook_z": "all", "post_attn": "all", "post_mlp": "all"}
-STEERING = {"steering": {"sites": SITES}}
+INNER = SITES | {"q_pre": "all", "k_pre": "all", "q": "all", "k": "all", "v": "all"}
+STEERING = {"steering": {"sites": INNER}}
 OPERATIONS = {"steering": {"sites": SITES, "op_sites": SITES}}
-BOTH = {"capture": {"consumers": [{"name": "memory"}], "sites": SITES}, **STEERING}
+BOTH = {"capture": {"consumers": [{"name": "memory"}], "sites": INNER}, **STEERING}
 """Where capture takes the mid stream, steering adds to it there; else ahead of attention."""
 
 

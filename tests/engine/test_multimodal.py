@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.sites import FINAL_NORM_SITE, INNER_HOOKS, HookPoint, Site
 from tests.conftest import start_llm, stop_llm
 from tests.engine.byte_tokenizer import IMAGE
 from tests.engine.hf_reference import HFReference, relative_error
@@ -21,7 +21,7 @@ from tests.engine.tiny_vision import TILE_TOKENS, TILES, image, pixels, placehol
 BLOCK = 32
 BEFORE, AFTER = "Look at this picture of something: ", " What is it? Say a word."
 TEXT = BEFORE + IMAGE + AFTER
-HOOKS = [hook for hook in HookPoint if hook is not HookPoint.FINAL_NORM]
+HOOKS = [hook for hook in HookPoint if hook is not HookPoint.FINAL_NORM and hook not in INNER_HOOKS]
 SITES = {hook.value: "all" for hook in HOOKS} | {"final_norm": "all"}
 PLACES = sites_of(HookPoint.PRE_ATTN, HookPoint.POST_MLP)
 PLAIN, ONE = Tiers(), Tiers(base=vectors(PLACES, 1))

@@ -18,7 +18,7 @@ import torch
 from headgate.capture.monitoring.step_log import STEP_LOG, compact
 from headgate.capture.probe import HiddenLayer, Probe, save
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import INNER_HOOKS, HookPoint, Site
 from headgate.consumers.reader import open_captures
 from tests.conftest import ENGINE_DEFAULTS, start_llm, stop_llm
 from tests.deadlines import patience
@@ -60,7 +60,7 @@ SETTINGS: dict[str, Any] = {
     "distributed_executor_backend": "mp",
     "worker_extension_cls": "tests.fakes.shifted_stage.ShiftedStage",
 }
-EVERYWHERE = sites_of(*(hook for hook in HookPoint if hook is not HookPoint.HOOK_Z))  # ranks share its values
+EVERYWHERE = sites_of(*(set(HookPoint) - INNER_HOOKS - {HookPoint.HOOK_Z}))  # ranks share the values of these
 STREAM = sites_of(HookPoint.PRE_ATTN, HookPoint.POST_MLP)
 STEERING = [
     Tiers(base=vectors(EVERYWHERE, 1, 0.5)),

@@ -57,21 +57,21 @@ ROUTED = ("mixtral", "qwen3_moe")
 EVERY_EXPERT = ("mixtral_all", "qwen3_moe_all")
 """All experts take every token: where a router chooses, a rounding of bf16 can choose another expert."""
 
-VISION = ("idefics3",)
-"""Families that `test_multimodal` compares."""
+ELSEWHERE = ("idefics3", "qwen3_one_kv")
+"""Families that `test_multimodal` and `test_widths` compare."""
 
 ALIKE = ("mistral", "phi")
 """Built as others that CI compares."""
 EXACT = [
     pytest.param(family, marks=pytest.mark.extended if family in ALIKE else ())
     for family in FAMILIES
-    if family not in EVERY_EXPERT and family not in VISION
+    if family not in EVERY_EXPERT and family not in ELSEWHERE
 ]
 QUICK = ("gemma2", "mixtral_all")
 ROUNDED = [
     pytest.param(family, marks=() if family in QUICK else pytest.mark.extended)
     for family in FAMILIES
-    if family not in ROUTED and family not in VISION
+    if family not in ROUTED and family not in ELSEWHERE
 ]
 """Two kinds in CI, where all of them are compared in fp32; the others are for ``make test-extended``."""
 COMPILED = [pytest.param(family, marks=pytest.mark.extended) for family in ("gemma3", "granite")]

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.sites import FINAL_NORM_SITE, INNER_HOOKS, HookPoint, Site
 from tests.engine.hf_reference import HFReference, relative_error, row_cosines
 
 CONVERSATIONS = [
@@ -67,7 +67,8 @@ def save_weights(folder: Path, decoder: torch.Tensor) -> None:
 
 
 def hooks_of(layers: Sequence[int]) -> dict[str, Any]:
-    return {hook.value: "all" if hook is HookPoint.FINAL_NORM else list(layers) for hook in HookPoint}
+    hooks = [hook for hook in HookPoint if hook not in INNER_HOOKS]
+    return {hook.value: "all" if hook is HookPoint.FINAL_NORM else list(layers) for hook in hooks}
 
 
 def chat(
@@ -99,7 +100,7 @@ def chat(
 def compare(
     outputs: list[Any], model_dir: Path, dtype: torch.dtype, sae: Path, layers: Sequence[int] = EVERY_LAYER
 ) -> None:
-    hooks = set(HookPoint) - {HookPoint.FINAL_NORM}
+    hooks = set(HookPoint) - INNER_HOOKS - {HookPoint.FINAL_NORM}
     sites = {Site(layer, hook) for layer in layers for hook in hooks} | {FINAL_NORM_SITE}
     reference = HFReference(model_dir, "llama", torch.float32)
     for served in outputs:

@@ -20,11 +20,11 @@ from torch import nn
 
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.sites import HookPoint
+from headgate.capture.schema.sites import INNER_HOOKS, HookPoint
 
 SNAPSHOT = Path(__file__).with_name("layouts_vllm_0.32.json")
-ALL = frozenset(HookPoint) - {HookPoint.FINAL_NORM, HookPoint.HOOK_Z}
-"""Of a class alone: `hook_z` is read from the attention module of a layer."""
+ALL = frozenset(HookPoint) - INNER_HOOKS - {HookPoint.FINAL_NORM, HookPoint.HOOK_Z}
+"""Of a class alone: `hook_z` and the inner ones are read from the modules of a layer."""
 UNSHARDED = SimpleNamespace(use_sequence_parallel_moe=False, use_attn_reduce_scatter_for_moe=False)
 """Attributes that only an engine over many GPUs sets; without them rows stay where they are."""
 

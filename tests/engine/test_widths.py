@@ -15,20 +15,19 @@ from headgate.consumers.inline import InlineRows
 from headgate.consumers.moments import open_moments
 from headgate.consumers.reader import open_captures
 from tests.conftest import start_llm, stop_llm
-from tests.engine.hf_reference import Reference, Steering, own_process, reference_rows, relative_error
+from tests.engine.hf_reference import Reference, Steering, own_process, relative_error
+from tests.engine.inner_reference import inner_rows
 from tests.engine.tiny_models import HIDDEN, LAYERS, tiny_model
 
-FAMILY = "qwen3"
-WIDTH = 128
-"""Of its four heads of 32, where the stream has 64."""
-SITES: dict[str, Any] = {"hook_z": "all", "post_mlp": "all"}
+FAMILY = "qwen3_one_kv"
+WIDTHS = {HookPoint.Q: 128, HookPoint.K: 32, HookPoint.V: 32, HookPoint.HOOK_Z: 128, HookPoint.POST_MLP: HIDDEN}
+"""Its four heads of 32 have one of keys and values; two ranks hold that one each. The stream has 64."""
+SITES: dict[str, Any] = dict.fromkeys((hook.value for hook in WIDTHS), "all")
 PROMPTS = [[3 + (7 * i) % 500 for i in range(40)], [9], [3 + (11 * i) % 500 for i in range(17)]]
 NUM_OUTPUT = 5
 RANDOM = torch.Generator().manual_seed(3)
 VECTORS = {
-    Site(layer, hook): torch.randn(width, generator=RANDOM)
-    for layer in range(LAYERS)
-    for hook, width in ((HookPoint.HOOK_Z, WIDTH), (HookPoint.POST_MLP, HIDDEN))
+    Site(layer, hook): torch.randn(width, generator=RANDOM) for layer in range(LAYERS) for hook, width in WIDTHS.items()
 }
 ACTING = [VECTORS, VECTORS, {site: vector for site, vector in VECTORS.items() if site.hook is HookPoint.POST_MLP}]
 CONSUMERS = ("memory", "inline", "request", "shards", "raw", "moments")
@@ -39,7 +38,7 @@ class Served(NamedTuple):
 
     Attributes:
         outputs: With the rows of every site, from every consumer.
-        narrow: With the rows of the stream alone, or of the heads alone, in turn; in one batch.
+        narrow: With the rows of the stream alone, of the heads alone, and of the keys alone; in one batch.
         folder: Of the files.
         references: Of `outputs`.
         steered: With the rows of every site, each with `VECTORS`; those of the stream alone for the last prompt.
@@ -100,7 +99,7 @@ def answers(llm: Any) -> tuple[list[Any], list[Any], list[Any]]:
         return found
 
     everything = {name: {"hooks": SITES} for name in CONSUMERS}
-    alone = [{"memory": {"hooks": {hook: "all"}}} for hook in ("post_mlp", "hook_z", "post_mlp")]
+    alone = [{"memory": {"hooks": {hook: "all"}}} for hook in ("post_mlp", "hook_z", "k")]
     kept = [{"memory": {"hooks": SITES}}] * len(PROMPTS)
     fields = [field_of(vectors) for vectors in ACTING]
     return generate(*[everything] * len(PROMPTS)), generate(*alone), generate(*kept, steering_vectors=fields)
@@ -112,7 +111,7 @@ def references_of(outputs: list[Any], steering: Sequence[Steering]) -> list[Refe
         for prompt, output, each in zip(PROMPTS, outputs, steering, strict=True)
     ]
     with own_process() as executor:
-        return executor.submit(reference_rows, tiny_model(FAMILY), FAMILY, torch.float32, requests).result()
+        return executor.submit(inner_rows, tiny_model(FAMILY), FAMILY, torch.float32, requests).result()
 
 
 def field_of(vectors: dict[Site, torch.Tensor]) -> dict[str, Any]:
@@ -133,9 +132,9 @@ def test_rows_of_both_widths_equal_hugging_faces_in_one_request(served: Served) 
         rows = result.payload.rows
 
         assert result.status == "ok", result.error
-        assert rows.keys() == sites_of(HookPoint.HOOK_Z, HookPoint.POST_MLP)
-        assert {site.hook: found.shape[1] for site, found in rows.items()} == {"hook_z": WIDTH, "post_mlp": HIDDEN}
-        assert result.num_bytes == result.num_rows * LAYERS * 4 * (WIDTH + HIDDEN)
+        assert rows.keys() == sites_of(*WIDTHS)
+        assert {site.hook: found.shape[1] for site, found in rows.items()} == WIDTHS
+        assert result.num_bytes == result.num_rows * LAYERS * 4 * sum(WIDTHS.values())
         for site, found in rows.items():
             assert relative_error(found, reference.rows[site]) <= 1e-4, site
 
@@ -184,7 +183,7 @@ def test_moments_are_of_each_sites_own_width(served: Served) -> None:
     rows = [output.capture_results["memory"].payload.rows for output in served.outputs]
     moments = open_moments(served.folder / "moments")
 
-    for site in sites_of(HookPoint.HOOK_Z, HookPoint.POST_MLP):
+    for site in sites_of(*WIDTHS):
         expected = torch.cat([each[site] for each in rows]).double().mean(dim=0)
         found = torch.from_numpy(moments[site.name].mean)
         assert relative_error(found, expected) <= 1e-5, site
@@ -193,4 +192,4 @@ def test_moments_are_of_each_sites_own_width(served: Served) -> None:
 def test_a_shard_says_which_sites_have_another_width(served: Served) -> None:
     shard, *_ = (served.folder / "shards").rglob("shard.json")
 
-    assert json.loads(shard.read_text())["shapes"]["0.hook_z"] == [WIDTH, "float32"]
+    assert json.loads(shard.read_text())["shapes"]["0.hook_z"] == [128, "float32"]

@@ -48,6 +48,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mistral": ("MistralConfig", {**_LLAMA, "sliding_window": None}),
     "qwen2": ("Qwen2Config", _LLAMA),
     "qwen3": ("Qwen3Config", _WIDE_HEADS),
+    "qwen3_one_kv": ("Qwen3Config", {**_WIDE_HEADS, "num_key_value_heads": 1}),
     "gemma": ("GemmaConfig", _WIDE_HEADS),
     "gemma2": ("Gemma2Config", _GEMMA_2_3),
     "gemma3": ("Gemma3TextConfig", _GEMMA_2_3),

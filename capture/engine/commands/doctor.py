@@ -45,7 +45,7 @@ class HookReport(NamedTuple):
 
 
 class ModelReport(NamedTuple):
-    """The sites of a model and their memory, found without loading its weights; why there is no `hook_z`, if so."""
+    """The sites of a model and their memory, found without loading its weights; why it lacks others."""
 
     architecture: str
     num_layers: int
@@ -53,7 +53,7 @@ class ModelReport(NamedTuple):
     dtype: torch.dtype
     max_tokens: int
     hooks: tuple[HookReport, ...]
-    no_hook_z: str = ""
+    absent: Mapping[HookPoint, str] = {}
 
     def hook_mib(self, hook: HookReport) -> float:
         """Device memory that capture takes for all sites of a hook point and a full step, in MiB."""
@@ -132,7 +132,7 @@ def examine(model: str) -> ModelReport:
         dtype=config.model_config.dtype,
         max_tokens=config.scheduler_config.max_num_batched_tokens,
         hooks=tuple(_hooks(parent, analysed, stream, declared_shapes(config, len(layers), stream))),
-        no_hook_z=next((layout.no_hook_z for _, layout in analysed if layout.no_hook_z), ""),
+        absent={hook: why for _, layout in reversed(analysed) for hook, why in layout.absent.items()},
     )
 
 
@@ -245,5 +245,6 @@ def _print_model(console: Console, report: ModelReport) -> None:
         table.add_row(each.hook.value, each.module, each.widths, num_sites, memory)
     console.print(table)
     console.print("The memory is for one full step; with room on a GPU, capture.ring_rows is two by default.")
-    if report.no_hook_z:
-        console.print(f"no hook_z: {escape(report.no_hook_z)}")
+    has = {each.hook for each in report.hooks}
+    for hook, why in report.absent.items():
+        console.print(f"{'some layers have no' if hook in has else 'no'} {hook}: {escape(why)}", soft_wrap=True)

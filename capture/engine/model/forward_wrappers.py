@@ -11,11 +11,11 @@ little: names, positions and the order of actions are settled beforehand, in clo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MethodType
 
 from torch import Tensor, nn
 
+from headgate.capture.engine.model.inner_places import HookPlace
 from headgate.capture.engine.model.layer_layout import LayerLayout
 from headgate.capture.engine.model.symbols import Key
 from headgate.capture.engine.site_action import SiteAction, SiteValue
@@ -170,26 +170,6 @@ def _leave_single(runs: Runs, repays: tuple[Run, ...]) -> Leave:
     return leave
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HookPlace:
-    """Where one hook point is taken at a submodule: an argument of its call, or its (first) result.
-
-    Attributes:
-        module: Dotted path of the submodule within the layer.
-        value: Argument that holds the site's value; None: the result does.
-        addend: Argument that is added to it, if the stream is carried as a pair.
-        carry: Argument that a vector is added to; `value` if None.
-        scale: Multiplier between the result and what is added to the stream.
-    """
-
-    module: str
-    value: Key | None = None
-    result: int = 0
-    addend: Key | None = None
-    carry: Key | None = None
-    scale: float | None = None
-
-
 def module_forward(taken: Sequence[tuple[HookPoint, HookPlace, tuple[Run, ...]]]) -> ForwardFactory:
     """Forward of a submodule with hook points at its arguments and at its result, in the order given."""
     at_entry = tuple(
@@ -214,6 +194,8 @@ def module_forward(taken: Sequence[tuple[HookPoint, HookPlace, tuple[Run, ...]]]
 def _at_entry(hook: HookPoint, place: HookPlace, value_at: Key, runs: tuple[Run, ...]) -> Enter:
     run, name, addend_at = chained(runs), hook.value, place.addend
     carry_at = value_at if place.carry is None else place.carry
+    if place.has_heads:
+        return _at_heads(run, hook, place, value_at)
 
     def enter(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         value = args[value_at] if isinstance(value_at, int) else kwargs[value_at]
@@ -225,6 +207,28 @@ def _at_entry(hook: HookPoint, place: HookPlace, value_at: Key, runs: tuple[Run,
         if isinstance(carry_at, int):
             return (*args[:carry_at], carry, *args[carry_at + 1 :]), kwargs
         return args, {**kwargs, carry_at: carry}
+
+    return enter
+
+
+def _at_heads(run: Run, hook: HookPoint, place: HookPlace, value_at: Key) -> Enter:
+    """An argument with a row for each token, in which heads may be a dimension of their own."""
+    name, keyword, width = hook.value, place.keyword, place.width
+    position = value_at if isinstance(value_at, int) else -1
+
+    def enter(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        is_positional = 0 <= position < len(args)
+        value = args[position] if is_positional else kwargs[keyword]
+        rows = value.flatten(1)
+        if rows.shape[1] != width:
+            raise UnsupportedError(
+                f"{place.module} gets rows of {rows.shape[1]} values for {name}, expected {width}: take {name} out of "
+                "the configured sites and report the architecture"
+            )
+        carry = run(module, name, SiteValue(rows, None, rows)).reshape(value.shape)
+        if is_positional:
+            return (*args[:position], carry, *args[position + 1 :]), kwargs
+        return args, {**kwargs, keyword: carry}
 
     return enter
 

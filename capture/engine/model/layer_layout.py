@@ -4,22 +4,19 @@ A layer's ``forward`` is walked with symbols (`symbolic_forward`). Its result mu
 branch that was computed from the input stream alone is attention's; one that was computed from the stream with that
 branch added is the MLP's; that sum is the *mid stream*. What follows from it is a `LayerLayout`.
 
-Within attention, the argument through which it reads the stream and its output projection are found. The projection is
-the linear layer whose result is what attention returns. It is read from the source of the attention module's
-``forward``, as decoder layers are; its sizes are those of the module.
+Within attention, the argument through which it reads the stream is found; `inner_places` has what is behind it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import nn
 
-from headgate.capture.engine import vllm_names
+from headgate.capture.engine.model.inner_places import HookPlace, inner_places
 from headgate.capture.engine.model.symbolic_forward import Path, walk_paths
 from headgate.capture.engine.model.symbols import Atom, Items, Key, NotUnderstoodError, Sum, SymbolicCall, is_norm
 from headgate.capture.schema.errors import UnsupportedError
@@ -69,84 +66,6 @@ def _is_input_norm(call: SymbolicCall | None, stream: frozenset[int]) -> bool:
     return any(not value.numbers.isdisjoint(stream) for value in call.inputs.values())
 
 
-class OutputProjection(NamedTuple):
-    """A linear layer below an attention module.
-
-    Attributes:
-        module: Its dotted path, below the attention module.
-        argument: Its argument that holds the heads' results.
-        width: Values of a row of that argument, on this tensor-parallel rank.
-        whole_width: The same on all ranks together.
-    """
-
-    module: str
-    argument: Key
-    width: int
-    whole_width: int
-
-
-def find_output_projection(attention: nn.Module, argument: Key) -> OutputProjection | None:
-    """Find the linear layer that makes the result of `attention`; None if the source does not show one.
-
-    Args:
-        attention: Module that attention starts with.
-        argument: Its argument that holds the input, by position or name.
-    """
-    names = list(inspect.signature(inspect.unwrap(type(attention).forward)).parameters)[1:]
-    name = argument if isinstance(argument, str) else names[argument] if argument < len(names) else ""
-    if name not in names or "forward" in vars(attention):
-        return None
-    try:
-        paths = list(walk_paths(type(attention), attention, {name: True}, hands_itself_out=True))
-    except (NotUnderstoodError, UnsupportedError):
-        return None
-    found = {_last_call(path) for path in paths}
-    module, key = (found.pop() if len(found) == 1 else None) or ("", 0)
-    sizes = _sizes(attention, module)
-    return OutputProjection(module, key, *sizes) if sizes is not None else None
-
-
-def _last_call(path: Path) -> tuple[str, Key] | None:
-    """Return the module whose result is the path's, if it is called once, and its one argument that reads the input."""
-    result = path.result.values[0] if isinstance(path.result, Items) and path.result.values else path.result
-    atom = result.atom if isinstance(result, Sum) else None
-    calls = Counter(call.module for call in path.tape.calls)
-    if atom is None or atom.element or calls[atom.module] != 1:
-        return None
-    call = next(call for call in path.tape.calls if call.module == atom.module)
-    read = [key for key, value in call.inputs.items() if path.tape.reads(value)]
-    return (call.module, read[0]) if len(read) == 1 else None
-
-
-def _sizes(attention: nn.Module, path: str) -> tuple[int, int] | None:
-    """Return the input's width on this rank and on all; None if no linear layer is at `path`."""
-    LinearBase = vllm_names.LINEAR_LAYER.get()
-
-    try:
-        module = attention.get_submodule(path) if path else None
-    except AttributeError:
-        return None
-    module = getattr(module, "base_layer", module)  # of a layer that LoRA adapters wrap
-    if isinstance(module, LinearBase):
-        whole = int(module.input_size)
-        return int(getattr(module, "input_size_per_partition", whole)), whole
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.in_features
-    return None
-
-
-class RankWidth(NamedTuple):
-    """Values of a row at a hook point.
-
-    Attributes:
-        part: On this tensor-parallel rank.
-        whole: On all ranks together.
-    """
-
-    part: int
-    whole: int
-
-
 HIDDEN_NAMES = ("hidden_states", "x", "hidden", "inputs", "h", "hidden_state")
 RESIDUAL_NAMES = ("residual", "residuals")
 ATTENTION_WORDS = ("attn", "attention", "mixer", "mamba", "conv")
@@ -179,10 +98,8 @@ class LayerLayout:
         attn_branch: Module whose (first) output, times `branch_scale`, is the attention branch; single only.
         mlp_branch: The same for the MLP branch; single only.
         branch_scale: Attribute that both branches are multiplied by before they are added; single only.
-        out_proj: Attention's output projection.
-        out_proj_input: Argument of `out_proj` that holds the heads' results.
-        no_hook_z: Why there is no `hook_z`, if the layer itself was looked at.
-        widths: Of the hook points whose rows are not those of the stream: as their modules show them.
+        inner: Where the hook points within attention and the MLP are, if the layer itself was looked at.
+        absent: Why there is no such hook point, likewise.
         hooks: Hook points that can be taken.
     """
 
@@ -202,10 +119,8 @@ class LayerLayout:
     attn_branch: str | None = None
     mlp_branch: str | None = None
     branch_scale: str | None = None
-    out_proj: str | None = None
-    out_proj_input: Key | None = None
-    no_hook_z: str = ""
-    widths: Mapping[HookPoint, RankWidth] = field(default_factory=dict)
+    inner: Mapping[HookPoint, HookPlace] = field(default_factory=dict)
+    absent: Mapping[HookPoint, str] = field(default_factory=dict)
     hooks: frozenset[HookPoint] = field(default=BOUNDARIES)
 
 
@@ -240,27 +155,13 @@ def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerLay
     except NotUnderstoodError as error:
         raise UnsupportedError(f"{where}: the residual stream cannot be followed: {error}") from error
     agreed = _agreed(layouts, where)
-    return _with_output_projection(agreed, layer) if isinstance(layer, nn.Module) else agreed
+    return _with_inner_places(agreed, layer) if isinstance(layer, nn.Module) else agreed
 
 
-def _with_output_projection(layout: LayerLayout, layer: nn.Module) -> LayerLayout:
-    """Add the output projection of the layer's attention, or why its input can be no site."""
-    if layout.attn is None or layout.attn_input is None:
-        return replace(layout, no_hook_z="the layer has no one attention with one input")
-    attention = layer.get_submodule(layout.attn)
-    found = find_output_projection(attention, layout.attn_input)
-    if found is None:
-        cls, is_replaced = type(attention).__name__, "forward" in vars(attention)
-        shown = "shows no linear layer that makes its result"
-        reason = f"vLLM replaced the forward of this {cls}" if is_replaced else f"the source of {cls} {shown}"
-        return replace(layout, no_hook_z=reason)
-    return replace(
-        layout,
-        out_proj=f"{layout.attn}.{found.module}",
-        out_proj_input=found.argument,
-        widths={**layout.widths, HookPoint.HOOK_Z: RankWidth(found.width, found.whole_width)},
-        hooks=layout.hooks | {HookPoint.HOOK_Z},
-    )
+def _with_inner_places(layout: LayerLayout, layer: nn.Module) -> LayerLayout:
+    """Add the places within the layer's attention, or why they can be no sites."""
+    found = inner_places(layer, layout.attn, layout.attn_input)
+    return replace(layout, inner=found.places, absent=found.absent, hooks=layout.hooks | frozenset(found.places))
 
 
 class _Reading:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from headgate.capture.engine.contracts.parts import worker_part
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, WorkerHooks
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
+from headgate.capture.engine.model.inner_places import HookPlace
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
 from headgate.capture.engine.setup.hosts import SETUP_RPC, action_target, network_keys, worker_setup
 from headgate.capture.engine.setup.settings import compiler_config, model_info, section, sections
@@ -31,7 +33,7 @@ from headgate.capture.monitoring.step_log import open_step_log
 from headgate.capture.schema.batch import Document
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, SiteShape
+from headgate.capture.schema.sites import FINAL_NORM_SITE, INNER_HOOKS, HookPoint, Site, SiteShape
 
 
 def has_one_row_each() -> bool:
@@ -124,7 +126,7 @@ def install(worker: Worker) -> InstalledWorker:
     facts = _facts(worker, model_info(config), [index for index, _ in layers], reapplies_mid(layers))
     device_bytes = sum(part.headgate_allocate(facts) for part in parts.values())
     actions = _collect_actions(parts, facts)
-    install_actions(parent, stack_name, layers, actions, facts.model)
+    install_actions(parent, stack_name, layers, actions, facts.model, facts.tp_size)
     for part in parts.values():
         part.headgate_start(facts)
     _add_to_model_memory(worker.model_runner, device_bytes)
@@ -186,6 +188,7 @@ def install_actions(
     layers: Sequence[tuple[int, nn.Module]],
     actions: Mapping[Site, Sequence[SiteAction]],
     model: ModelInfo | None = None,
+    num_ranks: int = 1,
 ) -> None:
     """Put `actions` into the modules of one decoder stack.
 
@@ -195,6 +198,7 @@ def install_actions(
         layers: Global index and module of each layer.
         actions: By site.
         model: What all processes take the shapes of sites from; None: shapes are not compared with the modules.
+        num_ranks: Of tensor parallelism.
 
     Raises:
         UnsupportedError: If a site does not exist in the model; the message says which there are. Also if its rows
@@ -204,66 +208,82 @@ def install_actions(
         wanted = forward_wrappers.sites_by_hook(actions, index)
         if wanted:
             shapes = {} if model is None else {hook: model.shape(Site(index, hook)) for hook in wanted}
-            _install_layer(f"{stack_name}.{index}", layer, wanted, shapes, is_first=index == 0)
+            where = f"{stack_name}.{index}"
+            _install_layer(where, layer, wanted, shapes, is_first=index == 0, num_ranks=num_ranks)
     if FINAL_NORM_SITE in actions:
         _install_final_norm(parent, actions[FINAL_NORM_SITE])
 
 
+_UNFUSED = INNER_HOOKS | {HookPoint.ATTN_IN, HookPoint.HOOK_Z}
+"""Hook points whose actions the compiler does not fuse with what is in front of them."""
+
+
 def _install_layer(
-    where: str, layer: nn.Module, wanted: Wanted, shapes: Mapping[HookPoint, SiteShape], *, is_first: bool
+    where: str,
+    layer: nn.Module,
+    wanted: Wanted,
+    shapes: Mapping[HookPoint, SiteShape],
+    *,
+    is_first: bool,
+    num_ranks: int,
 ) -> None:
     layout = analyse_layer(type(layer), layer)
     missing = [hook for hook in wanted if hook not in layout.hooks]
     if missing:
-        why = f": {layout.no_hook_z}" if missing[0] is HookPoint.HOOK_Z else ""
+        why = f": {layout.absent[missing[0]]}" if missing[0] in layout.absent else ""
         raise UnsupportedError(
             f"{where} ({type(layer).__name__}) has no hook point {missing[0]}{why}; it has "
             f"{', '.join(sorted(layout.hooks))}. Take {missing[0]} out of the configured sites"
         )
-    _check_shapes(f"{where} ({type(layer).__name__})", layout, shapes)
+    _check_shapes(f"{where} ({type(layer).__name__})", layout, shapes, num_ranks)
     parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
-    within_attention = {
-        hook: _unfused(wanted[hook]) for hook in (HookPoint.ATTN_IN, HookPoint.HOOK_Z) if hook in wanted
-    }
-    wanted = {**wanted, **within_attention}
+    wanted = {**wanted} | {hook: _unfused(actions) for hook, actions in wanted.items() if hook in _UNFUSED}
     wanted, early_places = _place_around_mid_norm(layout, wanted, is_first=is_first)
     places = submodule_places(layout, layer) | early_places
     for name in dict.fromkeys(place.module for place in places.values()):
-        module = layer.get_submodule(name)
-        taken = [
-            (hook, place, forward_wrappers.attach(module, hook, wanted[hook]))
-            for hook, place in places.items()
-            if hook in wanted and place.module == name
-        ]
+        taken = [(hook, place) for hook, place in places.items() if hook in wanted and place.module == name]
         if taken:
-            forward_wrappers.swap_class(module, forward_wrappers.module_forward(taken))
+            _install_module(layer, name, taken, wanted)
     own = {hook: forward_wrappers.attach(layer, hook, wanted[hook]) for hook in wanted if hook not in places}
     reapplied = reapplied_runs(layout, layer, wanted.get(HookPoint.POST_ATTN, ()))
     if own or reapplied:
         forward_wrappers.swap_class(layer, forward_wrappers.layer_forward(layout, own, parameters, reapplied))
 
 
-def _check_shapes(where: str, layout: LayerLayout, shapes: Mapping[HookPoint, SiteShape]) -> None:
+def _install_module(layer: nn.Module, name: str, taken: Sequence[tuple[HookPoint, HookPlace]], wanted: Wanted) -> None:
+    """Put the actions of one submodule of a layer into it; into a copy for this layer if others have it too."""
+    module = layer.get_submodule(name)
+    if any(place.is_shared for _, place in taken):
+        module = copy.copy(module)
+        owner, _, attribute = name.rpartition(".")
+        setattr(layer.get_submodule(owner), attribute, module)
+    runs = [(hook, place, forward_wrappers.attach(module, hook, wanted[hook])) for hook, place in taken]
+    forward_wrappers.swap_class(module, forward_wrappers.module_forward(runs))
+
+
+def _check_shapes(where: str, layout: LayerLayout, shapes: Mapping[HookPoint, SiteShape], num_ranks: int) -> None:
     """Compare shapes that all processes share with what the layer's modules show.
 
     Raises:
         UnsupportedError: If they differ.
     """
     for hook, shape in shapes.items():
-        if (found := layout.widths.get(hook)) is None:
+        if (place := layout.inner.get(hook)) is None:
             continue
-        is_split = found.part != found.whole
-        if found.whole != shape.width or is_split != (shape.shard == "columns"):
-            on_ranks = f"{found.part} of them on each tensor-parallel rank" if is_split else "all of them on each rank"
+        is_split = bool(place.whole_width) and place.width != place.whole_width
+        whole = place.whole_width or shape.width
+        if (place.width, whole) != (shape.part_width(num_ranks), shape.width):
+            on_ranks = f"{place.width} of them on each tensor-parallel rank" if is_split else "all of them on each rank"
             raise UnsupportedError(
-                f"{where}: {hook} has {found.whole} values, {on_ranks}; the model's configuration says {shape.width} "
-                f"({shape.shard}). Take {hook} out of the configured sites and report the architecture"
+                f"{where}: {hook} has {place.whole_width or place.width} values, {on_ranks}; the model's configuration "
+                f"says {shape.width} ({shape.shard}). Take {hook} out of the configured sites and report the "
+                "architecture"
             )
 
 
 def _place_around_mid_norm(
     layout: LayerLayout, wanted: Wanted, *, is_first: bool
-) -> tuple[Wanted, dict[HookPoint, forward_wrappers.HookPlace]]:
+) -> tuple[Wanted, dict[HookPoint, HookPlace]]:
     """Choose how actions around a fused mid norm run: before attention where all can, with the places; else unfused."""
     if layout.mid_residual is None:
         mid = [replace(action, run=action.run_and_keep or action.run) for action in wanted.get(HookPoint.POST_ATTN, ())]
@@ -276,7 +296,7 @@ def _place_around_mid_norm(
         ]
         if layout.first_norm is not None and not is_first and actions and len(early) == len(actions):
             chosen[hook] = early
-            places[hook] = forward_wrappers.HookPlace(module=layout.first_norm, result=1)
+            places[hook] = HookPlace(module=layout.first_norm, result=1)
         elif actions:
             chosen[hook] = _unfused(actions)
     return chosen, places
@@ -299,32 +319,27 @@ def reapplied_runs(
     return tuple(action.reapply_to_residual for action in changing if action.reapply_to_residual is not None)
 
 
-def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, forward_wrappers.HookPlace]:
+def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, HookPlace]:
     """Return the hook points that are taken at submodules of `layer` and not at `layer`, in the forward's order."""
-    places: dict[HookPoint, forward_wrappers.HookPlace] = {}
+    places: dict[HookPoint, HookPlace] = {}
     is_pair = layout.style == "pair"
     scale = float(getattr(layer, layout.branch_scale)) if layout.branch_scale else None
     if layout.attn:
-        places[HookPoint.ATTN_IN] = forward_wrappers.HookPlace(module=layout.attn, value=layout.attn_input)
-    if layout.out_proj:
-        places[HookPoint.HOOK_Z] = forward_wrappers.HookPlace(module=layout.out_proj, value=layout.out_proj_input)
+        places[HookPoint.ATTN_IN] = HookPlace(module=layout.attn, value=layout.attn_input)
+    places |= layout.inner
     if layout.attn_branch and not is_pair:
-        places[HookPoint.ATTN_OUT] = forward_wrappers.HookPlace(module=layout.attn_branch, scale=scale)
+        places[HookPoint.ATTN_OUT] = HookPlace(module=layout.attn_branch, scale=scale)
     if layout.mid:
         addend = layout.mid_residual if is_pair else None
         if is_pair:
-            places[HookPoint.ATTN_OUT] = forward_wrappers.HookPlace(
-                module=layout.mid, value=layout.mid_input, carry=addend
-            )
-        places[HookPoint.POST_ATTN] = forward_wrappers.HookPlace(
-            module=layout.mid, value=layout.mid_input, addend=addend, carry=addend
-        )
+            places[HookPoint.ATTN_OUT] = HookPlace(module=layout.mid, value=layout.mid_input, carry=addend)
+        places[HookPoint.POST_ATTN] = HookPlace(module=layout.mid, value=layout.mid_input, addend=addend, carry=addend)
     if layout.mlp_in_is_norm_output and layout.mid_norm:
-        places[HookPoint.MLP_IN] = forward_wrappers.HookPlace(module=layout.mid_norm)
+        places[HookPoint.MLP_IN] = HookPlace(module=layout.mid_norm)
     elif layout.mlp:
-        places[HookPoint.MLP_IN] = forward_wrappers.HookPlace(module=layout.mlp, value=layout.mlp_input)
+        places[HookPoint.MLP_IN] = HookPlace(module=layout.mlp, value=layout.mlp_input)
     if layout.mlp_branch and not is_pair:
-        places[HookPoint.MLP_OUT] = forward_wrappers.HookPlace(module=layout.mlp_branch, scale=scale)
+        places[HookPoint.MLP_OUT] = HookPlace(module=layout.mlp_branch, scale=scale)
     return {hook: place for hook, place in places.items() if hook in layout.hooks}
 
 
@@ -336,7 +351,7 @@ def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> Non
         )
     module = parent.get_submodule(found[0])
     runs = forward_wrappers.attach(module, HookPoint.FINAL_NORM, actions)
-    taken = [(HookPoint.FINAL_NORM, forward_wrappers.HookPlace(module=found[0]), runs)]
+    taken = [(HookPoint.FINAL_NORM, HookPlace(module=found[0]), runs)]
     forward_wrappers.swap_class(module, forward_wrappers.module_forward(taken))
 
 

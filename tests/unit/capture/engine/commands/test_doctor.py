@@ -26,13 +26,13 @@ def printed(report: doctor.ModelReport) -> str:
 
 def test_the_reason_why_there_is_no_hook_z_is_printed() -> None:
     hooks = (doctor.HookReport(HookPoint.ATTN_IN, "DecoderLayer.self_attn", (SiteShape(64, "bfloat16"),) * 3),)
-    report = doctor.ModelReport("Gemma", 3, 64, torch.bfloat16, 1023, hooks, "it has 128 values")
+    report = doctor.ModelReport("Gemma", 3, 64, torch.bfloat16, 1023, hooks, {HookPoint.HOOK_Z: "it has 128 values"})
 
     text = printed(report)
 
     assert "attn_in" in text
     assert "no hook_z: it has 128 values" in text
-    assert "no hook_z" not in printed(report._replace(no_hook_z=""))
+    assert "no hook_z" not in printed(report._replace(absent={}))
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
-from headgate.capture.schema.sites import HookPoint
+from headgate.capture.schema.sites import INNER_HOOKS, HookPoint
 
-ALL = frozenset(HookPoint) - {HookPoint.FINAL_NORM, HookPoint.HOOK_Z}
-"""Of a class alone: `hook_z` is read from the attention module of a layer."""
+ALL = frozenset(HookPoint) - INNER_HOOKS - {HookPoint.FINAL_NORM, HookPoint.HOOK_Z}
+"""Of a class alone: `hook_z` and the inner ones are read from the modules of a layer."""
 BOUNDARIES = frozenset({HookPoint.PRE_ATTN, HookPoint.POST_MLP})
 
 

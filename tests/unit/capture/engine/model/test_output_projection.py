@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 
-from headgate.capture.engine.model.layer_layout import OutputProjection, analyse_layer, find_output_projection
+from headgate.capture.engine.model.inner_places import OutputProjection, find_output_projection
+from headgate.capture.engine.model.layer_layout import analyse_layer
 from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.engine.worker.install import install_actions
 from headgate.capture.schema.consumer import ModelInfo
@@ -98,7 +99,7 @@ def test_a_forward_of_the_instances_own_is_not_read() -> None:
     attention.forward = lambda positions, hidden_states: hidden_states  # type: ignore[method-assign]
 
     assert find_output_projection(attention, "hidden_states") is None
-    assert analyse_layer(Layer, Layer(attention)).no_hook_z == "vLLM replaced the forward of this Heads"
+    assert analyse_layer(Layer, Layer(attention)).absent[HookPoint.HOOK_Z] == "vLLM replaced the forward of this Heads"
 
 
 class Sharded(LinearBase):
@@ -131,8 +132,9 @@ def refusal_of(attention: nn.Module, shape: SiteShape) -> str:
     site = Site(0, HookPoint.HOOK_Z)
     actions = {site: [SiteAction(run=lambda module, hook, site: site.carry, order=0)]}
     model = ModelInfo(name="m", num_layers=1, hidden_size=HIDDEN, dtype="float32", sites=(), shapes={site: shape})
+    num_ranks = 2 if shape.shard == "columns" else 1
     with pytest.raises(UnsupportedError) as refusal:
-        install_actions(nn.Module(), "layers", [(0, Layer(attention))], actions, model)
+        install_actions(nn.Module(), "layers", [(0, Layer(attention))], actions, model, num_ranks)
     return str(refusal.value)
 
 
@@ -167,7 +169,8 @@ def test_heads_of_any_width_are_a_site(attention: nn.Module, shape: SiteShape) -
     layout = analyse_layer(Layer, Layer(attention))
 
     assert HookPoint.HOOK_Z in layout.hooks
-    assert layout.widths[HookPoint.HOOK_Z] == (shape.part_width(2), shape.width)
+    place = layout.inner[HookPoint.HOOK_Z]
+    assert (place.width, place.whole_width) == (shape.part_width(2), shape.width)
 
 
 def test_what_the_projection_reads_is_seen_and_steered_alone() -> None:
@@ -189,7 +192,8 @@ def test_what_the_projection_reads_is_seen_and_steered_alone() -> None:
         )
         answer = layer(stream)
 
-    assert (layout.out_proj, layout.out_proj_input) == ("self_attn.o_proj", 0)
+    place = layout.inner[HookPoint.HOOK_Z]
+    assert (place.module, place.value) == ("self_attn.o_proj", 0)
     assert [hook for hook, _ in seen] == ["hook_z"]
     torch.testing.assert_close(seen[0][1], q * k + v)
     torch.testing.assert_close(answer, expected)

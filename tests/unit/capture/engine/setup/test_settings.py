@@ -20,6 +20,8 @@ def config(num_ranks: int = 1, **server: Any) -> Any:
         max_model_len=8,
         get_hidden_size=lambda: 4,
         get_head_size=lambda: 3,
+        get_total_num_kv_heads=lambda: 1,
+        use_mla=False,
         get_num_attention_heads=lambda parallel: 2 // parallel.tensor_parallel_size,
     )
     ours = {"capture": SECTION, "server": server, "compiler": {"rewrites": False}}
@@ -47,6 +49,9 @@ def test_sites_have_the_shapes_of_the_models_configuration() -> None:
     assert alone.shape(stream) == shared.shape(stream) == SiteShape(4, "float32")
     assert alone.shape(site) == SiteShape(6, "float32", "replicated", 3)
     assert shared.shape(site) == SiteShape(6, "float32", "columns", 3)
+    for hook, width in {HookPoint.Q: 6, HookPoint.Q_PRE: 6, HookPoint.K: 3, HookPoint.K_PRE: 3, HookPoint.V: 3}.items():
+        assert shared.shape(Site(1, hook)) == SiteShape(width, "float32", "columns", 3)
+    assert shared.shape(Site(1, HookPoint.K)).part_width(2) == 3  # both ranks hold the one head
     assert alone.position_bytes((site, stream)) == 4 * (6 + 4)
 
 

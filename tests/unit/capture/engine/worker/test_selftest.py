@@ -9,11 +9,13 @@ from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.worker.capture_part import check_capture
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import SelfTestError
-from headgate.capture.schema.sites import HookPoint, Site, sort_sites
+from headgate.capture.schema.sites import INNER_HOOKS, HookPoint, Site, sort_sites
 from headgate.capture.staging.ring import StagingRing
 
 HIDDEN = 8
-SITES = sort_sites(Site(layer, hook) for layer in (0, 1) for hook in HookPoint if hook is not HookPoint.FINAL_NORM)
+SITES = sort_sites(
+    Site(layer, hook) for layer in (0, 1) for hook in set(HookPoint) - INNER_HOOKS - {HookPoint.FINAL_NORM}
+)
 
 APART = (HookPoint.ATTN_IN, HookPoint.HOOK_Z, HookPoint.MLP_IN)
 """Hook points whose values follow from no neighbour's."""
