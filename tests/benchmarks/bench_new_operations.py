@@ -1,11 +1,11 @@
 """Host time of a request that brings content of its own: ``python -m tests.benchmarks.bench_new_operations KIND``.
 
 Gemma-3-4B's sizes; `IN_FLIGHT` requests, of whose content no worker has seen the like before: ``operations`` are the 4
-of `operations.operations` at 8 sites, ``gates`` one with a probe and a vector of its own, ``features`` 16 features of
-an SAE. Whenever one ends, the next begins. No engine and no GPU: the parts of headgate that each process runs, one
-after the other, on the CPU. Microseconds of CPU time, but for the latencies, which are told by the clock: the 10th,
-50th and 90th percentile over the requests. Takes ten seconds. The first is the one to compare: a machine's speed
-changes within seconds.
+of `operations.operations` at 8 sites, ``ablation`` the first of them alone, ``vectors`` one vector at one site,
+``gates`` a gate with a probe and a vector of its own, ``features`` 16 features of an SAE. Whenever one ends, the next
+begins. No engine and no GPU: the parts of headgate that each process runs, one after the other, on the CPU.
+Microseconds of CPU time, but for the latencies, which are told by the clock: the 10th, 50th and 90th percentile over
+the requests. Takes ten seconds. The first is the one to compare: a machine's speed changes within seconds.
 
 *API server*: what the body costs in Python's lock. `beside a busy loop` is the latency of the same work on a thread,
 while the event loop has so much work of its own in each step of 5.8 ms: the thread has to wait for Python's lock
@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -83,6 +84,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "operations": Kind("steering_ops", lambda number: encoded_operations(number, SIZE, NUM_OPS)),
+    "ablation": Kind("steering_ops", lambda number: encoded_operations(number, SIZE, 1)),
     "vectors": Kind("steering_vectors", lambda number: encoded_vector(number, SIZE)),
     "gates": Kind("steering_gates", lambda number: encoded_gate(number, SIZE, is_loop=False)),
     "features": Kind("steering_features", lambda number: encoded_features(number, NUM_FEATURES), has_sae=True),
@@ -218,16 +220,18 @@ def in_core(served: Server, messages: Sequence[bytes]) -> list[Any]:
     core = SteeringCore("bfloat16", capacity, NoWorkers(), config, steerable=served.steerable)
     for sae in served.saes:
         core.state.saes.put(sae)
-    numbered = enumerate(messages)
+    numbers = count()
 
     def take(message: bytes) -> Any:
-        req_id = f"request-{next(numbered)[0]}"
+        req_id = f"request-{next(numbers)}"
         taken = core.accept(req_id, msgspec.msgpack.decode(message), PROMPT)
         core.block_keys(req_id)
         return taken
 
     print("engine core, input thread")
-    return each("decoded and accepted", take, messages)
+    taken = each("decoded and accepted", take, messages)
+    each("decoded and accepted, when it was before", take, messages)
+    return taken
 
 
 class Launches(TorchDispatchMode):
