@@ -300,7 +300,7 @@ Result = TypeVar("Result")
 MAX_BYTES = 32 << 20
 """Content whose results are kept, in all. A result takes once or twice as much memory."""
 MAX_ENTRY_BYTES = 512 << 10
-_LEAVES = frozenset((str, int, float, bool, bytes, type(None)))
+_LEAVES = frozenset((str, int, float, bool, bytes, type(None), np.ndarray))
 
 
 class ContentKey(NamedTuple):
@@ -316,17 +316,30 @@ class ContentKey(NamedTuple):
 
 
 def content_of(values: Mapping[str, object]) -> ContentKey | None:
-    """Return the key of values that are plain, as JSON and MessagePack have them.
+    """Return the key of values that are plain, as JSON and MessagePack have them, or arrays of numbers.
 
-    None for others: arrays and tensors, and subclasses of plain types, which may mean something else.
+    None for others: tensors, and subclasses of plain types and of arrays, which may mean something else; and for values
+    that are too long to be kept.
     """
     try:
         if not _are_plain(values.values()):
             return None
-        content = msgspec.msgpack.encode(dict(values))
+        content = msgspec.msgpack.encode(dict(values), enc_hook=_encode_array)
     except (OverflowError, TypeError, ValueError, RecursionError):  # such as an integer of more than 64 bits
         return None
     return ContentKey(hashlib.sha256(content).digest(), len(content)) if len(content) <= MAX_ENTRY_BYTES else None
+
+
+def _encode_array(array: object) -> msgspec.msgpack.Ext:
+    """Return an array as a value that no plain one is encoded to.
+
+    Raises:
+        ValueError: If it is not of numbers, or too long.
+    """
+    if not isinstance(array, np.ndarray) or array.dtype.hasobject or array.nbytes > MAX_ENTRY_BYTES:
+        raise ValueError("not an array of numbers that is kept")
+    about = f"{array.dtype.name} {array.dtype.str} {array.shape}\n"
+    return msgspec.msgpack.Ext(1, about.encode() + array.tobytes())
 
 
 def _are_plain(values: Iterable[object]) -> bool:
@@ -429,10 +442,10 @@ class SteeringReader:
         self.steerable = steerable
         self.sae_root = sae_root
         self._cache: IdentityCache[PartRequest | None] = IdentityCache()
-        self._operations: ContentCache[PartRequest] = ContentCache()
+        self._known: ContentCache[PartRequest] = ContentCache()
 
     def read(self, values: Mapping[str, Any]) -> PartRequest | None:
-        """Read the fields; the same objects with the same content are read once, and so are equal operations."""
+        """Read the fields; equal content is read once, and so are the same objects whose content is the same."""
         if RETURN_TRACE not in values:
             return self._read_kept(values)
         others = {field: value for field, value in values.items() if field != RETURN_TRACE}
@@ -442,20 +455,18 @@ class SteeringReader:
     def _read_kept(self, values: Mapping[str, Any]) -> PartRequest | None:
         if not any(field in values for field in _WITH_ROWS):
             return self._read(values)
-        # Vectors are read about as fast as they are hashed; operations are not.
-        key = None if any(field in values for field in _VECTORS) else content_of(values)
-        if key is not None:
-            return self._read_operations(key, values)
+        if (key := content_of(values)) is not None:
+            return self._read_content(key, values)
         if (found := self._cache.find(values)) is not None:
             return found.result
         wanted = self._read(values)
         self._cache.keep(values, wanted)
         return wanted
 
-    def _read_operations(self, key: ContentKey, values: Mapping[str, Any]) -> PartRequest | None:
-        found = self._operations.find(key)
+    def _read_content(self, key: ContentKey, values: Mapping[str, Any]) -> PartRequest | None:
+        found = self._known.find(key)
         if found is None and (found := self._read(values)) is not None:
-            self._operations.keep(key, found)
+            self._known.keep(key, found)
         return found
 
     def has_sources(self, values: Mapping[str, Any]) -> bool:
