@@ -293,8 +293,13 @@ PROGRAM_KEYS = frozenset(
 """Keys of a `SteeringWire` that the engine core replaces where it makes the programs."""
 
 
-def from_wire(wire: Mapping[str, Any]) -> SteeringSpec:
-    """Return the spec that `to_wire` wrote; its rows are views of the received bytes."""
+def from_wire(wire: Mapping[str, Any], gates: tuple[Gate, ...] | None = None) -> SteeringSpec:
+    """Return the spec that `to_wire` wrote; its rows are views of the received bytes.
+
+    Args:
+        wire: As it was written.
+        gates: Its gates, if they were read already.
+    """
     prefill = _vectors(wire.get("prefill"))
     decode = prefill if wire.get("is_shared") else _vectors(wire.get("decode"))
     modules = tuple(ModuleRef(name, scale) for name, scale in wire.get("modules", ()))
@@ -314,7 +319,7 @@ def from_wire(wire: Mapping[str, Any]) -> SteeringSpec:
         decode_ops=prefill_ops if wire.get("are_ops_shared") else decode_ops,
         prefill_features=prefill_features,
         decode_features=prefill_features if wire.get("are_features_shared") else decode_features,
-        gates=gates_from_wire(wire.get("gates", ())),
+        gates=gates_from_wire(wire.get("gates", ())) if gates is None else gates,
         rules=tuple(wire["rules"]) if "rules" in wire else None,
     )
 

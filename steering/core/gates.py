@@ -13,17 +13,35 @@ from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.content import Limits, check_phases, check_programs
 from headgate.steering.core.probes import ProbeRegistry
-from headgate.steering.core.resolved import NO_LATCHES, NOTHING_BROUGHT, Brought, Module, Resolved, resolved_of
+from headgate.steering.core.resolved import (
+    NO_LATCHES,
+    NOTHING_BROUGHT,
+    Brought,
+    Module,
+    Resolved,
+    for_prompt,
+    resolved_of,
+)
 from headgate.steering.core.rules.registry import KeptRule, kept_rule
 from headgate.steering.core.saes import KeptPrograms, SaeRegistry, bytes_of
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.gates.conversations import Conversation, ConversationLatches, LatchKey
-from headgate.steering.gates.gate import FeatureReading, Gate, GatesWire, ModuleThen, NamedProbe, Rule, gates_to_wire
+from headgate.steering.gates.gate import (
+    FeatureReading,
+    Gate,
+    GatesWire,
+    ModuleThen,
+    NamedProbe,
+    Rule,
+    gates_from_wire,
+    gates_to_wire,
+)
 from headgate.steering.gates.lowering import GatedPrograms, Own, lower_gates
+from headgate.steering.gates.trace import GateSource
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
-from headgate.steering.spec import SteeringSpec
+from headgate.steering.spec import SteeringSpec, programs_to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, weighted_sum
 
@@ -46,20 +64,62 @@ class Registered(NamedTuple):
         return self.probes is other.probes and self.saes is other.saes and self.version == other.version
 
 
-class LoweredGates:
-    """Programs of the last gates, by their content: many requests of a load bring the same. Any thread."""
+class LoweredGates(NamedTuple):
+    """Programs of gates that depend on nothing but registered names, and a request that has these gates alone.
+
+    Attributes:
+        registered: Everything that was registered then.
+        made: Their programs.
+        alone: A request that has nothing but these gates.
+        num_prompt: Tokens of its prompt.
+    """
+
+    registered: Registered
+    made: GatedPrograms
+    alone: Resolved
+    num_prompt: int
+
+
+class KnownGates(NamedTuple):
+    """Gates as a request brought them.
+
+    Attributes:
+        key: SHA-256 of their wire form.
+        gates: The gates.
+        num_bytes: Length of the wire form, which they hold.
+    """
+
+    key: bytes
+    gates: tuple[Gate, ...]
+    num_bytes: int
+
+
+class GateCache:
+    """The last gates and what they became, by their content: many requests of a load bring the same. Any thread."""
 
     def __init__(self) -> None:
-        self._kept: KeptPrograms[tuple[Registered, GatedPrograms]] = KeptPrograms()
+        self._kept: KeptPrograms[tuple[KnownGates, LoweredGates | None]] = KeptPrograms()
 
-    def find(self, key: bytes, now: Registered) -> GatedPrograms | None:
-        """Return programs that were made with the same registered names; None if there are none."""
-        found = self._kept.find(key)
-        return found[1] if found is not None and found[0].is_same(now) else None
+    def read(self, wire: GatesWire) -> KnownGates:
+        """Return the gates of a wire form."""
+        content = msgspec.msgpack.encode(wire)
+        key = hashlib.sha256(content).digest()
+        if (found := self._kept.find(key)) is not None:
+            return found[0]
+        known = KnownGates(key, gates_from_wire(wire), len(content))
+        self._kept.keep(key, (known, None), known.num_bytes)
+        return known
 
-    def keep(self, key: bytes, registered: Registered, made: GatedPrograms) -> None:
-        """Keep programs that were made with these registered names."""
-        self._kept.keep(key, (registered, made), bytes_of(made.prefill, made.decode))
+    def find(self, known: KnownGates, now: Registered) -> LoweredGates | None:
+        """Return what gates became with the same registered names; None if that is not known."""
+        _, lowered = self._kept.find(known.key) or (known, None)
+        return lowered if lowered is not None and lowered.registered.is_same(now) else None
+
+    def keep(self, known: KnownGates, lowered: LoweredGates) -> None:
+        """Keep what gates became."""
+        # Their programs are there once more in wire form.
+        num_bytes = 2 * bytes_of(lowered.made.prefill, lowered.made.decode) + known.num_bytes
+        self._kept.keep(known.key, (known, lowered), num_bytes)
 
 
 class GateContent:
@@ -169,12 +229,12 @@ class Owned(NamedTuple):
     Attributes:
         owner: Name of its key; empty without one.
         latches: Latches of all conversations; None if they are not served.
-        lowered: Programs of gates that are no conversation's.
+        cache: Gates that are no conversation's.
     """
 
     owner: str
     latches: ConversationLatches | None
-    lowered: LoweredGates
+    cache: GateCache
 
     def keys(self, gates: Sequence[Gate], content: GateContent) -> dict[str, LatchKey]:
         """Return the keys of gates that go on in a conversation, by their names.
@@ -219,15 +279,21 @@ class Ungated(NamedTuple):
     own: tuple[Program | None, Program | None] = (None, None)
     brought: Brought = NOTHING_BROUGHT
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether nothing acts but the gates."""
+        spec = self.spec
+        return spec.prefill is None and spec.decode is None and self.own == (None, None) and not self.brought.named
+
 
 def gated(
-    static: Ungated, wire: GatesWire | None, content: GateContent, limits: Limits, num_prompt: int, owned: Owned
+    static: Ungated, known: KnownGates | None, content: GateContent, limits: Limits, num_prompt: int, owned: Owned
 ) -> Resolved:
     """Return a request's steering with its gates.
 
     Args:
         static: The request's.
-        wire: The gates as they came; None if they did not.
+        known: The gates as they came; None if they were not read from a wire form.
         content: Gives probes, modules and SAEs by name.
         limits: Limits of what its programs hold at one site.
         num_prompt: Tokens of its prompt.
@@ -243,7 +309,13 @@ def gated(
             "this engine takes no gates: its layers lie on several pipeline stages; start it with tensor parallelism",
         )
     keys = owned.keys(gates, content)
-    made = _lowered(static, gates_to_wire(gates) if wire is None else wire, content, owned, keys)
+    if keys or any(gate.then.attenuate is not None for gate in gates):
+        made = lower_gates(gates, content, content.dtype, _own(static), owned.latched(keys))
+    else:
+        lowered = _lowered(known or owned.cache.read(gates_to_wire(gates)), content, limits, num_prompt, owned.cache)
+        if static.is_nothing:
+            return lowered.alone if lowered.num_prompt == num_prompt else for_prompt(lowered.alone, num_prompt)
+        made = lowered.made
     if made.takes_own:
         static = Ungated()
     first, second = static.own
@@ -252,26 +324,28 @@ def gated(
     decode = prefill if is_alike else made.decode if second is None else joined([second, made.decode])
     own = prefill, decode
     check_phases(static.brought.acting(own), limits, gates[0].where)
+    source = GateSource.of(made.layout, own)
     return resolved_of(
-        static.spec, own, static.brought, num_prompt, takes_own=made.takes_own, latch_keys=keys or NO_LATCHES
+        static.spec, own, static.brought, num_prompt, source, takes_own=made.takes_own, latch_keys=keys or NO_LATCHES
     )
 
 
 def _lowered(
-    static: Ungated, wire: GatesWire, content: GateContent, owned: Owned, keys: Mapping[str, LatchKey]
-) -> GatedPrograms:
-    """Return the programs of a request's gates, found by their content if nothing else decides what they are."""
-    gates = static.spec.gates
-    if keys or any(gate.then.attenuate is not None for gate in gates):
-        return lower_gates(gates, content, content.dtype, _own(static), owned.latched(keys))
-    key = hashlib.sha256(msgspec.msgpack.encode(wire)).digest()
+    known: KnownGates, content: GateContent, limits: Limits, num_prompt: int, cache: GateCache
+) -> LoweredGates:
+    """Return what gates became that neither attenuate nor go on in a conversation; it depends on nothing else."""
     registered = content.registered
-    made = owned.lowered.find(key, registered)
-    if made is None:
-        made = lower_gates(gates, content, content.dtype, _NO_OWN, {})
-        if content.registered.is_same(registered):
-            owned.lowered.keep(key, registered, made)
-    return made
+    if (lowered := cache.find(known, registered)) is not None:
+        return lowered
+    made = lower_gates(known.gates, content, content.dtype, _NO_OWN, {})
+    own = made.prefill, made.decode
+    check_phases([[program] for program in own], limits, known.gates[0].where)
+    source, wire = GateSource.of(made.layout, own), programs_to_wire(*own)
+    alone = resolved_of(SteeringSpec(), own, NOTHING_BROUGHT, num_prompt, source, own_wire=wire)
+    lowered = LoweredGates(registered, made, alone, num_prompt)
+    if content.registered.is_same(registered):
+        cache.keep(known, lowered)
+    return lowered
 
 
 def lowered_rule(

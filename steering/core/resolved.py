@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import NamedTuple
 
@@ -15,9 +15,10 @@ from headgate.steering.core.admission import Demand, Load
 from headgate.steering.core.content import demand_of, described, load_of
 from headgate.steering.core.rules.registry import NO_RULES, RuleKeys
 from headgate.steering.gates.conversations import LatchKey
+from headgate.steering.gates.trace import GateSource
 from headgate.steering.programs.operations import Float32Row
 from headgate.steering.programs.program import Program
-from headgate.steering.spec import SteeringSpec
+from headgate.steering.spec import SteeringSpec, SteeringWire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 
@@ -181,6 +182,8 @@ class Resolved:
         takes_own: Whether its vectors, and what its modules bring, are in its programs: a gate attenuates them.
         latch_keys: Keys of its gates that go on in a conversation, by their names.
         named: The modules that it names, with the scale of each, for controllers that scale them.
+        gates: Its gates; None if it has none.
+        own_wire: `programs_to_wire` of `own`, where that was made already.
     """
 
     prefill: bytes | None
@@ -194,6 +197,8 @@ class Resolved:
     takes_own: bool = False
     latch_keys: Mapping[str, LatchKey] = field(default_factory=dict)
     named: tuple[tuple[Module, float], ...] = field(default=(), compare=False)
+    gates: GateSource | None = field(default=None, compare=False)
+    own_wire: SteeringWire | None = field(default=None, compare=False)
 
     @property
     def parts(self) -> tuple[Parts, Parts, Parts, Parts]:
@@ -260,9 +265,11 @@ def resolved_of(
     own: tuple[Program | None, Program | None],
     brought: Brought,
     num_prompt: int,
+    gates: GateSource | None = None,
     *,
     takes_own: bool = False,
     latch_keys: Mapping[str, LatchKey] = NO_LATCHES,
+    own_wire: SteeringWire | None = None,
 ) -> Resolved:
     """Return the request's share of slots and its block keys, with what it takes from the modules that it names.
 
@@ -271,8 +278,10 @@ def resolved_of(
         own: Its own programs for prefill and decode; `check_positions` has seen their positions.
         brought: Content of the modules that it names.
         num_prompt: Tokens of its prompt, which decide the rows of operations that are limited to positions.
+        gates: See `Resolved`.
         takes_own: See `Resolved`.
         latch_keys: See `Resolved`.
+        own_wire: See `Resolved`.
     """
     (prefill, decode), (programs, later_programs) = brought.vectors, brought.programs
     first = second = _load_of(spec.prefill, own[0], prefill, programs)
@@ -290,6 +299,18 @@ def resolved_of(
         takes_own=takes_own,
         latch_keys=latch_keys,
         named=tuple(brought.named),
+        gates=gates,
+        own_wire=own_wire,
+    )
+
+
+def for_prompt(resolved: Resolved, num_prompt: int) -> Resolved:
+    """Return the steering of a request whose prompt has another length."""
+    demand, own = resolved.demand, resolved.own
+    return replace(
+        resolved,
+        prefill=_block_key(demand.prefill, own[0], num_prompt, is_decode=False),
+        decode=_block_key(demand.decode, own[1], num_prompt, is_decode=True),
     )
 
 

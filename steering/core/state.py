@@ -21,7 +21,7 @@ from headgate.steering.core.content import (
     demand_of,
     described,
 )
-from headgate.steering.core.gates import GateContent, LoweredGates, Owned, Ungated, gated
+from headgate.steering.core.gates import GateCache, GateContent, KnownGates, Owned, Ungated, gated
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import (
     Brought,
@@ -36,7 +36,7 @@ from headgate.steering.core.rules.registry import RuleRegistry
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.documents.features import MODULE_FEATURES
 from headgate.steering.gates.conversations import ConversationLatches
-from headgate.steering.gates.gate import COLUMNS_PER_GATE, GatesWire
+from headgate.steering.gates.gate import COLUMNS_PER_GATE
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
@@ -152,6 +152,7 @@ class SteeringState:
         probes: The probes that gates can name.
         latches: As given.
         rules: Gates that act on requests which did not ask.
+        gates: The gates that requests brought last.
         tiers: The global vectors.
         shared: The sums of `tiers` that act in each phase.
         version: Counts changes, of global vectors and of modules.
@@ -177,7 +178,7 @@ class SteeringState:
         self.global_keys = GlobalKeys()
         self._dtype: StoredType = dtype
         self._registry = ModuleRegistry()
-        self._lowered_gates = LoweredGates()
+        self.gates = GateCache()
 
     def global_phases(self, tiers: GlobalTiers, field: str = "global") -> SteeringSpec:
         """Return what acts of `tiers` in each phase, to reserve its slots before `set_global`.
@@ -282,7 +283,7 @@ class SteeringState:
         num_prompt: int,
         field: str = "steering_module_ref",
         owner: str = "",
-        gates: GatesWire | None = None,
+        gates: KnownGates | None = None,
     ) -> Resolved:
         """Resolve the names in a request's spec to content, and keep that content until `release`.
 
@@ -292,7 +293,7 @@ class SteeringState:
             num_prompt: Length of its prompt, for positions of operations.
             field: The field's name in errors about modules.
             owner: Name of the client's key; empty without one. Conversations of gates are its own.
-            gates: Those of the spec as they came; None if they did not.
+            gates: Those of the spec, if `gates` has read them.
 
         Raises:
             RequestError: On an unknown name, if the sum could leave what the model's dtype can hold, on operations that
@@ -314,7 +315,7 @@ class SteeringState:
             return resolved_of(spec, own, brought, num_prompt)
         try:
             content = GateContent(self.steerable, self.probes, self.saes, modules, version)
-            owned = Owned(owner, self.latches, self._lowered_gates)
+            owned = Owned(owner, self.latches, self.gates)
             return gated(Ungated(spec, own, brought), gates, content, self.limits, num_prompt, owned)
         except BaseException:
             self.release(req_id)

@@ -139,11 +139,11 @@ class SteeringCore:
             name: self._payloads.shared(value) if name in ("prefill", "decode") else value
             for name, value in wire.items()
         }
-        spec = from_wire(shared)
+        gates = self.state.gates.read(wire["gates"]) if "gates" in wire else None
+        spec = from_wire(shared, None if gates is None else gates.gates)
         self.state.rules.add(req_id, spec.rules, num_prompt)
         try:
-            owner, gates = wire.get("owner", ""), wire.get("gates")
-            resolved = self.state.resolve(req_id, spec, num_prompt, owner=owner, gates=gates)
+            resolved = self.state.resolve(req_id, spec, num_prompt, owner=wire.get("owner", ""), gates=gates)
         except BaseException:
             self.state.rules.forget(req_id)
             raise
@@ -151,7 +151,7 @@ class SteeringCore:
         is_traced = bool(wire.get("trace"))
         replaced = PROGRAM_KEYS if spec.is_to_lower else ()
         taken = {name: value for name, value in shared.items() if name not in replaced}
-        if self._readings.add(req_id, spec.gates, resolved, num_prompt, is_traced=is_traced):
+        if self._readings.add(req_id, resolved, num_prompt, is_traced=is_traced):
             taken["counted"] = True
         names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
         for name, found in zip(names, resolved.parts, strict=True):
@@ -161,7 +161,7 @@ class SteeringCore:
             if resolved.takes_own:
                 for name in ("prefill", "decode", "is_shared"):
                     taken.pop(name, None)
-            taken.update(programs_to_wire(*resolved.own))
+            taken.update(resolved.own_wire or programs_to_wire(*resolved.own))
         if self._controllers is not None:
             static = Static.of(resolved, None if resolved.takes_own else spec.decode)
             self._controllers.add(req_id, num_prompt, spec.rules, static, is_traced=is_traced)

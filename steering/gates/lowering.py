@@ -253,11 +253,13 @@ class GatedPrograms(NamedTuple):
         prefill: At prompt positions; also if nothing acts there, gates are evaluated.
         decode: At generated positions.
         takes_own: Whether the request's own vectors and operations are among them: a gate attenuates these.
+        layout: The columns of the gates.
     """
 
     prefill: Program
     decode: Program
     takes_own: bool
+    layout: GateLayout
 
 
 def lower_gates(
@@ -310,9 +312,9 @@ def lower_gates(
         made.attenuate(attenuating, own, dtype)
     prefill = Program.from_entries(_marked(made.phases[PREFILL].entries), dtype, made.phases[PREFILL].groups)
     if made.are_alike:
-        return GatedPrograms(prefill, prefill, bool(attenuating))
+        return GatedPrograms(prefill, prefill, bool(attenuating), layout)
     decode = Program.from_entries(_marked(made.phases[DECODE].entries), dtype, made.phases[DECODE].groups)
-    return GatedPrograms(prefill, decode, bool(attenuating))
+    return GatedPrograms(prefill, decode, bool(attenuating), layout)
 
 
 def _marked(entries: Sequence[Entry]) -> list[Entry]:

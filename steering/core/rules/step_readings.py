@@ -12,8 +12,8 @@ import numpy as np
 from headgate.capture.schema.batch import Int64Array
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
-from headgate.steering.gates.conversations import ConversationLatches
-from headgate.steering.gates.gate import COUNT, FOLLOWING, Gate, layout_of
+from headgate.steering.gates.conversations import ConversationLatches, LatchKey
+from headgate.steering.gates.gate import COUNT, FOLLOWING
 from headgate.steering.gates.step_table import ReportedCounts, RequestSignals, StepTable
 from headgate.steering.gates.trace import BEFORE, NEVER, GateSource, Note, TraceLog, TraceWriter
 from headgate.steering.vectors.dtypes import Float32Rows
@@ -116,21 +116,21 @@ class CountedRequest:
     """A request with gates of its own.
 
     Args:
-        gates: The gates.
-        resolved: Their programs, and the keys of the ones that go on in a conversation.
+        source: The gates.
+        latch_keys: Keys of the ones that go on in a conversation, by their names.
         num_prompt: Tokens of its prompt.
     """
 
-    def __init__(self, gates: Sequence[Gate], resolved: Resolved, num_prompt: int) -> None:
-        self.source = GateSource.of(layout_of(gates), resolved.own)
+    def __init__(self, source: GateSource, latch_keys: Mapping[str, LatchKey], num_prompt: int) -> None:
+        self.source = source
         self.latches = {
             key: column.column
             for column in self.source.layout.gates
-            if (key := resolved.latch_keys.get(column.gate.name)) is not None
+            if (key := latch_keys.get(column.gate.name)) is not None
         }
         self.num_prompt = num_prompt
         self._columns = self.source.columns
-        self.counted = CountedGates([gate.name for gate in gates], self._columns)
+        self.counted = CountedGates([gate.gate.name for gate in source.layout.gates], self._columns)
         self.apart = None if self.source.is_written_late else Written(self.source, num_prompt)
         """Counts rows, if what acts is not what is written."""
 
@@ -640,22 +640,21 @@ class RequestReadings:
         """Requests with gates of their own."""
         return self._counting.num_gated
 
-    def add(self, req_id: str, gates: Sequence[Gate], resolved: Resolved, num_prompt: int, *, is_traced: bool) -> bool:
+    def add(self, req_id: str, resolved: Resolved, num_prompt: int, *, is_traced: bool) -> bool:
         """Add a request; returns whether nothing is wanted of its gates but how many rows they write.
 
         Args:
             req_id: The request.
-            gates: Its own.
-            resolved: What they, and the rest of its steering, became.
+            resolved: Its gates, and the rest of its steering.
             num_prompt: Tokens of its prompt.
             is_traced: Whether it wants its trace.
         """
-        if not gates:
+        if resolved.gates is None:
             self._counting.add(req_id, None)
             if is_traced:
                 self.traces.add(req_id, GateSource.nothing(), num_prompt)
             return False
-        own = CountedRequest(gates, resolved, num_prompt)
+        own = CountedRequest(resolved.gates, resolved.latch_keys, num_prompt)
         self._counting.add(req_id, own)
         if own.latches:
             self._latching[req_id] = own

@@ -32,7 +32,7 @@ from headgate.steering.gates.trace import join_notes
 from headgate.steering.programs.codes import CODE, CODE_MASK, UNIT_MASK, Code, GateScope, Pool, UnitFunction
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.programs.program import Program
-from headgate.steering.spec import SteeringSpec, from_wire, to_wire
+from headgate.steering.spec import ModuleRef, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 HIDDEN = 4
@@ -351,6 +351,31 @@ def test_gates_that_are_equal_are_lowered_once_while_what_they_name_stays(monkey
     core.state.register(core.state.read_module("calm", SteeringSpec(prefill=VECTORS, decode=VECTORS)))
     accepted(core, "e", gate())
     assert len(lowered) == 4
+
+
+def test_a_request_with_gates_that_came_before_becomes_what_it_would_alone() -> None:
+    def taken(core: SteeringCore, number: int, num_prompt: int, **others: Any) -> Any:
+        spec, name = SteeringSpec(gates=(gate(scope=GateScope.NEXT),), **others), f"r{number}"
+        wire = core.accept(name, {**to_wire(spec), "trace": number % 2 == 0}, num_prompt)
+        core.offer(name, priority=0, is_session=False, is_offline=False)
+        return wire, core.block_keys(name), core.state.rules.num_prompt(name)
+
+    def with_module() -> SteeringCore:
+        core = core_with()
+        core.operator.register("calm", SteeringSpec(decode=VECTORS))
+        return core
+
+    others: list[dict[str, Any]] = [
+        {},
+        {"prefill": VECTORS},
+        {"modules": (ModuleRef("calm", 2.0),)},
+        {"prefill": VECTORS, "decode": VECTORS, "modules": (ModuleRef("calm"),)},
+        {"rules": ()},
+    ]
+    core = with_module()
+    for number in range(3 * len(others)):
+        given = number, 5 + number % 2, others[number % len(others)]
+        assert taken(core, *given[:2], **given[2]) == taken(with_module(), *given[:2], **given[2])
 
 
 def test_gates_whose_programs_depend_on_more_are_lowered_each_time() -> None:

@@ -55,7 +55,7 @@ def steps(rules: Rules) -> RequestReadings:
 def add(rules: Rules, steps: RequestReadings, req_id: str, *, gates: tuple[Gate, ...] = (), **selected: Any) -> None:
     rules.state.rules.add(req_id, selected.get("selection"), 4)
     resolved = rules.state.resolve(req_id, SteeringSpec(gates=gates), 4)
-    steps.add(req_id, gates, resolved, 4, is_traced=True)
+    steps.add(req_id, resolved, 4, is_traced=True)
     steps.begin(req_id)
 
 
@@ -214,7 +214,7 @@ def add_all(rules: Rules, steps: tuple[RequestReadings, ...], scopes: list[str])
         rules.state.rules.add(str(at), None, 4)
         resolved = rules.state.resolve(str(at), SteeringSpec(gates=gates), 4)
         for each in steps:
-            each.add(str(at), gates, resolved, 4, is_traced=at != 2)
+            each.add(str(at), resolved, 4, is_traced=at != 2)
             each.begin(str(at))
 
 
