@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,10 @@ from headgate.capture.schema.consumer import (
     CaptureConsumer,
     CapturedRequest,
     FinishedRequest,
+    HeadReadout,
+    ModelHead,
     ModelInfo,
+    Readout,
     ReadoutFacts,
     RequestInfo,
     RowArguments,
@@ -77,12 +80,7 @@ class ExampleRequest:
             request_id=request_id,
             client_request_id=f"client-{request_id}",
             prompt_token_ids=token_ids[:prompt],
-            spec=CaptureSpec(
-                sites=spec.sites,
-                positions=spec.positions.resolve(prompt, "positions"),
-                options=spec.options,
-                arguments=spec.arguments,
-            ),
+            spec=replace(spec, positions=spec.positions.resolve(prompt, "positions")),
         )
 
     def wanted(self, start: int = 0, stop: int | None = None) -> Int64Array:
@@ -117,9 +115,13 @@ class Feed:
     """Drives one consumer on the calling thread: `begin`, `step` as often as need be, `finish`.
 
     Rows of sites with a readout of the consumer's class are read out on the CPU, as a worker would.
+
+    Args:
+        consumer: To be driven.
+        head: Of the model, for a `HeadReadout`.
     """
 
-    def __init__(self, consumer: CaptureConsumer) -> None:
+    def __init__(self, consumer: CaptureConsumer, head: ModelHead | None = None) -> None:
         assert isinstance(consumer, BatchedConsumer | StreamingConsumer), "subclass one of these two"
         self.consumer = consumer
         self._sink = Assembler(consumer) if isinstance(consumer, BatchedConsumer) else consumer
@@ -128,7 +130,7 @@ class Feed:
             site: ReadoutFacts(readout.num_outputs, readout.key, readout.num_arguments)
             for site, readout in readouts.items()
         }
-        self._functions = {site: readout.on(torch.device("cpu")) for site, readout in readouts.items()}
+        self._functions = {site: _on_host(readout, head) for site, readout in readouts.items()}
 
     def begin(self, *requests: ExampleRequest) -> None:
         """Announce requests."""
@@ -171,12 +173,12 @@ class Feed:
     def _read_out(self, block: RowBlock) -> RowBlock:
         if block.sites[0] not in self._functions:
             return block
-        outputs = []
+        found = []
         for site, rows_ND in zip(block.sites, block.rows.double(), strict=True):
             count = self._facts[site].num_arguments
             given = (_arguments(block, count),) if count else ()
-            outputs.append(self._functions[site](rows_ND, *given).float())
-        return replace(block, rows=torch.stack(outputs))
+            found.append(self._functions[site](rows_ND, *given).float())
+        return replace(block, rows=torch.stack(found))
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         """Hand over blocks as they are; `step` makes them."""
@@ -206,8 +208,16 @@ class Feed:
         return self.finish(request)
 
 
+def _on_host(readout: Readout, head: ModelHead | None) -> Callable[..., Tensor]:
+    device = torch.device("cpu")
+    if not isinstance(readout, HeadReadout):
+        return readout.on(device)
+    assert head is not None, "this readout needs the model's head: Feed(consumer, head)"
+    return readout.with_head(device, head)
+
+
 def _arguments(block: RowBlock, count: int) -> RowArguments:
-    """The arguments of each row's request, -1 where it gave fewer than `count`."""
+    """The arguments that the requests of a block give to each of its rows."""
     found = np.full((len(block.positions), count), -1, np.int64)
     for span in block.spans:
         given = span.request.spec.arguments

@@ -25,7 +25,7 @@ from tests.source_tree import (
 
 LAYERS = {
     "headgate.capture": (
-        *(["schema"], ["files"], ["monitoring", "kernels"], ["probe"], ["planning"], ["staging"], ["delivery"]),
+        *(["schema"], ["files"], ["monitoring", "kernels"], ["lens", "probe"], ["planning"], ["staging"], ["delivery"]),
         *(
             ["links"],
             ["local_delivery"],

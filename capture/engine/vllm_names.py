@@ -262,6 +262,12 @@ ROTARY_EMBEDDING = Name(
     "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding",
     is_required=False,
 )
+LOGITS_PROCESSOR = Name("vllm.model_executor.layers.logits_processor:LogitsProcessor")
+TOKENIZER_OF_CONFIG = Name(
+    "vllm.tokenizers.registry:cached_tokenizer_from_config",
+    "vllm.transformers_utils.tokenizer:cached_tokenizer_from_config",
+    is_required=False,
+)
 LINEAR_LAYER = Name("vllm.model_executor.layers.linear:LinearBase")
 V2_RUNNER_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
 """Beginnings of the modules of V2 model runners."""

@@ -53,6 +53,7 @@ from headgate.capture.schema.consumer import (
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import sort_sites
+from headgate.capture.schema.vocabulary import Vocabulary
 
 NO_LIMIT = np.iinfo(np.int64).max
 
@@ -338,6 +339,7 @@ class DriverHost:
         hub: Opens and closes the consumers with itself, in a forked child anew.
         versions: See `ConsumerContext`.
         actions: Where their actions go.
+        vocabulary: See `ConsumerContext`.
 
     Raises:
         ConfigError: If a consumer cannot be loaded. If one cannot be opened, ``hub.address`` raises it.
@@ -351,8 +353,10 @@ class DriverHost:
         hub: ResultHub,
         versions: Mapping[str, str] | None = None,
         actions: ActionTarget = NOWHERE,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self._config = config
+        self._vocabulary = vocabulary
         self._model = model
         self._hub = hub
         self._versions = dict(versions or {})
@@ -383,6 +387,7 @@ class DriverHost:
             location="driver",
             versions=self._versions,
             make_sink=self._make_sink,
+            vocabulary=self._vocabulary,
         )
         feeds: list[_Feed] = []
         try:
@@ -403,6 +408,7 @@ def open_drivers(
     model: ModelInfo,
     versions: Mapping[str, str] | None = None,
     actions: ActionTarget = NOWHERE,
+    vocabulary: Vocabulary | None = None,
 ) -> DriverHost:
     """Put the driver-located consumers of `config` to work beside `hub`, now.
 
@@ -410,7 +416,7 @@ def open_drivers(
         ConfigError: If one cannot be loaded or opened.
         UnsupportedError: If the hub cannot listen.
     """
-    host = DriverHost(config, model=model, hub=hub, versions=versions, actions=actions)
+    host = DriverHost(config, model=model, hub=hub, versions=versions, actions=actions, vocabulary=vocabulary)
     _ = hub.address
     return host
 

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ from headgate.capture.schema.positions import MAX_POSITION, parse_positions
 from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import Site, SiteShape, parse_configured
 from headgate.capture.schema.spec import CaptureSpec, Memo
+from headgate.capture.schema.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     import torch
@@ -120,6 +121,45 @@ class Readout(ABC):
         its arguments alone. `n` is at most some thousand, and what the function allocates is freed before the next
         call.
         """
+
+
+class ModelHead(Protocol):
+    """The model's own way from the residual stream to logits, on the device of a worker.
+
+    ``head.logits(head.norm(rows))`` of the last layer's rows are the logits that the model samples from.
+
+    Attributes:
+        vocab_size: Number of logits.
+        dtype: Of the model.
+    """
+
+    vocab_size: int
+    dtype: torch.dtype
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens as texts; the first use may take seconds."""
+        ...
+
+    def norm(self, rows: Tensor) -> Tensor:
+        """Apply the final norm to rows of the stream, ``[n, hidden]`` of any dtype; in the model's dtype."""
+        ...
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Return all logits, float32 ``[n, vocab_size]``, with the model's scale and soft cap: choose `n` for that."""
+        ...
+
+
+class HeadReadout(Readout):
+    """A readout that uses the model's own head: its weights are brought to the device by `with_head`."""
+
+    @abstractmethod
+    def with_head(self, device: torch.device, head: ModelHead) -> Callable[..., Tensor]:
+        """See `Readout.on`."""
+
+    def on(self, device: torch.device) -> Callable[..., Tensor]:
+        """Not for this kind of readout."""
+        raise TypeError(f"{type(self).__name__} needs the model's head: call with_head")
 
 
 class ReadoutFacts(NamedTuple):
@@ -222,6 +262,7 @@ class ConsumerContext:
         pp_size: Number of stages.
         versions: Of headgate, vllm and torch.
         steering: ``steering.submit(action)`` steers running requests, where the engine takes actions of consumers.
+        vocabulary: The model's tokens; None in a worker, where no tokenizer is.
     """
 
     instance_name: str
@@ -230,6 +271,7 @@ class ConsumerContext:
     pp_size: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
     steering: ActionSink = field(default_factory=NoActions, repr=False, compare=False)
+    vocabulary: Vocabulary | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -355,6 +397,7 @@ class SpecContext:
         owner: Name of the key that the client has shown; None without keys, and where no client is.
         num_front_ends: API processes of the server: each has its own consumers of the location ``driver``.
         lasting: What was parsed of `params` and of other calls before, as long as this process serves.
+        vocabulary: The model's tokens.
     """
 
     instance_name: str
@@ -365,6 +408,7 @@ class SpecContext:
     owner: str | None = None
     num_front_ends: int = 1
     lasting: Memo = field(default_factory=Memo, repr=False, compare=False)
+    vocabulary: Vocabulary | None = field(default=None, repr=False, compare=False)
 
     @property
     def field(self) -> str:

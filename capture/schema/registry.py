@@ -24,6 +24,7 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import Site, sort_sites
+from headgate.capture.schema.vocabulary import Vocabulary
 
 logger = logging.getLogger("headgate")
 
@@ -98,6 +99,7 @@ def open_consumers(
     versions: Mapping[str, str] | None = None,
     make_sink: MakeSink = lambda _: NoActions(),
     only: Collection[int] | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[OpenConsumer, ...]:
     """Open the configured consumers of one location. Parameters of all are checked before any is opened.
 
@@ -111,21 +113,13 @@ def open_consumers(
         versions: Likewise.
         make_sink: Makes what each takes its actions to.
         only: Bits of the consumers to open here, if not all of the location.
+        vocabulary: See `ConsumerContext`.
 
     Raises:
         ConfigError: See `load_configured`; also if parameters are wrong or a consumer cannot be opened. Consumers
             opened before it are closed.
     """
-    loaded = [
-        (bit, spec, load_configured(spec))
-        for bit, spec in enumerate(config.consumers)
-        if (only is None or bit in only) and not (location == "worker" and spec.location == "driver")
-    ]
-    for _, spec, consumer_class in loaded:
-        try:
-            consumer_class.check_params(spec.params)
-        except ConfigError as error:
-            raise ConfigError(f"consumer {spec.instance!r}: {error}") from error
+    loaded = _loaded(config, location, only)
     opened: list[OpenConsumer] = []
     for bit, spec, consumer_class in loaded:
         if ("driver" if consumer_class.location == "driver" else "worker") != location:
@@ -137,6 +131,7 @@ def open_consumers(
             pp_size=pp_size,
             versions=dict(versions or {}),
             steering=make_sink(spec.instance),
+            vocabulary=vocabulary,
         )
         try:
             opened.append(OpenConsumer(bit, spec, consumer_class(spec.params, context)))
@@ -144,6 +139,23 @@ def open_consumers(
             close_consumers(opened, config.close_timeout_s)
             raise ConfigError(f"consumer {spec.instance!r} cannot be opened: {error}") from error
     return tuple(opened)
+
+
+def _loaded(
+    config: CaptureConsumersConfig, location: Location, only: Collection[int] | None
+) -> list[tuple[int, CaptureConsumerSpec, type[BatchedConsumer] | type[StreamingConsumer]]]:
+    """Load the classes of consumers that may be of that location, by bit, and check their parameters."""
+    loaded = [
+        (bit, spec, load_configured(spec))
+        for bit, spec in enumerate(config.consumers)
+        if (only is None or bit in only) and not (location == "worker" and spec.location == "driver")
+    ]
+    for _, spec, consumer_class in loaded:
+        try:
+            consumer_class.check_params(spec.params)
+        except ConfigError as error:
+            raise ConfigError(f"consumer {spec.instance!r}: {error}") from error
+    return loaded
 
 
 def load_readouts(

@@ -20,8 +20,15 @@ from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.planning.step_plan import PackGroup, unwanted
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB
-from headgate.capture.schema.consumer import MAX_OUTPUTS, OUTPUT_BYTES, Readout, RowArguments
-from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.consumer import (
+    MAX_OUTPUTS,
+    OUTPUT_BYTES,
+    HeadReadout,
+    ModelHead,
+    Readout,
+    RowArguments,
+)
+from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from headgate.capture.schema.sites import SiteShape
 
 CHUNK_BYTES = 32 * MIB
@@ -51,7 +58,21 @@ class BoundReadout(NamedTuple):
     bit: int = 0
 
 
-def bind(readout: Readout, source: int, *, width: int, device: torch.device, name: str, bit: int = 0) -> BoundReadout:
+def no_head() -> ModelHead:
+    """Stand in for what finds the model's head where there is none."""
+    raise UnsupportedError("there is no model's head here")
+
+
+def bind(
+    readout: Readout,
+    source: int,
+    *,
+    width: int,
+    device: torch.device,
+    name: str,
+    bit: int = 0,
+    head: Callable[[], ModelHead] = no_head,
+) -> BoundReadout:
     """Bring a readout to the device, and try it there.
 
     Args:
@@ -61,16 +82,19 @@ def bind(readout: Readout, source: int, *, width: int, device: torch.device, nam
         device: Where the forward runs.
         name: Consumer and site, for errors.
         bit: The consumer's.
+        head: Finds the model's head, for a `HeadReadout`.
 
     Raises:
         ConfigError: If it fails, or returns something else than it says.
     """
     with torch.inference_mode(False), torch.no_grad():
         try:
-            function = readout.on(device)
+            function = readout.with_head(device, head()) if isinstance(readout, HeadReadout) else readout.on(device)
             rows = torch.ones(3, width, dtype=torch.float64, device=device)
             none = np.full((3, readout.num_arguments), NO_ARGUMENT, np.int64)
             found = function(rows, _on_device(none, device)) if readout.num_arguments else function(rows)
+        except UnsupportedError as error:
+            raise ConfigError(f"{name}: {error}") from error
         except Exception as error:
             raise ConfigError(f"{name}: the readout fails on {device}: {type(error).__name__}: {error}") from error
     expected = (3, readout.num_outputs)

@@ -26,6 +26,7 @@ from headgate.capture.schema.errors import OverloadedError, RequestError, shown
 from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.results import FindKept, KeptRequest
 from headgate.capture.schema.sites import Site
+from headgate.capture.schema.vocabulary import is_token, read_token
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.control.openapi import patch_sweep
 from headgate.steering.documents.operations import REQUEST_FIELDS, RowSource, float32_row, read_at, read_source
@@ -35,7 +36,8 @@ from headgate.steering.programs.operations import Float32Row, Method
 from headgate.steering.vectors.phase_vectors import Steerable
 
 if TYPE_CHECKING:
-    from headgate.capture.engine.server.plugin_routes import RouteServices, Vocabulary
+    from headgate.capture.engine.server.plugin_routes import RouteServices
+    from headgate.capture.schema.vocabulary import Vocabulary
 
 MAX_CELLS = 4096
 """Cells of one sweep, at most: each is a generation."""
@@ -286,40 +288,25 @@ def _metric(document: Mapping[str, Any], vocabulary: Vocabulary) -> tuple[str, t
         raise RequestError("metric", f"expected one of {', '.join(METRICS)}; got {shown(metric)}")
     if document.get("answer") is None:
         raise RequestError("answer", "is missing: the token to score, as a text or an id")
-    scored = [_token(document["answer"], vocabulary, "answer")]
+    scored = [read_token(document["answer"], vocabulary, "answer")]
     foil = document.get("foil")
     if metric == "logprob" and foil is not None:
         raise RequestError("foil", "logprob is that of the answer alone; for the difference, set the metric logit_diff")
     if metric == "logit_diff" and foil is None:
         raise RequestError("foil", "is missing: the token that logit_diff compares the answer with")
     if foil is not None:
-        scored.append(_token(foil, vocabulary, "foil"))
+        scored.append(read_token(foil, vocabulary, "foil"))
         if scored[0] == scored[1]:
             raise RequestError("foil", "is the answer's own token")
     return metric, tuple(scored)
 
 
-def _token(value: object, vocabulary: Vocabulary, where: str) -> int:
-    if type(value) is int and _is_token(value, vocabulary):
-        return value
-    if not isinstance(value, str):
-        raise RequestError(where, f"expected a token, as a text or an id below {vocabulary.size}; got {shown(value)}")
-    tokens = vocabulary.encode(value, is_prompt=False)
-    if len(tokens) != 1:
-        raise RequestError(where, f"{shown(value)} is {len(tokens)} tokens, {shown(list(tokens))}; give one")
-    return tokens[0]
-
-
 def _tokens(value: object, vocabulary: Vocabulary, where: str) -> tuple[int, ...]:
     if isinstance(value, str):
         value = list(vocabulary.encode(value, is_prompt=True))
-    if not isinstance(value, list) or not value or not all(_is_token(token, vocabulary) for token in value):
+    if not isinstance(value, list) or not value or not all(is_token(token, vocabulary) for token in value):
         raise RequestError(where, f"expected a text or a non-empty list of token ids, got {shown(value)}")
     return tuple(value)
-
-
-def _is_token(value: object, vocabulary: Vocabulary) -> bool:
-    return type(value) is int and 0 <= value < vocabulary.size
 
 
 def _source(value: object) -> RowSource:

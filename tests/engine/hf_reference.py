@@ -211,6 +211,23 @@ class HFReference:
             self._check_hidden_states(taps.rows, result.hidden_states)
         return Reference(taps.rows, result.logits[0])
 
+    @torch.no_grad()
+    def read(self, rows: Tensor, token_ids: Sequence[int]) -> Tensor:
+        """The model's logits ``[n, vocabulary]`` if the last layer gave `rows` ``[n, hidden]`` at those tokens."""
+
+        def replaced(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+            value = output[0] if isinstance(output, tuple) else output
+            found = rows.to(value.dtype).view_as(value)
+            return (found, *output[1:]) if isinstance(output, tuple) else found
+
+        last = self.model.get_submodule(self.anatomy.layers)[self.num_layers - 1]
+        handle = last.register_forward_hook(replaced)
+        try:
+            logits: Tensor = self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        finally:
+            handle.remove()
+        return logits
+
     @contextmanager
     def _hooked(self, taps: _Taps) -> Iterator[None]:
         anatomy = self.anatomy
@@ -377,6 +394,14 @@ def reference_rows(folder: Path, family: str, dtype: torch.dtype, requests: Sequ
     """One reference for each of `requests`; for a process of its own, see `own_process`."""
     model = HFReference(folder, family, dtype)
     return [model.run(*request) for request in requests]
+
+
+def reference_logits(
+    folder: Path, family: str, dtype: torch.dtype, requests: Sequence[tuple[Sequence[int], Sequence[Tensor]]]
+) -> list[list[Tensor]]:
+    """What `HFReference.read` makes of several rows of each request, which come with its tokens."""
+    model = HFReference(folder, family, dtype)
+    return [[model.read(rows, tokens) for rows in several] for tokens, several in requests]
 
 
 @contextmanager

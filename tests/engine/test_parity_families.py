@@ -19,9 +19,19 @@ import numpy as np
 import pytest
 import torch
 
+from headgate.capture import lens
+from headgate.capture.lens import LensKind
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from tests.conftest import start_llm, stop_llm
-from tests.engine.hf_reference import Reference, Steering, own_process, reference_rows, relative_error, row_cosines
+from tests.engine.hf_reference import (
+    Reference,
+    Steering,
+    own_process,
+    reference_logits,
+    reference_rows,
+    relative_error,
+    row_cosines,
+)
 from tests.engine.steering_cases import (
     MAX_ERROR,
     OP_LAYER,
@@ -34,7 +44,7 @@ from tests.engine.steering_cases import (
     saes_of,
     saved_saes,
 )
-from tests.engine.tiny_models import FAMILIES, LAYERS, VOCABULARY, tiny_model
+from tests.engine.tiny_models import FAMILIES, HIDDEN, LAYERS, VOCABULARY, tiny_model
 
 PROMPTS = [
     [1, *((7 * i) % (VOCABULARY - 5) + 5 for i in range(45))],
@@ -53,6 +63,7 @@ ENGINE = {
     "max_logprobs": -1,
     "enable_prefix_caching": False,
 }
+LENS_ERROR = 1e-4
 ROUTED = ("mixtral", "qwen3_moe")
 EVERY_EXPERT = ("mixtral_all", "qwen3_moe_all")
 """All experts take every token: where a router chooses, a rounding of bf16 can choose another expert."""
@@ -148,10 +159,12 @@ def serve(family: str, dtype: torch.dtype, *, eager: bool, uncaptured: frozenset
         "op_sites": {hook.value: "all" if hook is HookPoint.FINAL_NORM else [OP_LAYER] for hook in hooks_of(family)},
     }
     saes = TemporaryDirectory()
+    lenses = saved_lenses(Path(saes.name))
     steering["saes"] = saved_saes([*saes_of(family), *TRANSCODERS], Path(saes.name))
     steering["sae_encode"] = [placed.name for placed in encoded_of(family)]
     sites = {hook.value: "all" for hook in hooks}
-    capture = {"consumers": [{"name": "memory"}], "sites": sites}
+    reads = {"name": "lens", "params": {"lenses": lenses, "max_tokens": len(NAMED)}}
+    capture = {"consumers": [{"name": "memory"}, reads, {**reads, "instance_name": "mapped"}], "sites": sites}
     llm = start_llm(
         model=tiny_model(family),
         dtype=str(dtype).removeprefix("torch."),
@@ -163,7 +176,7 @@ def serve(family: str, dtype: torch.dtype, *, eager: bool, uncaptured: frozenset
     try:
         assert (llm.llm_engine.vllm_config.compilation_config.mode == CompilationMode.NONE) == eager
         requests = steered_requests(family)
-        plain = generate(llm, PROMPTS, [sampling(sites) for _ in PROMPTS])
+        plain = generate(llm, PROMPTS, [reading(sampling(sites), at) for at in range(len(PROMPTS))])
         steered = generate(llm, [prompt for prompt, _ in requests], [sampling(sites, case) for _, case in requests])
         return Served(family, dtype, hooks, plain, steered)
     finally:
@@ -189,6 +202,87 @@ def sampling(sites: dict[str, str], case: Case | None = None) -> Any:
     for name, value in case.fields().items() if case else ():
         setattr(params, name, value)
     return params
+
+
+LENSES = {
+    "jacobian": (LensKind.JACOBIAN, (0, 2)),
+    "tuned": (LensKind.TUNED, (0, 1)),
+}
+"""Of each prompt, one besides the logit lens; the first two prompts share steps."""
+NAMED = [9, 300, VOCABULARY - 1]
+TOP = 7
+
+
+def lens_weights(name: str) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Matrices, far from the identity, and biases of a lens, by layer."""
+    kind, layers = LENSES[name]
+    random = np.random.default_rng(len(name))
+    matrices = {layer: random.normal(size=(HIDDEN, HIDDEN)).astype(np.float32) / HIDDEN**0.5 for layer in layers}
+    biases = {layer: random.normal(size=HIDDEN).astype(np.float32) for layer in layers}
+    return matrices, biases if kind is LensKind.TUNED else {}
+
+
+def saved_lenses(folder: Path) -> dict[str, str]:
+    for name, (kind, _) in LENSES.items():
+        lens.save(folder / f"{name}.safetensors", kind, *lens_weights(name))
+    return {name: str(folder / f"{name}.safetensors") for name in LENSES}
+
+
+def reading(params: Any, number: int) -> Any:
+    """The same with two lenses: the logit lens at all layers, and another of `LENSES` at its own."""
+    name = list(LENSES)[number % len(LENSES)]
+    params.capture = {
+        **params.capture,
+        "lens": {"top": TOP, "tokens": NAMED},
+        "mapped": {"lens": name, "layers": list(LENSES[name][1]), "top": TOP, "tokens": NAMED[:number]},
+    }
+    return params
+
+
+def mapped(name: str, rows: torch.Tensor, layer: int) -> torch.Tensor:
+    """By definition: what a lens makes of rows."""
+    matrices, biases = lens_weights(name)
+    found = rows.double() @ torch.from_numpy(matrices[layer]).double().T
+    if LENSES[name][0] is LensKind.TUNED:
+        found += torch.from_numpy(biases[layer]).double() + rows.double()
+    return found.float()
+
+
+def check_lenses(served: Served, references: ProcessPoolExecutor) -> None:
+    """Tokens, log-probabilities and ranks are those of Hugging Face's head on the rows that were captured."""
+    asked: list[tuple[list[int], list[torch.Tensor]]] = []
+    results = []
+    for output in served.plain:
+        rows = output.capture_results["memory"].payload
+        for instance in ("lens", "mapped"):
+            result = output.capture_results[instance]
+            assert result.status == "ok", result.error
+            name, layers = result.payload["lens"], [int(layer) for layer in result.payload["layers"]]
+            stream = {layer: rows[Site(layer, HookPoint.POST_MLP)] for layer in layers}
+            moved = [stream[layer] if name == "logit" else mapped(name, stream[layer], layer) for layer in layers]
+            asked.append(([*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]], moved))
+            results.append(result.payload)
+    assert [len(payload["layers"]) for payload in results] == [LAYERS, 2] * len(PROMPTS)
+    folder = tiny_model(served.family)
+    found = references.submit(reference_logits, folder, served.family, served.dtype, asked).result()
+    for number, (payload, several) in enumerate(zip(results, found, strict=True)):
+        for read, logits in zip(payload["layers"].values(), several, strict=True):
+            check_lens(read, logits, NAMED if number % 2 == 0 else NAMED[: number // 2])
+
+
+def check_lens(read: dict[str, Any], logits: torch.Tensor, named: list[int]) -> None:
+    expected = logits.log_softmax(-1)
+    ids, logprobs = torch.tensor(read["ids"]), torch.tensor(read["logprobs"])
+    best = expected.topk(TOP)
+    assert torch.allclose(logprobs, best.values, rtol=0, atol=LENS_ERROR)
+    assert torch.allclose(expected.gather(1, ids), best.values, rtol=0, atol=LENS_ERROR), "ties alone may differ"
+    given = expected[:, named]
+    assert torch.allclose(torch.tensor(read["token_logprobs"]).view_as(given), given, rtol=0, atol=LENS_ERROR)
+    for column, token in enumerate(named):
+        ranks = torch.tensor(read["token_ranks"])[:, column]
+        least = (expected > expected[:, token, None] + LENS_ERROR).sum(1)
+        most = (expected > expected[:, token, None] - LENS_ERROR).sum(1)
+        assert ((least <= ranks) & (ranks <= most)).all()
 
 
 def generate(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[Any]:
@@ -257,6 +351,10 @@ def test_rows_equal_hugging_face(exact: Served, references: ProcessPoolExecutor)
     check_plain(exact, references)
 
 
+def test_lenses_read_what_hugging_faces_head_does(exact: Served, references: ProcessPoolExecutor) -> None:
+    check_lenses(exact, references)
+
+
 def test_steered_rows_and_logprobs_equal_hugging_face(exact: Served, references: ProcessPoolExecutor) -> None:
     check_steered(exact, references)
 
@@ -267,6 +365,7 @@ def test_rows_point_where_hugging_face_does_in_bf16(rounded: Served, references:
 
 def test_compiled_rows_equal_hugging_face(compiled: Served, references: ProcessPoolExecutor) -> None:
     check_plain(compiled, references)
+    check_lenses(compiled, references)
 
 
 def test_compiled_steered_rows_and_logprobs_equal_hugging_face(

@@ -19,8 +19,9 @@ from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.links.network import NetworkKeys
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import BatchView, Document, FinalState, NewRequest
-from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.consumer import ModelHead, ModelInfo
 from headgate.capture.schema.sites import Site
+from headgate.capture.staging.readouts import no_head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,8 @@ class WorkerFacts:
             in it; False if that is not certain.
         actions: Where the actions of consumers go.
         network_keys: To reach front ends on other hosts; None if all are on this one.
+        head: Finds the model's head, before actions are put into the forward; raises `UnsupportedError` if this worker
+            has none that takes rows of any layer.
     """
 
     model: ModelInfo
@@ -63,6 +66,7 @@ class WorkerFacts:
     has_one_row_each: Callable[[], bool] = lambda: False
     actions: ActionTarget = NOWHERE
     network_keys: NetworkKeys | None = None
+    head: Callable[[], ModelHead] = no_head
 
     @property
     def is_last_stage(self) -> bool:

@@ -29,7 +29,7 @@ def open_with_engine(original: Function) -> Function:
     @wraps(original)
     def __init__(self: object, vllm_config: VllmConfig, *args: object, **kwargs: object) -> None:
         original(self, vllm_config, *args, **kwargs)
-        front = open_front_end(vllm_config)
+        front = open_front_end(vllm_config, getattr(self, "tokenizer", None))
         setattr(self, FRONT_END, front)
         setattr(self, REQUEST_READER, RequestReader(front, open_parts(vllm_config)))
         if front is not None:

@@ -19,6 +19,7 @@ from headgate.capture.engine.requests.request_reader import OpenPart
 from headgate.capture.engine.setup.hosts import action_target, listening
 from headgate.capture.engine.setup.settings import capture_config, model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import check_servable
+from headgate.capture.engine.setup.vocabulary import ModelVocabulary
 from headgate.capture.engine.vllm_names import versions
 from headgate.capture.engine.vllm_types import Function, StartedEngine, VllmConfig
 from headgate.capture.links.driver import open_drivers
@@ -96,8 +97,12 @@ def shutdown(original: Function) -> Function:
     return wrapped
 
 
-def open_front_end(vllm_config: VllmConfig) -> FrontEnd | None:
+def open_front_end(vllm_config: VllmConfig, tokenizer: object = None) -> FrontEnd | None:
     """Capture's front end for an engine; None if it is not configured.
+
+    Args:
+        vllm_config: Of the engine.
+        tokenizer: Of the model; None if it was started without one.
 
     Raises:
         ConfigError: If the configuration is wrong.
@@ -111,6 +116,7 @@ def open_front_end(vllm_config: VllmConfig) -> FrontEnd | None:
     let_consumers_close(config.close_timeout_s)
     model = model_info(vllm_config)
     consumers = load_consumers(config)
+    vocabulary = ModelVocabulary(tokenizer, int(vllm_config.model_config.get_vocab_size()))
     logger.info("capture: %s; what can be captured: %s", _summary(config, consumers), _sites_text(model))
     return FrontEnd(
         config,
@@ -118,10 +124,16 @@ def open_front_end(vllm_config: VllmConfig) -> FrontEnd | None:
         consumers,
         num_stages=vllm_config.parallel_config.pipeline_parallel_size,
         open_drivers=partial(
-            open_drivers, config=config, model=model, versions=versions(), actions=action_target(vllm_config)
+            open_drivers,
+            config=config,
+            model=model,
+            versions=versions(),
+            actions=action_target(vllm_config),
+            vocabulary=vocabulary,
         ),
         num_front_ends=vllm_config.parallel_config._api_process_count,
         listening=listening(vllm_config),
+        vocabulary=vocabulary,
     )
 
 

@@ -44,6 +44,7 @@ from headgate.capture.schema.results import (
     join_key,
     with_messages,
 )
+from headgate.capture.schema.vocabulary import Vocabulary
 
 logger = logging.getLogger("headgate")
 
@@ -126,6 +127,7 @@ class FrontEnd:
         open_drivers: Opens the consumers that are located here, for a hub.
         num_front_ends: API processes of the server; each has consumers of its own.
         listening: Where workers on other hosts send results; None if there are none.
+        vocabulary: The model's tokens.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class FrontEnd:
         open_drivers: Callable[[ResultHub], DriverHost],
         num_front_ends: int = 1,
         listening: Listening | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -146,7 +149,7 @@ class FrontEnd:
         classes = [consumers[spec.instance] for spec in config.consumers]
         readouts = by_consumer(each for each, _ in load_readouts(config, classes, model, model.sites))
         self._readouts = {config.consumers[bit].instance: facts for bit, facts in readouts.items()}
-        self.capture_reader = CaptureRequestReader(config, model, consumers, num_front_ends, self._readouts)
+        self.capture_reader = CaptureRequestReader(config, model, consumers, num_front_ends, self._readouts, vocabulary)
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
         self._answered = frozenset(name for name, consumer in consumers.items() if consumer.is_awaited)
         self._linger_s = {

@@ -31,6 +31,7 @@ from headgate.capture.schema.limits import CaptureLimits, CaptureUse
 from headgate.capture.schema.positions import Message, PositionSelector, Several, parts_of
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec, Memo
+from headgate.capture.schema.vocabulary import Vocabulary
 
 
 def capturing_key() -> AccessKey | None:
@@ -126,6 +127,7 @@ class CaptureRequestReader:
         consumers: The class of each configured consumer, by instance name.
         num_front_ends: API processes of the server.
         readouts: Of each consumer that has any, by site.
+        vocabulary: The model's tokens.
     """
 
     def __init__(
@@ -135,8 +137,10 @@ class CaptureRequestReader:
         consumers: Mapping[str, type[CaptureConsumer]],
         num_front_ends: int = 1,
         readouts: Mapping[str, Mapping[Site, ReadoutFacts]] | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self._model = model
+        self._vocabulary = vocabulary
         self._readouts = readouts or {}
         self._num_front_ends = num_front_ends
         self._consumers = consumers
@@ -244,6 +248,7 @@ class CaptureRequestReader:
             owner=owner,
             num_front_ends=self._num_front_ends,
             lasting=self._lasting,
+            vocabulary=self._vocabulary,
         )
 
     def _names(self) -> str:

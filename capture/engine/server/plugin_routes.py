@@ -39,6 +39,7 @@ from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
 from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 from headgate.capture.engine.setup.cli_flags import read_server_args
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
+from headgate.capture.engine.setup.vocabulary import ModelVocabulary
 from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.schema.batch import Document
 from headgate.capture.schema.config import server_config
@@ -51,29 +52,7 @@ SCORED = "logprob_token_ids"
 _LOGPROBS = "raw_logprobs"
 
 
-class Vocabulary:
-    """The tokens of the model.
-
-    Args:
-        tokenizer: Of the model, as vLLM made it.
-        size: Number of tokens.
-    """
-
-    def __init__(self, tokenizer: Any, size: int) -> None:
-        self._tokenizer = tokenizer
-        self.size = size
-
-    def encode(self, text: str, *, is_prompt: bool) -> Sequence[int]:
-        """Return the tokens of a text; of a prompt, with the special tokens that begin one."""
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=is_prompt)
-        return tokens
-
-    def shown(self, token: int) -> str:
-        """Return the text of a token, for people."""
-        return str(self._tokenizer.decode([token]))
-
-
-async def vocabulary_of(engine: Any) -> Vocabulary:
+async def vocabulary_of(engine: Any) -> ModelVocabulary:
     """Return the vocabulary of an `AsyncLLM`.
 
     Raises:
@@ -84,7 +63,7 @@ async def vocabulary_of(engine: Any) -> Vocabulary:
         tokenizer = await found if inspect.isawaitable(found) else found
     except ValueError as error:
         raise RequestError("prompt", f"this server has no tokenizer: {error}") from None
-    return Vocabulary(tokenizer, int(engine.vllm_config.model_config.get_vocab_size()))
+    return ModelVocabulary(tokenizer, int(engine.vllm_config.model_config.get_vocab_size()))
 
 
 async def score(engine: Any, prompt: Sequence[int], token_ids: Sequence[int], fields: Document) -> Sequence[float]:
@@ -261,7 +240,7 @@ class RouteServices:
         """
         return reader_of(self.engine()).find_kept(name, sample_index, field)
 
-    async def vocabulary(self) -> Vocabulary:
+    async def vocabulary(self) -> ModelVocabulary:
         """Return the tokens of the model that is served.
 
         Raises:

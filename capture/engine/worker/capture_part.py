@@ -14,6 +14,7 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -434,11 +435,11 @@ def bind_readouts(
     """
     classes = [load_configured(spec) for spec in config.consumers]
     found = load_readouts(config, classes, facts.model, sites)
-    bound = []
+    bound, head = [], cache(facts.head)
     for (bit, site, _), readout in found:
         name = f"consumer {config.consumers[bit].instance!r}: {site.name}"
         place, width = sites.index(site), facts.model.shape(site).width
-        bound.append(bind(readout, place, width=width, device=facts.device, name=name, bit=bit))
+        bound.append(bind(readout, place, width=width, device=facts.device, name=name, bit=bit, head=head))
     if bound:
         names = ", ".join(dict.fromkeys(each.site.name for each, _ in found))
         logger.info("capture: readouts on %s, of %s", facts.device.type, names)

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from headgate.capture.engine.setup.settings import compiler_config, model_info, 
 from headgate.capture.engine.setup.startup_checks import refuse_unsupported_settings
 from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.engine.vllm_types import Function, ModelRunner, VllmConfig, Worker, WorkerWrapper
+from headgate.capture.engine.worker.model_head import find_head
 from headgate.capture.engine.worker.runner import RunnerAdapter
 from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.monitoring.step_log import open_step_log
@@ -123,7 +124,10 @@ def install(worker: Worker) -> InstalledWorker:
     parts = {name: part for name, part in reversed(opened.items()) if part is not None}
     model = worker.model_runner.get_model()
     parent, stack_name, layers = find_decoder_stack(model)
-    facts = _facts(worker, model_info(config), [index for index, _ in layers], reapplies_mid(layers))
+    facts = replace(
+        _facts(worker, model_info(config), [index for index, _ in layers], reapplies_mid(layers)),
+        head=partial(find_head, config, model, parent, torch.device(worker.device)),
+    )
     device_bytes = sum(part.headgate_allocate(facts) for part in parts.values())
     actions = _collect_actions(parts, facts)
     install_actions(parent, stack_name, layers, actions, facts.model, facts.tp_size)

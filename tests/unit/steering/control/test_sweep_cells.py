@@ -46,7 +46,7 @@ BODY: dict[str, Any] = {
 class Words:
     """A vocabulary of words by their length."""
 
-    size = 10
+    size, has_texts = 10, True
 
     def encode(self, text: str, *, is_prompt: bool) -> list[int]:
         return [*([9] if is_prompt else []), *(len(word) for word in text.split())]

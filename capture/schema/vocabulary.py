@@ -1,0 +1,68 @@
+"""The model's tokens as texts: what consumers and parts may know of a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from headgate.capture.schema.batch import BoolArray
+from headgate.capture.schema.errors import RequestError, shown
+
+WORD_LETTERS = 2
+"""Letters of a word-like token, at least."""
+
+
+class Vocabulary(Protocol):
+    """The model's tokens as texts.
+
+    Attributes:
+        size: Number of tokens.
+    """
+
+    size: int
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether there is a tokenizer. Without one there is a size alone."""
+        ...
+
+    def encode(self, text: str, *, is_prompt: bool) -> Sequence[int]:
+        """Return the tokens of a text; of a prompt, with the special tokens that begin one."""
+        ...
+
+    def shown(self, token: int) -> str:
+        """Return the text of a token, for people."""
+        ...
+
+
+def is_token(value: object, vocabulary: Vocabulary) -> bool:
+    """Whether a value is the id of a token."""
+    return type(value) is int and 0 <= value < vocabulary.size
+
+
+def read_token(value: object, vocabulary: Vocabulary, field: str) -> int:
+    """Read a token that a client named by its id, or by a text that is one token.
+
+    Raises:
+        RequestError: For `field`, if it is neither.
+    """
+    if type(value) is int and is_token(value, vocabulary):
+        return value
+    if not isinstance(value, str):
+        raise RequestError(field, f"expected a token, as a text or an id below {vocabulary.size}; got {shown(value)}")
+    if not vocabulary.has_texts:
+        raise RequestError(field, f"the engine was started without a tokenizer: give an id, not {shown(value)}")
+    tokens = vocabulary.encode(value, is_prompt=False)
+    if len(tokens) == 1:
+        return tokens[0]
+    spaced = f" {value}"
+    hint = f"; {spaced!r}, with a space, is one" if len(vocabulary.encode(spaced, is_prompt=False)) == 1 else ""
+    raise RequestError(field, f"{shown(value)} is {len(tokens)} tokens, {shown(list(tokens))}; give one{hint}")
+
+
+def word_like(vocabulary: Vocabulary) -> BoolArray:
+    """Which tokens are like words: letters alone, at least `WORD_LETTERS`, but for spaces around them. ``[size]``."""
+    texts = (vocabulary.shown(token).strip() for token in range(vocabulary.size))
+    return np.array([len(text) >= WORD_LETTERS and text.isalpha() for text in texts], np.bool_)

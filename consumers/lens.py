@@ -1,0 +1,525 @@
+"""The consumer that answers with what a lens reads in each row: the strongest tokens, and given ones.
+
+A row after layer l is transported by the lens (`headgate.capture.lens`), normed and unembedded by the model's own head,
+and reduced to the strongest tokens with their log-probabilities, and to the log-probabilities and ranks of the tokens
+that the request names. That happens in the worker, where the rows are: only ids and numbers leave the device.
+
+Shapes: N rows, D hidden size, V tokens of the vocabulary, K strongest tokens, T given tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from headgate.capture.lens import LOGIT, Lens, LensError, LensKind, load
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.consumer import (
+    ConsumerContext,
+    FinishedRequest,
+    HeadReadout,
+    ModelHead,
+    ModelInfo,
+    Readout,
+    RequestInfo,
+    RowArguments,
+    RowBlock,
+    SpecContext,
+    StreamingConsumer,
+    check_ids,
+    paths_as_text,
+)
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.positions import parse_positions
+from headgate.capture.schema.sites import HookPoint, Site, parse_configured
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.schema.vocabulary import Vocabulary, read_token, word_like
+
+FIELDS = ("lens", "layers", "positions", "top", "tokens", "words_only")
+LENS, TOP, TOKENS, WORDS_ONLY = "lens", "top", "tokens", "words_only"
+DEFAULT_TOP = 10
+
+_LENS, _WORDS, _TOP, _FIRST_TOKEN = range(4)
+"""Places of a request's arguments: the number of its lens, whether words alone are ranked, its top, its tokens."""
+_LOGITS = 1 << 25
+"""Logits that are in memory at a time, about: 128 MiB of float32."""
+_MATRIX_ROWS = 1024
+"""Rows of a lens' matrix that are widened to float32 at a time."""
+
+
+class LensParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of the lens consumer.
+
+    Attributes:
+        lenses: Files of lenses by name, as ``headgate lens import`` writes them; ``logit`` needs none.
+        max_top: Strongest tokens that a request may ask for.
+        max_tokens: Tokens whose log-probabilities and ranks a request may ask for.
+        max_values: Largest number of tokens in the result of one sample: positions times layers times those.
+    """
+
+    lenses: dict[str, str] = {}
+    max_top: int = 20
+    max_tokens: int = 16
+    max_values: int = 262_144
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Parsed parameters.
+
+    Attributes:
+        params: As given.
+        lenses: By name, in the order of the numbers 1, 2, ...; 0 is the logit lens.
+    """
+
+    params: LensParams
+    lenses: Mapping[str, Lens]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all lenses, by their numbers."""
+        return [LOGIT, *self.lenses]
+
+    @property
+    def layout(self) -> _Outputs:
+        """Places of the outputs."""
+        return _Outputs(self.params.max_top, self.params.max_tokens)
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """Places of the numbers that each row becomes: K ids, K log-probabilities, T log-probabilities, T ranks."""
+
+    top: int
+    tokens: int
+
+    @property
+    def size(self) -> int:
+        """Numbers."""
+        return 2 * (self.top + self.tokens)
+
+    def split(self, rows: Any) -> tuple[Any, Any, Any, Any]:
+        """Return the four parts of rows ``[..., size]``."""
+        first, second, third = self.top, 2 * self.top, 2 * self.top + self.tokens
+        return rows[..., :first], rows[..., first:second], rows[..., second:third], rows[..., third:]
+
+
+def parse_params(params: Mapping[str, Any]) -> _Settings:
+    """Read and check the parameters, and open the lenses.
+
+    Raises:
+        ConfigError: Naming the parameter.
+    """
+    if isinstance(given := params.get("lenses"), Mapping):
+        params = {**params, "lenses": paths_as_text(given)}
+    try:
+        parsed = msgspec.convert(dict(params), LensParams)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"lens: {error}") from error
+    for name, least in (("max_top", 1), ("max_tokens", 0), ("max_values", 1)):
+        if not least <= getattr(parsed, name) <= (1 << 30 if name == "max_values" else 512):
+            raise ConfigError(f"lens: {name}: expected at least {least}, and 512 at most of tokens; got {params[name]}")
+    if LOGIT in parsed.lenses:
+        raise ConfigError(f"lens: lenses.{LOGIT}: this is the name of the lens without a file; choose another")
+    return _Settings(parsed, {name: _read(name, path) for name, path in parsed.lenses.items()})
+
+
+def _read(name: str, path: str) -> Lens:
+    place = Path(path).expanduser()
+    try:
+        status = place.stat()
+        return _load(place, (status.st_mtime_ns, status.st_size, status.st_ino))
+    except (OSError, LensError) as error:
+        raise ConfigError(f"lens: lenses.{name}: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _load(place: Path, version: tuple[int, ...]) -> Lens:
+    """The lens in a file as it was at that `version`."""
+    return load(place)
+
+
+def check_lens(name: str, lens: Lens, model: ModelInfo) -> None:
+    """Refuse a lens of another model.
+
+    Raises:
+        ConfigError: Naming what differs.
+    """
+    where = f"lens: lenses.{name}"
+    if lens.hidden_size != model.hidden_size:
+        raise ConfigError(f"{where}: reads rows of {lens.hidden_size} values; the model has {model.hidden_size}")
+    beyond = [layer for layer in lens.layers if not 0 <= layer < model.num_layers]
+    if beyond:
+        raise ConfigError(f"{where}: has the layers {beyond}; the model has {model.num_layers}")
+
+
+def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
+    """Check ``{"lens", "layers", "positions", "top", "tokens", "words_only"}``.
+
+    Returns:
+        The spec, with the sites after the chosen layers; its options are the fields, tokens as ids.
+
+    Raises:
+        RequestError: Naming the field.
+    """
+    settings = context.parsed_params(parse_params)
+    if not isinstance(raw, Mapping):
+        raise RequestError(context.field, f'expected an object such as {{"lens": "{LOGIT}"}}, got {shown(raw)}')
+    unknown = next((key for key in raw if key not in FIELDS), None)
+    if unknown is not None:
+        raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {', '.join(FIELDS)}")
+    name = _name(raw.get(LENS, LOGIT), settings, f"{context.field}.{LENS}")
+    sites = _sites(raw.get("layers", "all"), name, settings, context)
+    top = _top(raw.get(TOP, DEFAULT_TOP), settings.params.max_top, f"{context.field}.{TOP}")
+    tokens = _tokens(raw.get(TOKENS, []), settings.params.max_tokens, context)
+    words_only = raw.get(WORDS_ONLY, False)
+    if not isinstance(words_only, bool):
+        raise RequestError(f"{context.field}.{WORDS_ONLY}", f"expected true or false, got {shown(words_only)}")
+    if words_only and not (context.vocabulary and context.vocabulary.has_texts):
+        raise RequestError(f"{context.field}.{WORDS_ONLY}", "the engine was started without a tokenizer")
+    if not top and not tokens:
+        raise RequestError(f"{context.field}.{TOP}", "is 0, and there are no tokens: nothing is asked")
+    parse = partial(parse_positions, context_length=context.model.context_length, takes_several=True)
+    sha256 = settings.lenses[name].sha256 if name in settings.lenses else None
+    return CaptureSpec(
+        sites=sites,
+        positions=context.parsed_once(raw.get("positions", "all"), "positions", parse),
+        options={LENS: name, "sha256": sha256, TOP: top, TOKENS: tokens, WORDS_ONLY: words_only},
+        arguments=(settings.names.index(name), int(words_only), top, *tokens),
+    )
+
+
+def _name(given: object, settings: _Settings, field: str) -> str:
+    if not isinstance(given, str) or given not in settings.names:
+        raise RequestError(field, f"no such lens {shown(given)}; configured: {', '.join(settings.names)}")
+    return given
+
+
+def _sites(layers: object, name: str, settings: _Settings, context: SpecContext) -> tuple[Site, ...]:
+    hook, field = HookPoint.POST_MLP.value, f"{context.field}.layers"
+    readable = [site.layer for site in _readable(context.model)]
+    if name in settings.lenses:
+        readable = [layer for layer in readable if layer in settings.lenses[name].layers]
+    if layers == "all":
+        layers = readable
+    parse = partial(parse_configured, num_layers=context.model.num_layers, sites=context.model.sites)
+    found: tuple[Site, ...] = context.parsed_once({hook: layers}, "layers", parse)
+    missing = [site.layer for site in found if site.layer not in readable]
+    if missing:
+        raise RequestError(field, f"the lens {name!r} has no layers {missing}; it has {readable}")
+    return found
+
+
+def _top(given: object, most: int, field: str) -> int:
+    if type(given) is not int or not 0 <= given <= most:
+        raise RequestError(field, f"expected a number from 0 to {most} (parameter max_top), got {shown(given)}")
+    return given
+
+
+def _tokens(given: object, most: int, context: SpecContext) -> list[int]:
+    field = f"{context.field}.{TOKENS}"
+    if not isinstance(given, list) or len(given) > most:
+        raise RequestError(field, f"expected a list of up to {most} tokens (parameter max_tokens), got {shown(given)}")
+    if not given:
+        return []
+    if context.vocabulary is None:
+        raise RequestError(field, "the tokens of the model are not known here")
+    vocabulary = context.vocabulary
+    return [read_token(token, vocabulary, f"{field}[{number}]") for number, token in enumerate(given)]
+
+
+def _readable(model: ModelInfo) -> list[Site]:
+    return [site for site in model.sites if site.hook is HookPoint.POST_MLP]
+
+
+class _Words:
+    """The mask of word-like tokens, made once for all layers."""
+
+    def __init__(self) -> None:
+        self._mask: Tensor | None = None
+
+    def on(self, device: torch.device, head: ModelHead) -> Tensor | None:
+        """Bool ``[V]``; None without a tokenizer."""
+        if self._mask is None and head.vocabulary.has_texts:
+            mask = torch.zeros(head.vocab_size, dtype=torch.bool)
+            known = torch.from_numpy(word_like(head.vocabulary))[: head.vocab_size]
+            mask[: len(known)] = known
+            self._mask = mask.to(device)
+        return self._mask
+
+
+class LensReadout(HeadReadout):
+    """Reads the rows after one layer by lenses.
+
+    Outputs of a row are those of `_Outputs`, and its arguments the number of its lens, whether words alone are ranked,
+    how many tokens are wanted, and the tokens. Where a request wants fewer tokens, the others' outputs are undefined.
+
+    Args:
+        layer: The layer.
+        lenses: By number, from 1 on; None for those without a matrix of this layer.
+        layout: Places of the outputs.
+        words: The mask of word-like tokens.
+    """
+
+    def __init__(self, layer: int, lenses: Sequence[Lens | None], layout: _Outputs, words: _Words) -> None:
+        self._layer = layer
+        self._lenses = tuple(lenses)
+        self._layout = layout
+        self._words = words
+
+    @property
+    def num_outputs(self) -> int:
+        """See `_Outputs`."""
+        return self._layout.size
+
+    @property
+    def num_arguments(self) -> int:
+        """The first three, and the tokens."""
+        return _FIRST_TOKEN + self._layout.tokens
+
+    @property
+    def key(self) -> str:
+        """The checksums of the lenses, with spaces between; ``-`` of those without this layer."""
+        return " ".join(["identity", *("-" if lens is None else lens.sha256 for lens in self._lenses)])
+
+    def with_head(self, device: torch.device, head: ModelHead) -> Callable[..., Tensor]:
+        """See `Readout.on`."""
+        check_ids(head.vocab_size, "lens: the vocabulary")
+        maps = [None if lens is None else _Map.of(lens, self._layer, device) for lens in self._lenses]
+        words = self._words.on(device, head)
+        size = max(1, _LOGITS // head.vocab_size)
+        layout = self._layout
+
+        def read(rows_ND: Tensor, arguments: RowArguments) -> Tensor:
+            found = torch.zeros(len(rows_ND), layout.size, dtype=torch.float32, device=device)
+            for start in range(0, len(rows_ND), size):
+                stop = min(start + size, len(rows_ND))
+                own = RowArguments(arguments.host[start:stop], arguments.device[start:stop])
+                normed = head.norm(_transported(rows_ND[start:stop], own, maps))
+                _reduce(head.logits(normed), own, words, layout.split(found[start:stop]))
+            return found
+
+        return read
+
+
+@dataclass(frozen=True)
+class _Map:
+    """The map of a lens after one layer, on a device.
+
+    Attributes:
+        matrix_DD: In the dtype of its file.
+        bias_D: Float32.
+        is_added: Whether its result is added to the row.
+    """
+
+    matrix_DD: Tensor
+    bias_D: Tensor | None
+    is_added: bool
+
+    @classmethod
+    def of(cls, lens: Lens, layer: int, device: torch.device) -> _Map:
+        bias = lens.bias(layer)
+        return cls(
+            torch.from_numpy(lens.matrix(layer)).to(device),
+            None if bias is None else torch.from_numpy(bias).to(device),
+            lens.kind is LensKind.TUNED,
+        )
+
+    def __call__(self, rows_ND: Tensor) -> Tensor:
+        """Map float32 rows; the matrix is widened a part at a time."""
+        starts = range(0, len(self.matrix_DD), _MATRIX_ROWS)
+        found = torch.cat([rows_ND @ self.matrix_DD[at : at + _MATRIX_ROWS].float().T for at in starts], dim=1)
+        if self.bias_D is not None:
+            found += self.bias_D
+        return found + rows_ND if self.is_added else found
+
+
+def _transported(rows_ND: Tensor, arguments: RowArguments, maps: Sequence[_Map | None]) -> Tensor:
+    """Apply to each row the map of its lens; rows of the logit lens stay exact."""
+    wanted = sorted({int(number) for number in arguments.host[:, _LENS] if number > 0})
+    if not wanted:
+        return rows_ND
+    narrow, found = rows_ND.float(), rows_ND
+    for number in wanted:
+        if (one := maps[number - 1]) is not None:
+            chosen = arguments.device[:, _LENS, None] == number
+            found = torch.where(chosen, one(narrow).to(found.dtype), found)
+    return found
+
+
+def _reduce(
+    logits_NV: Tensor, arguments: RowArguments, words: Tensor | None, out: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> None:
+    """Write the outputs of some rows."""
+    ids_NK, logprobs_NK, given_NT, ranks_NT = out
+    total_N1 = torch.logsumexp(logits_NV, dim=1, keepdim=True)
+    tokens = max((int(np.count_nonzero(row >= 0)) for row in arguments.host[:, _FIRST_TOKEN:]), default=0)
+    named = arguments.device[:, _FIRST_TOKEN : _FIRST_TOKEN + tokens].clamp(0, logits_NV.shape[1] - 1)
+    values = logits_NV.gather(1, named)
+    if words is not None and (arguments.host[:, _WORDS] > 0).any():
+        is_out = (arguments.device[:, _WORDS, None] > 0) & ~words
+        logits_NV = logits_NV.masked_fill(is_out, -torch.inf)
+    for number in range(tokens):
+        ranks_NT[:, number] = (logits_NV > values[:, number, None]).sum(dim=1)
+    given_NT[:, :tokens] = values - total_N1
+    top = min(max(int(arguments.host[:, _TOP].max()), 0), ids_NK.shape[1], logits_NV.shape[1])
+    if top:
+        strongest, ids = logits_NV.topk(top, dim=1)
+        ids_NK[:, :top] = ids
+        logprobs_NK[:, :top] = strongest - total_N1
+
+
+class LensConsumer(StreamingConsumer):
+    """Answers with what a lens reads at each position; `LensParams` lists the parameters.
+
+    A request asks with ``{"lens": NAME, "layers": [...], "positions": SELECTOR, "top": K, "tokens": [...],
+    "words_only": false}``; all are optional. The payload is ``{"lens", "positions", "layers": {"12": {"ids", "tokens",
+    "logprobs", "token_logprobs", "token_ranks"}}}``: lists with one row for each position. Rows of ``ids``, their texts
+    ``tokens`` and ``logprobs`` are in falling order; rows of ``token_logprobs`` and ``token_ranks`` in the order of the
+    request's tokens. Ranks begin at 0. Log-probabilities are over the whole vocabulary, also with ``words_only``, which
+    limits the ranking to tokens of letters alone. A number is None where the row is not finite.
+
+    Raises:
+        ConfigError: If a lens cannot be read, or is of another model.
+    """
+
+    location = "driver"
+    is_awaited = True
+
+    def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
+        super().__init__(params, context)
+        self._settings = parse_params(params)
+        self._requests: dict[str, _Reading] = {}
+
+    @classmethod
+    def check_params(cls, params: Mapping[str, Any]) -> None:
+        parse_params(params)
+
+    @classmethod
+    def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
+        return parse_request(raw, context)
+
+    @classmethod
+    def readouts(cls, params: Mapping[str, Any], model: ModelInfo) -> dict[Site, Readout]:
+        settings, words = parse_params(params), _Words()
+        for name, lens in settings.lenses.items():
+            check_lens(name, lens, model)
+        sites = _readable(model)
+        if not sites:
+            raise ConfigError("lens: reads post_mlp, which is not captured here; add it to capture.sites")
+        return {
+            site: LensReadout(
+                site.layer,
+                [lens if site.layer in lens.layers else None for lens in settings.lenses.values()],
+                settings.layout,
+                words,
+            )
+            for site in sites
+        }
+
+    def begin(self, request: RequestInfo) -> None:
+        name, number = request.spec.options[LENS], request.spec.arguments[_LENS]
+        for site, facts in request.readouts.items():
+            computed = facts.key.split()[number]
+            if number and computed != request.spec.options["sha256"]:
+                raise ConsumerError(
+                    f"lens {name!r}: its file has changed at {site.name} since the engine started; restart the engine"
+                )
+        self._requests[request.request_id] = _Reading(self._settings)
+
+    def write(self, blocks: Sequence[RowBlock]) -> None:
+        for block in blocks:
+            for span in block.spans:
+                part = slice(span.start, span.stop)
+                self._requests[span.request.request_id].add(
+                    span.request.spec, block.sites, block.positions[part], block.rows[:, part].numpy()
+                )
+
+    def finish(self, finished: FinishedRequest) -> dict[str, Any]:
+        reading = self._requests.pop(finished.request.request_id)
+        if reading.is_full:
+            raise ConsumerError(
+                f"these are more tokens than a result may hold here, {self._settings.params.max_values} (parameter "
+                "max_values): positions times layers times tokens; ask for fewer"
+            )
+        return reading.payload(finished.request.spec, finished.final.num_rows, self.context.vocabulary)
+
+    def abandon(self, request: RequestInfo) -> None:
+        self._requests.pop(request.request_id, None)
+
+    def close(self, timeout_s: float) -> None:
+        self._requests.clear()
+
+
+@dataclass
+class _Reading:
+    """The outputs of one request so far.
+
+    Attributes:
+        settings: Of the consumer.
+        is_full: It was more than a result may hold, and is thrown away.
+        parts: By site, positions and outputs ``[n, P]``.
+    """
+
+    settings: _Settings
+    is_full: bool = False
+    num_values: int = 0
+    parts: dict[Site, list[tuple[Int64Array, Any]]] = field(default_factory=dict)
+
+    def add(self, spec: CaptureSpec, sites: Sequence[Site], positions: Int64Array, rows: Any) -> None:
+        """Take outputs ``[S, n, P]`` at some positions."""
+        self.num_values += rows.shape[0] * rows.shape[1] * (spec.options[TOP] + len(spec.options[TOKENS]))
+        self.is_full = self.is_full or self.num_values > self.settings.params.max_values
+        if self.is_full:
+            self.parts.clear()
+            return
+        for site, found in zip(sites, rows, strict=True):
+            self.parts.setdefault(site, []).append((positions.copy(), found.copy()))
+
+    def payload(self, spec: CaptureSpec, num_rows: int, vocabulary: Vocabulary | None) -> dict[str, Any]:
+        """The answer: positions that every layer has, below `num_rows`."""
+        whole = {
+            site: (np.concatenate([p for p, _ in parts]), np.concatenate([r for _, r in parts]))
+            for site, parts in self.parts.items()
+        }
+        common = np.arange(0)
+        for number, (positions, _) in enumerate(whole.values()):
+            common = positions if number == 0 else np.intersect1d(common, positions, assume_unique=True)
+        common = common[common < num_rows]
+        layers = {
+            str(site.layer): self._layer(rows[np.isin(positions, common)], spec, vocabulary)
+            for site, (positions, rows) in sorted(whole.items(), key=lambda each: each[0].layer)
+        }
+        return {LENS: spec.options[LENS], "positions": common.tolist(), "layers": layers}
+
+    def _layer(self, rows: Any, spec: CaptureSpec, vocabulary: Vocabulary | None) -> dict[str, Any]:
+        ids, logprobs, given, ranks = self.settings.layout.split(rows)
+        top, count = spec.options[TOP], len(spec.options[TOKENS])
+        is_sound = np.isfinite(np.concatenate([logprobs[:, :top], given[:, :count]], axis=1)).all(axis=1)
+        ids = ids[:, :top].astype(np.int64)
+        texts = None if vocabulary is None or not vocabulary.has_texts else vocabulary.shown
+        return {
+            "ids": ids.tolist(),
+            "tokens": [[None if texts is None else texts(one) for one in row] for row in ids.tolist()],
+            "logprobs": _listed(logprobs[:, :top]),
+            "token_logprobs": _listed(given[:, :count]),
+            "token_ranks": [
+                row if sound else [None] * count
+                for row, sound in zip(ranks[:, :count].astype(np.int64).tolist(), is_sound.tolist(), strict=True)
+            ],
+        }
+
+
+def _listed(values: Any) -> list[list[float | None]]:
+    listed = values.astype(object)
+    listed[~np.isfinite(values)] = None  # JSON has no NaN
+    found: list[list[float | None]] = listed.tolist()
+    return found

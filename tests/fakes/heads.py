@@ -1,0 +1,40 @@
+"""A model's head, and its tokens, for tests without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Letters:
+    """A vocabulary whose tokens are one or two letters: b ... z, aa, ab, ...; token 0 is a full stop."""
+
+    def __init__(self, size: int, *, has_texts: bool = True) -> None:
+        self.size, self.has_texts = size, has_texts
+
+    def encode(self, text: str, *, is_prompt: bool) -> Sequence[int]:
+        tokens = {self.shown(token): token for token in range(self.size)}
+        return [tokens[text]] if text in tokens else [tokens.get(letter, 0) for letter in text]
+
+    def shown(self, token: int) -> str:
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        first, second = divmod(token, len(letters))
+        return "." if token == 0 else f"{letters[first - 1] if first else ''}{letters[second]}"
+
+
+class FakeHead:
+    """A norm by the root mean square, a random unembedding, and a soft cap."""
+
+    def __init__(self, hidden_size: int, vocab_size: int = 60, *, has_texts: bool = True) -> None:
+        self.vocab_size, self.dtype = vocab_size, torch.float32
+        self.vocabulary = Letters(vocab_size, has_texts=has_texts)
+        self.weight = torch.randn(vocab_size, hidden_size, generator=torch.Generator().manual_seed(3))
+
+    def norm(self, rows: Tensor) -> Tensor:
+        found = rows.to(self.dtype)
+        return found / found.square().mean(dim=1, keepdim=True).add(1e-6).sqrt()
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return 20.0 * torch.tanh(normed @ self.weight.T / 20.0)

@@ -1,0 +1,213 @@
+"""The lens consumer: what it reads, by definition, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headgate.capture.lens import LensKind, save
+from headgate.capture.schema.consumer import ConsumerContext, SpecContext
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.staging.readouts import bind
+from headgate.consumers import lens as lens_module
+from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
+from headgate.consumers.lens import LensConsumer
+from tests.fakes.heads import FakeHead, Letters
+
+HIDDEN, VOCABULARY = EXAMPLE_MODEL.hidden_size, 60
+HEAD = FakeHead(HIDDEN, VOCABULARY)
+CONTEXT = ConsumerContext(instance_name="lens", model=EXAMPLE_MODEL, vocabulary=Letters(VOCABULARY))
+RNG = np.random.default_rng(2)
+JACOBIAN = {layer: RNG.normal(size=(HIDDEN, HIDDEN)).astype(np.float32) for layer in (0, 2)}
+TUNED = {layer: RNG.normal(size=(HIDDEN, HIDDEN)).astype(np.float32) for layer in (1, 2)}
+BIASES = {layer: RNG.normal(size=HIDDEN).astype(np.float32) for layer in TUNED}
+
+
+@pytest.fixture
+def params(tmp_path: Path) -> dict[str, Any]:
+    save(tmp_path / "j.safetensors", LensKind.JACOBIAN, JACOBIAN)
+    save(tmp_path / "t.safetensors", LensKind.TUNED, TUNED, BIASES)
+    return {"lenses": {"j": tmp_path / "j.safetensors", "t": tmp_path / "t.safetensors"}, "max_tokens": 3}
+
+
+def request(
+    params: dict[str, Any], raw: Any, name: str = "r", vocabulary: Any = CONTEXT.vocabulary, **shape: Any
+) -> ExampleRequest:
+    context = SpecContext(
+        instance_name="lens", model=EXAMPLE_MODEL, params=params, client_request_id=name, vocabulary=vocabulary
+    )
+    return ExampleRequest(LensConsumer.validate_client_spec(raw, context), name, **shape)
+
+
+def by_definition(asked: ExampleRequest, layer: int, lens: str) -> Tensor:
+    """Log-probabilities ``[positions, vocabulary]``."""
+    rows = asked.rows(Site(layer, HookPoint.POST_MLP), asked.wanted()).double()
+    if lens == "j":
+        rows = rows @ torch.from_numpy(JACOBIAN[layer]).double().T
+    if lens == "t":
+        rows = rows + rows @ torch.from_numpy(TUNED[layer]).double().T + torch.from_numpy(BIASES[layer]).double()
+    return HEAD.logits(HEAD.norm(rows.float())).double().log_softmax(-1)
+
+
+def check(read: Any, expected: Tensor, top: int, tokens: list[int], ranked: Tensor | None = None) -> None:
+    ranking = expected if ranked is None else expected.masked_fill(~ranked, -torch.inf)
+    best = ranking.topk(top)
+    assert read["ids"] == best.indices.tolist()
+    np.testing.assert_allclose(read["logprobs"], best.values, atol=1e-5)
+    np.testing.assert_allclose(read["token_logprobs"], expected[:, tokens].tolist(), atol=1e-5)
+    assert read["token_ranks"] == [
+        [int((row > whole[token]).sum()) for token in tokens] for row, whole in zip(ranking, expected, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("lens", "layers"), [("logit", [0, 1, 2, 3]), ("j", [0, 2]), ("t", [1, 2])])
+@pytest.mark.parametrize("size", [1 << 25, 150], ids=["one block", "blocks of two rows"])
+def test_tokens_are_those_of_the_definition(
+    params: dict[str, Any], lens: str, layers: list[int], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lens_module, "_LOGITS", size)
+    asked = request(params, {"lens": lens, "top": 5, "tokens": ["b", 40], "positions": [0, 3, -1]})
+
+    payload = Feed(LensConsumer(params, CONTEXT), HEAD).whole(asked)
+
+    assert json.loads(json.dumps(payload)) == payload
+    assert (payload["lens"], payload["positions"]) == (lens, asked.wanted().tolist())
+    assert list(payload["layers"]) == [str(layer) for layer in layers]
+    for layer in layers:
+        check(payload["layers"][str(layer)], by_definition(asked, layer, lens), 5, [1, 40])
+        texts = payload["layers"][str(layer)]["tokens"]
+        assert texts[0] == [Letters(VOCABULARY).shown(one) for one in payload["layers"][str(layer)]["ids"][0]]
+
+
+def test_requests_of_one_batch_get_their_own_lens_tokens_and_ranking(params: dict[str, Any]) -> None:
+    feed = Feed(LensConsumer(params, CONTEXT), HEAD)
+    wanted: dict[str, dict[str, Any]] = {
+        "one": {"lens": "j", "layers": [2], "top": 2, "tokens": []},
+        "two": {"lens": "t", "layers": [2], "top": 4, "tokens": [7, 8, 9]},
+        "three": {"layers": [2], "top": 0, "tokens": [59]},
+        "four": {"layers": [2], "top": 3, "tokens": [5], "words_only": True},
+    }
+    requests = {name: request(params, raw, name) for name, raw in wanted.items()}
+
+    feed.begin(*requests.values())
+    for start in range(0, 8, 3):
+        feed.step({one: (start, min(start + 3, 8)) for one in requests.values()})
+    payloads = {name: feed.finish(one) for name, one in requests.items()}
+
+    is_word = torch.tensor([len(Letters(VOCABULARY).shown(token)) > 1 for token in range(VOCABULARY)])
+    for name, raw in wanted.items():
+        expected = by_definition(requests[name], 2, raw.get("lens", "logit"))
+        ranked = is_word if raw.get("words_only") else None
+        check(payloads[name]["layers"]["2"], expected, raw["top"], raw["tokens"], ranked)
+
+
+def test_rows_that_are_not_finite_have_no_numbers(params: dict[str, Any]) -> None:
+    class Broken(ExampleRequest):
+        def rows(self, site: Any, positions: Any) -> Tensor:
+            rows = super().rows(site, positions)
+            rows[positions == 2] = torch.nan
+            return rows
+
+    spec = request(params, {"layers": [1], "positions": [1, 2], "tokens": [4]}).info.spec
+    read = Feed(LensConsumer(params, CONTEXT), HEAD).whole(Broken(spec, "broken"))["layers"]["1"]
+
+    assert (read["logprobs"][1], read["token_logprobs"][1], read["token_ranks"][1]) == ([None] * 10, [None], [None])
+    assert isinstance(read["token_ranks"][0][0], int)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (3, r"capture\.lens: expected an object"),
+        ({"head": 1}, r"capture\.lens\.head: unknown field; known: lens, layers"),
+        ({"lens": "x"}, r"capture\.lens\.lens: no such lens 'x'; configured: logit, j, t"),
+        ({"lens": "j", "layers": [0, 1]}, r"capture\.lens\.layers: the lens 'j' has no layers \[1\]; it has \[0, 2\]"),
+        ({"layers": [4]}, r"capture\.lens\.layers.*4"),
+        ({"top": 21}, r"capture\.lens\.top: expected a number from 0 to 20 \(parameter max_top\), got 21"),
+        ({"top": True}, r"capture\.lens\.top"),
+        ({"top": 0}, r"capture\.lens\.top: is 0, and there are no tokens"),
+        ({"tokens": [1, 2, 3, 4]}, r"capture\.lens\.tokens: expected a list of up to 3 tokens"),
+        ({"tokens": [60]}, r"capture\.lens\.tokens\[0\]: expected a token, as a text or an id below 60; got 60"),
+        ({"tokens": [1, "bcd"]}, r"capture\.lens\.tokens\[1\]: 'bcd' is 3 tokens, \[1, 2, 3\]; give one"),
+        ({"words_only": 1}, r"capture\.lens\.words_only: expected true or false"),
+        ({"positions": "some"}, r"capture\.lens\.positions"),
+    ],
+    ids=str,
+)
+def test_requests_that_cannot_be_read_are_refused_by_field(params: dict[str, Any], raw: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        request(params, raw)
+
+
+@pytest.mark.parametrize(("raw", "field"), [({"tokens": ["b"]}, r"tokens\[0\]"), ({"words_only": True}, "words_only")])
+def test_without_a_tokenizer_texts_are_refused_and_ids_serve(params: dict[str, Any], raw: Any, field: str) -> None:
+    silent = Letters(VOCABULARY, has_texts=False)
+    with pytest.raises(RequestError, match=rf"capture\.lens\.{field}: the engine was started without a tokenizer"):
+        request(params, raw, vocabulary=silent)
+
+    consumer = LensConsumer(params, replace(CONTEXT, vocabulary=silent))
+    asked = request(params, {"tokens": [1], "layers": [0], "positions": [0]}, vocabulary=silent)
+    read = Feed(consumer, FakeHead(HIDDEN, VOCABULARY, has_texts=False)).whole(asked)
+
+    check(read["layers"]["0"], by_definition(asked, 0, "logit"), 10, [1])
+    assert read["layers"]["0"]["tokens"] == [[None] * 10]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lenses": {"logit": "x"}}, "lenses.logit: this is the name of the lens without a file"),
+        ({"lenses": {"x": "/nowhere.safetensors"}}, r"lenses\.x: .*nowhere"),
+        ({"max_top": 0}, "max_top: expected at least 1"),
+        ({"max_top": 513}, "max_top"),
+        ({"nothing": 1}, "unknown field `nothing`"),
+    ],
+    ids=str,
+)
+def test_parameters_that_are_wrong_are_refused(params: dict[str, Any], change: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LensConsumer.check_params({**params, **change})
+
+
+def test_a_lens_of_another_model_is_refused_by_name(params: dict[str, Any]) -> None:
+    narrow = replace(EXAMPLE_MODEL, hidden_size=8)
+    with pytest.raises(ConfigError, match=r"lenses\.j: reads rows of 16 values; the model has 8"):
+        LensConsumer.readouts(params, narrow)
+    short = replace(EXAMPLE_MODEL, num_layers=2)
+    with pytest.raises(ConfigError, match=r"lenses\.j: has the layers \[2\]; the model has 2"):
+        LensConsumer.readouts(params, short)
+    silent = replace(EXAMPLE_MODEL, sites=(Site(0, HookPoint.PRE_ATTN),))
+    with pytest.raises(ConfigError, match=r"post_mlp, which is not captured here; add it to capture\.sites"):
+        LensConsumer.readouts(params, silent)
+
+
+def test_a_result_is_bounded_and_the_next_request_is_not_concerned(params: dict[str, Any]) -> None:
+    feed = Feed(LensConsumer({**params, "max_values": 80}, CONTEXT), HEAD)
+    long, short = (request(params, {"layers": [1]}, name, output=n) for name, n in (("long", 6), ("short", 4)))
+
+    with pytest.raises(ConsumerError, match=r"80 \(parameter max_values\)"):
+        feed.whole(long)
+
+    assert len(feed.whole(short)["positions"]) == 8
+
+
+def test_a_file_that_changed_after_the_start_answers_with_an_error(params: dict[str, Any]) -> None:
+    feed = Feed(LensConsumer(params, CONTEXT), HEAD)
+    save(params["lenses"]["j"], LensKind.JACOBIAN, {layer: -matrix for layer, matrix in JACOBIAN.items()})
+
+    with pytest.raises(ConsumerError, match=r"'j': its file has changed .* restart the engine"):
+        feed.whole(request(params, {"lens": "j"}))
+
+
+def test_a_readout_without_a_head_is_refused_by_the_name_of_its_consumer(params: dict[str, Any]) -> None:
+    readout = LensConsumer.readouts(params, EXAMPLE_MODEL)[Site(1, HookPoint.POST_MLP)]
+    with pytest.raises(ConfigError, match=r"consumer 'lens': 1\.post_mlp: there is no model's head here"):
+        bind(readout, 0, width=HIDDEN, device=torch.device("cpu"), name="consumer 'lens': 1.post_mlp")
