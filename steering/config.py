@@ -169,6 +169,8 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             their own if the engine core has a process of its own.
         from_consumers: Whether capture consumers may steer running requests with ``context.steering.submit(action)``.
             Takes as much memory as controllers.
+        lenses: ``{name: path}`` of lenses by which requests may name directions of tokens, as ``headgate lens import``
+            writes them; the logit lens is always there.
     """
 
     max_steering_slots: int = DEFAULT_SLOTS
@@ -195,6 +197,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     controllers: list[ControllerSpec] = msgspec.field(default_factory=list)
     controller_process: bool | None = None
     from_consumers: bool = False
+    lenses: dict[str, str] = msgspec.field(default_factory=dict)
 
     def steerable(
         self, *, num_layers: int, hidden_size: int, dtype: str, shapes: Mapping[Site, SiteShape] = NO_SHAPES

@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from headgate.capture.engine.contracts.request_part import FlagGroup
-from headgate.capture.engine.setup.cli_flags import add_repeatable_flag, json_object, take_flag
+from headgate.capture.engine.setup.cli_flags import add_repeatable_flag, json_object, named_path, take_flag
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.config import DEFAULT_FEATURES, DEFAULT_GATES, DEFAULT_OPS, DEFAULT_RULES
 from headgate.steering.controllers.loading import parse_shorthand
@@ -178,7 +178,7 @@ def add_flags(group: FlagGroup) -> None:
     for name, read, metavar, text in _VALUED:
         group.add_argument(name, type=read, default=None, metavar=metavar, help=text)
     for name, metavar, text in _REPEATABLE:
-        add_repeatable_flag(group, name, type=_named_path, metavar=metavar, help=text)
+        add_repeatable_flag(group, name, type=named_path, metavar=metavar, help=text)
     add_repeatable_flag(group, "--sae-encode", type=_names, metavar="NAME[,NAME]", help=_SAE_ENCODE)
     group.add_argument(
         "--steering-from-consumers",
@@ -198,9 +198,12 @@ def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> d
         ConfigError: If two of them contradict each other.
     """
     given = {name: value for name in _FLAGS if (value := take_flag(args, name)) is not None}
-    if not given:
+    lenses = vars(args).get("lenses") if given or section else None
+    if not given and not lenses:
         return None
     document = dict(section or {})
+    if lenses:  # of capture, whose consumer reads by them; directions of their tokens steer
+        document["lenses"] = _merged(document.get("lenses") or {}, lenses, "--lenses")
     if "max_steering_slots" in given and "max_steering_configs" in given:
         raise ConfigError("--max-steering-configs is another way to set --max-steering-slots; give one of them")
     document.update({name: given[name] for name in _SIZES if name in given})
@@ -220,13 +223,6 @@ def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> d
     if _CONTROLLERS in given:
         document["controllers"] = [*(document.get("controllers") or ()), *given[_CONTROLLERS]]
     return document
-
-
-def _named_path(text: str) -> tuple[str, str]:
-    name, separator, path = text.partition("=")
-    if not (name and separator and path):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
-    return name, path
 
 
 def _controller(text: str) -> dict[str, Any]:

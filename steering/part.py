@@ -64,9 +64,10 @@ class SteeringAsPart(Part):
         return SteeringMetrics()
 
     def commands(self) -> dict[str, tuple[str, str]]:
-        """``headgate sae``, ``headgate probe`` and ``headgate vectors``."""
+        """``headgate sae``, ``lens``, ``probe`` and ``vectors``."""
         return {
             "sae": ("headgate.steering.features.commands:app", "Import SAEs and transcoders, and check them."),
+            "lens": ("headgate.steering.lenses.commands:app", "Import lenses, and check them on a model."),
             "probe": ("headgate.steering.probes.commands:app", "Make probes from captured rows, and judge them."),
             "vectors": ("headgate.steering.files.commands:app", "Show and import files of steering vectors."),
         }

@@ -54,6 +54,7 @@ LAYERS = {
         *(
             ["ops"],
             ["vectors", "features"],
+            ["lenses"],
             ["probes"],
             ["programs"],
             ["gates"],
@@ -77,7 +78,17 @@ LAYERS = {
 """Folders and modules of a package from the lowest to the highest. Each imports those before it, and none beside it."""
 
 HOST_PACKAGES = {
-    *("torch", "triton", "vllm", "transformers", "fastapi", "starlette", "uvicorn", "prometheus_client"),
+    *(
+        "torch",
+        "triton",
+        "vllm",
+        "transformers",
+        "huggingface_hub",
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "prometheus_client",
+    ),
     "typing_extensions",
 }
 """Packages that come with the user's own vLLM; the last is for type checkers alone."""

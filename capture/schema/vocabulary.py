@@ -1,4 +1,4 @@
-"""The model's tokens as texts: what consumers and parts may know of a tokenizer."""
+"""The model's tokens: their texts, and their rows of the model's head."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from headgate.capture.schema.batch import BoolArray
 from headgate.capture.schema.errors import RequestError, shown
 
+HeadRow = npt.NDArray[np.float32]
 WORD_LETTERS = 2
 """Letters of a word-like token, at least."""
 
 
 class Vocabulary(Protocol):
-    """The model's tokens as texts.
+    """The model's tokens.
 
     Attributes:
         size: Number of tokens.
@@ -34,6 +36,15 @@ class Vocabulary(Protocol):
 
     def shown(self, token: int) -> str:
         """Return the text of a token, for people."""
+        ...
+
+    def head_row(self, token: int) -> HeadRow:
+        """Read a token's row of the model's head from the model's files, float32 ``[hidden]``.
+
+        Raises:
+            UnsupportedError: If they have no plain head, such as one that is quantized.
+            OSError: If they are not on this machine.
+        """
         ...
 
 

@@ -12,6 +12,7 @@ from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.shared_methods import Awaited, Blocking, shared
 from headgate.capture.schema.sites import site_map
+from headgate.capture.schema.vocabulary import Vocabulary
 from headgate.steering.config import parse_config
 from headgate.steering.control import operations
 from headgate.steering.control.operations import (
@@ -314,9 +315,11 @@ class SteeringRequests:
     names_method = "names"
     check_method = "check"
 
-    def open(self, section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:
+    def open(
+        self, section: Mapping[str, Any], model: ModelInfo, vocabulary: Vocabulary | None = None
+    ) -> SteeringReader:
         """Make the reader for an engine whose configuration has a ``steering`` section."""
-        return open_reader(section, model)
+        return open_reader(section, model, vocabulary)
 
     def handle(self, cores: CoreClient, reader: PartRequestReader) -> Steering:
         """Make ``LLM.steering``."""

@@ -387,7 +387,7 @@ def read_gates(value: object, steerable: Steerable, field: str = GATES) -> tuple
     places = [f"{field}[{index}]" for index in range(len(documents))]
     heads = [_head(document, index, places[index]) for index, document in enumerate(documents)]
     _check_names(heads, places)
-    vectors = VectorReader(steerable.hidden_size, KeptRows())
+    vectors = VectorReader(steerable.hidden_size, KeptRows(), steerable.directions)
     conditions = ConditionReader(steerable, vectors)
     conditions_read = [
         conditions.read(document.get("when"), f"{where}.when", is_controlled=head.pid is not None)

@@ -38,12 +38,20 @@ from headgate.capture.schema.sites import (
     sort_sites,
 )
 from headgate.steering.documents.schema import Count, one_of
-from headgate.steering.documents.vectors import PackedVector, Row, check_scale, packed_rows, packed_type, read_single
+from headgate.steering.documents.vectors import (
+    PackedVector,
+    Row,
+    TokenDirection,
+    check_scale,
+    packed_rows,
+    packed_type,
+    read_single,
+)
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Float32Row, Method, ModuleVector, Operation, named_modules
 from headgate.steering.programs.program import Program
 from headgate.steering.vectors.dtypes import StoredType, widen
-from headgate.steering.vectors.phase_vectors import MAX_NAME, Steerable, check_name
+from headgate.steering.vectors.phase_vectors import MAX_NAME, Directions, Steerable, check_name
 
 
 class SiteChoice(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,7 +89,7 @@ class SourceDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 At = Annotated[Any, one_of(str, SiteChoice)]
-OpVector = Annotated[Any, one_of(Row, str, ModuleReference, PackedVector)]
+OpVector = Annotated[Any, one_of(Row, str, ModuleReference, PackedVector, TokenDirection)]
 _SOURCE_KEYS = SourceDocument.__struct_fields__
 
 
@@ -369,10 +377,12 @@ class VectorReader:
     Args:
         hidden: Values of a vector.
         kept: Rows of earlier requests.
+        directions: Reads directions of tokens.
     """
 
-    def __init__(self, hidden: int, kept: KeptRows) -> None:
+    def __init__(self, hidden: int, kept: KeptRows, directions: Directions | None = None) -> None:
         self.hidden = hidden
+        self._directions = directions
         self.kept = kept
         self._read: dict[int, tuple[object, Float32Row]] = {}
 
@@ -383,7 +393,7 @@ class VectorReader:
             RequestError: As `read_single`.
         """
         if id(value) not in self._read:
-            self._read[id(value)] = value, read_single(value, self.hidden, where)
+            self._read[id(value)] = value, read_single(value, self.hidden, where, self._directions)
         return self._read[id(value)][1]
 
 
@@ -647,7 +657,7 @@ def read_ops(
     given = [_tier(fields, names, tier, steerable, sites) for tier in range(3)]
     for tier in (1, 2):
         _check_counts([*given[0], *given[tier]], max_per_site)
-    vectors = VectorReader(steerable.hidden_size, KeptRows(find))
+    vectors = VectorReader(steerable.hidden_size, KeptRows(find), steerable.directions)
     tiers = [
         [op for one in tier for op in read_operation(one.document, one.sites, steerable, vectors, one.where)]
         for tier in given

@@ -27,6 +27,7 @@ from headgate.capture.engine.contracts.request_part import Known, PartRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.results import FindKept
+from headgate.capture.schema.vocabulary import Vocabulary
 from headgate.steering.config import parse_config
 from headgate.steering.documents.features import (
     MODULE_FEATURES,
@@ -43,6 +44,7 @@ from headgate.steering.documents.schema import one_of
 from headgate.steering.documents.vectors import Vectors, check_scale, read_tier
 from headgate.steering.gates.gate import WHO_KNOWS_RULES, names_of, probe_key, rule_key
 from headgate.steering.gates.trace import RETURN_TRACE, TRACE, SteeringTrace, join_notes, read_asked
+from headgate.steering.lenses.directions import LensDirections
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import ModuleRef, SteeringSpec, to_wire
@@ -581,7 +583,7 @@ def _names(values: Mapping[str, Any], refs: Sequence[ModuleRef]) -> dict[str, st
     return {ref.name: NAME if index < num_plain else MODULE_REF for index, ref in enumerate(refs)}
 
 
-def open_reader(section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:
+def open_reader(section: Mapping[str, Any], model: ModelInfo, vocabulary: Vocabulary | None = None) -> SteeringReader:
     """Return the reader for an engine whose configuration has a ``steering`` section.
 
     Raises:
@@ -591,7 +593,8 @@ def open_reader(section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:
     steerable = config.steerable(
         num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype, shapes=model.shapes
     )
-    return SteeringReader(steerable, config.sae_root)
+    directions = LensDirections(config.lenses, model, vocabulary)
+    return SteeringReader(replace(steerable, directions=directions), config.sae_root)
 
 
 @dataclass(frozen=True, slots=True)

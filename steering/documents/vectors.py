@@ -22,7 +22,7 @@ from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, parse_hook, parse_layers, site_map
 from headgate.steering.documents.schema import Count, one_of
 from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, peaks, widen
-from headgate.steering.vectors.phase_vectors import MAX_NAME, PhaseVectors, Steerable
+from headgate.steering.vectors.phase_vectors import MAX_NAME, Directions, PhaseVectors, Steerable
 
 PackedType = Literal["float32", "float16", "bfloat16", "float64"]
 Row = Annotated[list[float], msgspec.Meta(description="As many numbers as the model's hidden size.")]
@@ -51,6 +51,21 @@ class PackedRows(msgspec.Struct, forbid_unknown_fields=True):
     scales: list[float] | None = None
 
 
+class TokenDirection(msgspec.Struct, forbid_unknown_fields=True):
+    """The direction of a token by a lens.
+
+    Attributes:
+        lens: A name of --lenses, or logit.
+        token: A text that is one token, or an id.
+        at: The site, such as 12.post_mlp.
+    """
+
+    lens: str
+    token: str | int
+    at: str
+    scale: float = 1.0
+
+
 class PackedVector(msgspec.Struct, forbid_unknown_fields=True):
     """One vector, or the rows of one probe.
 
@@ -67,9 +82,10 @@ class PackedVector(msgspec.Struct, forbid_unknown_fields=True):
 Vector = Annotated[Any, one_of(Row, ScaledVector)]
 Vectors = Annotated[
     Any,
-    one_of(None, dict[str, Annotated[Any, one_of(PackedRows, dict[str, Vector])]]),
+    one_of(None, dict[str, Annotated[Any, one_of(PackedRows, dict[str, Vector])]], list[TokenDirection]),
 ]
-"""``{hook point: {layer: vector}}``, or ``{hook point: packed rows}``; ``final_norm`` has a vector itself."""
+"""``{hook point: {layer: vector}}``, or ``{hook point: packed rows}``; ``final_norm`` has a vector itself. Or a list of
+directions of tokens."""
 
 _PACKED_KEYS = frozenset(PackedRows.__struct_fields__)
 _SINGLE_KEYS = frozenset(PackedVector.__struct_fields__)
@@ -233,8 +249,8 @@ def read_vector(value: object, hidden: int, where: str) -> tuple[Rows, StoredTyp
     raise RequestError(where, f"expected a list of {hidden} numbers, an array or a tensor, got {shown(value)}")
 
 
-def read_single(value: object, hidden: int, where: str) -> Float32Rows:
-    """Read one vector: as `read_vector`, or packed as ``{"dtype", "shape": [hidden], "data"}``.
+def read_single(value: object, hidden: int, where: str, directions: Directions | None = None) -> Float32Rows:
+    """Read one vector: as `read_vector`, packed as ``{"dtype", "shape": [hidden], "data"}``, or a token's direction.
 
     Returns:
         float32 ``[hidden]``, contiguous and finite; exactly the values that were given in a stored type.
@@ -242,7 +258,11 @@ def read_single(value: object, hidden: int, where: str) -> Float32Rows:
     Raises:
         RequestError: If it is something else, or has a value that is not finite in float32.
     """
-    if isinstance(value, Mapping):
+    dtype: StoredType = "float32"
+    if is_direction(value):
+        _, direction, scale = read_direction(value, directions, where)
+        row = direction * np.float32(scale)
+    elif isinstance(value, Mapping):
         row, dtype = _packed_single(value, hidden, where)
     else:
         row, dtype = read_vector(value, hidden, where)
@@ -513,8 +533,11 @@ def _entries(value: object, steerable: Steerable, field: str) -> list[FieldVecto
     """Return the vectors of one tier, in the order of the forward pass."""
     if isinstance(value, PhaseVectors):
         value = value.packed()
+    if isinstance(value, list) and any(map(is_direction, value)):
+        return _by_rank(_directions(value, steerable, field), steerable)
     if not isinstance(value, Mapping) or not value:
-        raise RequestError(field, f"expected a non-empty object of hook point to vectors, got {shown(value)}")
+        forms = "expected a non-empty object of hook point to vectors, or a list of directions of tokens"
+        raise RequestError(field, f"{forms}, got {shown(value)}")
     found: list[FieldVector] = []
     for name, given in value.items():
         if isinstance(name, str) and len(name) > MAX_NAME:
@@ -522,6 +545,34 @@ def _entries(value: object, steerable: Steerable, field: str) -> list[FieldVecto
         where = f"{field}.{name}"
         found.extend(entries(given, parse_hook(name, where), steerable, where))
     return _by_rank(found, steerable)
+
+
+def _directions(values: list[Any], steerable: Steerable, field: str) -> list[FieldVector]:
+    """Read a list of directions of tokens; those of one site are added up."""
+    found: dict[int, FieldVector] = {}
+    for index, value in enumerate(values):
+        where = f"{field}[{index}]"
+        if not is_direction(value):
+            raise RequestError(where, f'expected {{"lens", "token", "at", "scale"}}, got {shown(value)}')
+        site, row, scale = read_direction(value, steerable.directions, where)
+        rank = _known(steerable.ranks[site.hook][site.layer], site.layer, site.hook, steerable, f"{where}.at")
+        scaled = padded(row, steerable.row_size) * np.float32(check_scale(scale, f"{where}.scale"))
+        if rank in found:
+            scaled = scaled + found[rank].row
+        found[rank] = FieldVector(rank, scaled, "float32", 1.0, where)
+    return list(found.values())
+
+
+def is_direction(value: object) -> bool:
+    """Whether a vector is given as the direction of a token by a lens."""
+    return isinstance(value, Mapping) and "lens" in value
+
+
+def read_direction(value: object, directions: Directions | None, where: str) -> tuple[Site, Float32Rows, float]:
+    """Read ``{"lens", "token", "at", "scale"}``; see `Directions.read`."""
+    if directions is None or not isinstance(value, Mapping):
+        raise RequestError(where, "directions of tokens can be given in requests to a server or LLM alone")
+    return directions.read(value, where)
 
 
 def _by_rank(found: list[FieldVector], steerable: Steerable) -> list[FieldVector]:

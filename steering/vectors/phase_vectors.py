@@ -12,7 +12,7 @@ import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,18 @@ TIERS = ("base", "prefill", "decode")
 """Tiers of the global vectors in calls of the engine core; each travels as the prefill of a `SteeringWire`."""
 
 
+class Directions(Protocol):
+    """Reads directions of tokens, where a request names one in place of a vector's numbers."""
+
+    def read(self, value: Mapping[Any, Any], where: str) -> tuple[Site, Float32Rows, float]:
+        """Return the site of ``{"lens", "token", "at", "scale"}``, float32 ``[hidden]``, and the scale.
+
+        Raises:
+            RequestError: Naming the key that is wrong.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steerable:
     """The sites of the served model that can be steered, and the limits of one request.
@@ -94,6 +106,7 @@ class Steerable:
         max_rules: Rules that can be registered; 0 if there can be none.
         max_probe_units: Units of MLP probes at one site, and one for each probe; 0 if none can be read.
         widths: Of the sites of `sites` whose rows are not as wide as the stream.
+        directions: Reads directions of tokens; None where there are none, as in files.
     """
 
     num_layers: int
@@ -109,6 +122,7 @@ class Steerable:
     max_rules: int = 0
     max_probe_units: int = 0
     widths: Mapping[Site, int] = field(default_factory=dict, repr=False)
+    directions: Directions | None = field(default=None, repr=False, compare=False)
     ranks: Mapping[HookPoint, Sequence[int]] = field(init=False, repr=False, compare=False)
     """Per hook point, each layer's index into `sites`; -1 where it cannot be steered."""
 

@@ -152,7 +152,7 @@ class ReadingRequests:
     names_method = "names"
     check_method = "names"
 
-    def open(self, section: Any, model: Any) -> RowsReader:
+    def open(self, section: Any, model: Any, vocabulary: Any = None) -> RowsReader:
         return RowsReader()
 
     def handle(self, cores: Any, reader: Any) -> Any:

@@ -19,6 +19,7 @@ from headgate.capture.schema.batch import Document
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.results import FindKept
+from headgate.capture.schema.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
@@ -203,12 +204,13 @@ class RequestPart(Protocol):
     @property
     def check_method(self) -> str: ...
 
-    def open(self, section: Document, model: ModelInfo) -> PartRequestReader:
+    def open(self, section: Document, model: ModelInfo, vocabulary: Vocabulary | None = None) -> PartRequestReader:
         """Make the reader of requests for an engine.
 
         Args:
             section: The part's section of the engine's configuration.
             model: The model that the engine serves.
+            vocabulary: Its tokens.
 
         Raises:
             ConfigError: If the section is wrong.

@@ -29,9 +29,10 @@ def open_with_engine(original: Function) -> Function:
     @wraps(original)
     def __init__(self: object, vllm_config: VllmConfig, *args: object, **kwargs: object) -> None:
         original(self, vllm_config, *args, **kwargs)
-        front = open_front_end(vllm_config, getattr(self, "tokenizer", None))
+        tokenizer = getattr(self, "tokenizer", None)
+        front = open_front_end(vllm_config, tokenizer)
         setattr(self, FRONT_END, front)
-        setattr(self, REQUEST_READER, RequestReader(front, open_parts(vllm_config)))
+        setattr(self, REQUEST_READER, RequestReader(front, open_parts(vllm_config, tokenizer)))
         if front is not None:
             weakref.finalize(self, front.close)
 

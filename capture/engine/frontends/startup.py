@@ -116,7 +116,7 @@ def open_front_end(vllm_config: VllmConfig, tokenizer: object = None) -> FrontEn
     let_consumers_close(config.close_timeout_s)
     model = model_info(vllm_config)
     consumers = load_consumers(config)
-    vocabulary = ModelVocabulary(tokenizer, int(vllm_config.model_config.get_vocab_size()))
+    vocabulary = ModelVocabulary(tokenizer, vllm_config)
     logger.info("capture: %s; what can be captured: %s", _summary(config, consumers), _sites_text(model))
     return FrontEnd(
         config,
@@ -162,7 +162,7 @@ def open_drivers_with_engine(original: Function) -> Function:
     return __init__
 
 
-def open_parts(vllm_config: VllmConfig) -> dict[str, OpenPart]:
+def open_parts(vllm_config: VllmConfig, tokenizer: object = None) -> dict[str, OpenPart]:
     """The front-end halves of the parts that are configured beside capture, by section; see `open_front_end`.
 
     Raises:
@@ -171,8 +171,9 @@ def open_parts(vllm_config: VllmConfig) -> dict[str, OpenPart]:
     configured = {name: part for name, part in request_parts().items() if name in sections(vllm_config)}
     if configured:
         speak_through_vllm()
+    vocabulary = ModelVocabulary(tokenizer, vllm_config)
     return {
-        name: OpenPart(name, part, part.open(section(vllm_config, name), model_info(vllm_config)))
+        name: OpenPart(name, part, part.open(section(vllm_config, name), model_info(vllm_config), vocabulary))
         for name, part in configured.items()
     }
 

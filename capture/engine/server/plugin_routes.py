@@ -63,7 +63,7 @@ async def vocabulary_of(engine: Any) -> ModelVocabulary:
         tokenizer = await found if inspect.isawaitable(found) else found
     except ValueError as error:
         raise RequestError("prompt", f"this server has no tokenizer: {error}") from None
-    return ModelVocabulary(tokenizer, int(engine.vllm_config.model_config.get_vocab_size()))
+    return ModelVocabulary(tokenizer, engine.vllm_config)
 
 
 async def score(engine: Any, prompt: Sequence[int], token_ids: Sequence[int], fields: Document) -> Sequence[float]:

@@ -184,6 +184,14 @@ def add_flags(group: FlagGroup) -> None:
         metavar="JSON",
         help='What can be captured, as {hook point: layers}; {"post_mlp": "all"} if not given.',
     )
+    add_repeatable_flag(
+        group,
+        "--lenses",
+        type=named_path,
+        metavar="NAME=PATH",
+        help="Lenses that requests may read by (capture.lens) and steer by: files of `headgate lens import`. Adds the "
+        "consumer lens, which has the logit lens as well.",
+    )
     group.add_argument(
         "--enable-return-hidden-states",
         action="store_true",
@@ -227,6 +235,8 @@ def translate_flags(args: argparse.Namespace) -> None:
     given = {name: part.read_flags(args, _object(sections.get(name), name)) for name, part in request_parts().items()}
     parts = {name: document for name, document in given.items() if document is not None}
     consumers, sites = take_flag(args, "capture_consumers"), take_flag(args, "capture_sites")
+    if lenses := take_flag(args, "lenses"):
+        consumers = [*(consumers or ()), {"name": LENS, "params": {"lenses": dict(lenses)}}]
     if take_flag(args, _STATES):
         consumers = [*(consumers or ()), *_missing_states(consumers or (), _object(sections.get("capture"), "capture"))]
     _move_own_flags(args)
@@ -276,12 +286,27 @@ def _move_own_flags(args: argparse.Namespace) -> None:
 
 
 _STATES = "enable_return_hidden_states"
+LENS = "lens"
+"""Name of the consumer that ``--lenses`` adds."""
 
 
-def _missing_states(consumers: Sequence[str], section: Document) -> list[str]:
+def _missing_states(consumers: Sequence[Consumer], section: Document) -> list[str]:
     """Name the consumer of ``return_hidden_states``, unless it is configured."""
-    configured = [*map(parse_shorthand, consumers), *parse_config(section).consumers]
+    given = [parse_shorthand(each) for each in consumers if isinstance(each, str)]
+    configured = [*given, *parse_config(section).consumers]
     return [] if any(consumer.name == HIDDEN_STATES for consumer in configured) else [HIDDEN_STATES]
+
+
+def named_path(text: str) -> tuple[str, str]:
+    """Parse ``NAME=PATH``.
+
+    Raises:
+        argparse.ArgumentTypeError: If `text` is none.
+    """
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+    return name, path
 
 
 def _shorthand(text: str) -> str:

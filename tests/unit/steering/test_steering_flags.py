@@ -46,6 +46,19 @@ def test_flags_become_the_section(parser: argparse.ArgumentParser) -> None:
     assert section(parser, "--sae-encode", "a,b", base=base)["sae_encode"] == ["a", "b"]
 
 
+def test_lenses_are_of_the_consumer_and_of_steering_where_there_is_any(parser: argparse.ArgumentParser) -> None:
+    assert section(parser, "--lenses", "a=/x.safetensors") is None
+    both = section(parser, "--enable-steering", "--lenses", "a=/x.safetensors", "b=/y.safetensors")
+    assert both == {"lenses": {"a": "/x.safetensors", "b": "/y.safetensors"}}
+
+    args = parser.parse_args(["--lenses", "a=/x.safetensors", "--capture-consumers", "memory"])
+    args.additional_config = None
+    translate_flags(args)
+    consumers = args.additional_config["headgate"]["capture"]["consumers"]
+    assert [consumer["name"] for consumer in consumers] == ["memory", "lens"]
+    assert consumers[1]["params"] == {"lenses": {"a": "/x.safetensors"}}
+
+
 def test_controllers_become_objects_of_the_section(parser: argparse.ArgumentParser) -> None:
     base = {"headgate": {"steering": {"controllers": [{"name": "a"}]}}}
 
