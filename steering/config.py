@@ -23,6 +23,7 @@ from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import NO_SHAPES, HookPoint, Site, SiteShape, parse_sites, sort_sites
 from headgate.steering.controllers.loading import ControllerSpec, check_specs
 from headgate.steering.features.importing import SaeSource, open_coder, sae_site
+from headgate.steering.features.source_coder import CoderKind
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.gates.gate import COLUMNS_PER_GATE
@@ -42,15 +43,21 @@ def sites_of(source: str) -> tuple[Site, ...]:
     return (sae_site(coder), *coder.write_sites) if coder.is_transcoder else (sae_site(coder),)
 
 
+MAX_ENCODED = 1 << 24
+"""Features of an encoded SAE, at most: entries of programs name them by a float32."""
+
+
 def why_not_encoded(coder: SparseCoder, hidden_size: int) -> str | None:
     """Say why an SAE cannot reconstruct a model's rows exactly; None if it can."""
     if coder.is_transcoder or coder.weights.source.skip is not None:
         return "is a transcoder, which reconstructs the rows of another site; SAEs can be encoded"
-    if coder.kind.selects:
+    if coder.kind is CoderKind.GROUPMAX:
         return (
-            f"is of the kind {coder.kind.value}: it selects among all features of a row, which is not computed, and a "
-            "threshold in its place would be inexact; relu, jumprelu and gated SAEs can be encoded"
+            f"is of the kind {coder.kind.value}: it selects among the features of each group, which is not computed; "
+            "relu, jumprelu, gated and top-k SAEs can be encoded"
         )
+    if coder.num_features > MAX_ENCODED:
+        return f"has {coder.num_features} features; up to {MAX_ENCODED} can be encoded"
     if coder.width != hidden_size:
         return f"has the width {coder.width}; rows of the model have {hidden_size} values"
     return None
@@ -135,11 +142,12 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             sites become op sites. With SAEs, or with `sae_root`, each op site takes ``(2 * max_num_seqs + 3) *
             max_sae_features * 96`` bytes of device memory more; with transcoders, or with `sae_root`,
             ``max_num_batched_tokens * max_sae_features * 4`` bytes are added once.
-        sae_encode: Names of SAEs of `saes` with which requests may reconstruct rows, at most one for each site. Every
-            worker that owns the site holds the weights on its device: ``2 * num_features * hidden_size`` elements, in
-            bfloat16 for a model in bfloat16 and else in float32, and 16 bytes for each feature. On a GPU each SAE adds
-            four kernels to every forward pass, and three for every 256 batch rows beyond the first, which end at once
-            while they are not used; and working memory of 1024 bytes for each feature.
+        sae_encode: Names of SAEs of `saes` with which requests may reconstruct rows, at most one for each site. Edits
+            of features of a top-k SAE among them use its selection. Every worker that owns the site holds the weights
+            on its device: ``2 * num_features * hidden_size`` elements, in bfloat16 for a model in bfloat16 and else in
+            float32, and 16 bytes for each feature. On a GPU each SAE adds four kernels to every forward pass, and three
+            for every 256 batch rows beyond the first, which end at once while they are not used (a top-k SAE six, and
+            five); and working memory of 1024 bytes for each feature.
         sae_root: Folder whose SAEs may be registered while the engine runs; None permits none.
         max_sae_features: Features that one request may change at one site in one phase, its modules' included, and as
             many global ones. Each takes two slots, or one if its activation is not read. A transcoder's feature counts

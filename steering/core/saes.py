@@ -271,7 +271,7 @@ class SaeRegistry:
 
 def _entries(sae: Sae, edits: list[FeatureEdit], dtype: StoredType, changes: Iterator[int]) -> list[Entry]:
     try:
-        return feature_entries(sae.coder, sae.site, edits, dtype, changes)
+        return feature_entries(sae.coder, sae.site, edits, dtype, changes, is_encoded=sae.is_encoded)
     except (FeatureFileError, OSError) as error:
         raise RequestError(edits[0].sae_at, f"SAE {sae.name!r} cannot be read: {error}") from error
 

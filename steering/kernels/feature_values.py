@@ -20,6 +20,7 @@ _CHANGE_MASK = tl.constexpr(program_codes.CHANGE_MASK)
 _IF_ACTIVE = tl.constexpr(int(Flag.IF_ACTIVE))
 _ACTIVATION_MASK = tl.constexpr(program_codes.ACTIVATION_MASK)
 _GATED = tl.constexpr(int(FeatureActivation.GATED))
+_SELECTED = tl.constexpr(int(FeatureActivation.SELECTED))
 _JUMP_RELU = tl.constexpr(int(FeatureActivation.JUMP_RELU))
 INPUT_NORM_MASK = tl.constexpr(program_codes.INPUT_NORM_MASK)
 _LAYER_NORM = tl.constexpr(int(InputNorm.LAYER_NORM))
@@ -61,14 +62,15 @@ def statistics_of_row(norms, h, mean, std, norm, columns, D):
 
 @triton.jit
 def amounts_of_features(code, numbers, dots, mean, std, norm, D):
-    """Return how often each of some features adds its row; 0 if it does not act."""
+    """Return how often each of some features adds its row; 0 if it does not act, or an SAE selects its activation."""
     read_scale, write_scale, p0, p1, p2, p3, p4, p5 = numbers
     norms = code & INPUT_NORM_MASK
     z, gain = _normalised(norms, read_scale * dots, read_scale, p5, mean, std, norm, D)
     a = activation(code & _ACTIVATION_MASK, z, p0, p1, p3, p4)
     target = edited(code & _EDIT_MASK, a, p2)
     target = tl.where(code & _IF_ACTIVE == 0, target, tl.where(a > 0, target, a))
-    return tl.where(code == 0, 0.0, write_scale * gain * (target - a))
+    is_selected = code & _ACTIVATION_MASK == _SELECTED
+    return tl.where((code == 0) | is_selected, 0.0, write_scale * gain * (target - a))
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """Rows of the stream become what a sparse autoencoder reconstructs of them: encoded in full, and decoded.
 
+Of a top-k SAE, rows whose features are edited are encoded, too (`headgate.steering.kernels.select_features`).
+
 Shape suffixes: T tokens of the step, N listed rows, F features, D hidden size. The definition is
 `headgate.steering.worker.reconstruction.reconstruction_deltas_reference`.
 
@@ -24,6 +26,7 @@ from torch import Tensor
 from headgate.steering.features.check import LARGEST_NORM
 from headgate.steering.kernels.feature_values import norm_of_row
 from headgate.steering.kernels.program_entries import cut_change, stream_row
+from headgate.steering.kernels.select_features import Selected, Tables, add_edits, decode_selected, select
 from headgate.steering.programs import codes as program_codes
 from headgate.steering.programs.codes import NUM_NUMBERS, NUM_SUMS, InputNorm
 
@@ -37,6 +40,10 @@ _LARGEST_NORM = tl.constexpr(LARGEST_NORM)
 _LAYER_NORM = tl.constexpr(int(InputNorm.LAYER_NORM))
 _CONSTANT_NORM = tl.constexpr(int(InputNorm.CONSTANT_NORM))
 _LAYER_NORM_EPS = tl.constexpr(program_codes.LAYER_NORM_EPS)
+
+
+Edits = tuple[Tables, tuple[Tensor, Tensor, Tensor] | None]
+"""Tables of programs, and gates, as `headgate.steering.kernels.run_programs.program_deltas` takes them."""
 
 
 @triton.jit
@@ -55,6 +62,7 @@ def encode_kernel(
     numbers_ptr,
     count_ptr,
     activations_ptr,
+    maxima_ptr,
     part_stride,
     first,
     N,
@@ -64,8 +72,12 @@ def encode_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
+    STORED_PARTS: tl.constexpr,
 ):
-    """Write the activations of a tile of rows and features; rows are counted from `first`."""
+    """Write the activations of a tile of rows and features, and their largest for each row, if it is wanted.
+
+    Rows are counted from `first`.
+    """
     count = tl.minimum(tl.load(count_ptr) - first, N)
     if tl.program_id(0) * ROWS >= count:
         return
@@ -84,7 +96,10 @@ def encode_kernel(
             p = _add_product(tl.load(row_ptrs, mask=row_mask & column_mask, other=0.0), encoder, p)
     a = _activations(p, numbers_ptr, features, feature_mask, F)
     stored = activations_ptr + rows[:, None] * F + features[None, :]
-    store_parts(stored, N.to(tl.int64) * F, a, row_mask & feature_mask[None, :], PARTS)
+    store_parts(stored, N.to(tl.int64) * F, a, row_mask & feature_mask[None, :], STORED_PARTS)
+    if maxima_ptr is not None:
+        maxima = maxima_ptr + rows * tl.num_programs(1) + tl.program_id(1)
+        tl.store(maxima, tl.max(tl.where(feature_mask[None, :], a, 0.0), axis=1), mask=rows < count)
 
 
 @triton.jit
@@ -195,7 +210,7 @@ def reconstruction_deltas(
     addend_TD: Tensor | None,
     shift_TD: Tensor | None,
     token_N: Tensor,
-    count_2: Tensor,
+    count_3: Tensor,
     encoder_FD: Tensor,
     decoder_FD: Tensor,
     numbers_4F: Tensor,
@@ -203,6 +218,9 @@ def reconstruction_deltas(
     sums_S: Tensor,
     input_norm: InputNorm,
     delta_TD: Tensor | None = None,
+    *,
+    k: int = 0,
+    edits: Edits | None = None,
 ) -> Tensor:
     """Return what turns listed rows of the stream into their reconstructions: float32 ``[T, D]``.
 
@@ -215,7 +233,8 @@ def reconstruction_deltas(
         shift_TD: float32, contiguous: what operations add to the stream before it is encoded; None for nothing. Of
             listed rows alone it is read.
         token_N: int32: the listed tokens, each once. Entries beyond the count are not read.
-        count_2: int32: how many there are, 0 to N, and how many of these, the first, are summed up.
+        count_3: int32: how many there are, 0 to N; how many of these, the first, are summed up; and how many, the
+            first, become reconstructions. Changes of the others stay, but for their edits.
         encoder_FD: bf16 or fp32, contiguous.
         decoder_FD: As the encoder.
         numbers_4F: float32, contiguous: bias, threshold, magnitude scale and magnitude bias of each feature.
@@ -225,29 +244,79 @@ def reconstruction_deltas(
         input_norm: Normalisation of a row before it is encoded.
         delta_TD: float32, contiguous: by how much `shift_TD`, which must be given, and edits of features move the rows.
             It becomes the result, with what the edits add. None for a new result.
+        k: Features that are selected of a row; 0 if the SAE is not of the kind top-k.
+        edits: Programs, and gates that were evaluated at this site, if `k` is not 0: edits of selected features act.
 
     Raises:
         ValueError: If shapes or dtypes do not fit.
     """
-    _check_rows(value_TD, addend_TD, shift_TD)
-    _check_rows(value_TD, None, delta_TD)
+    _check_rows(value_TD, addend_TD, shift_TD, delta_TD)
     _check_coder(value_TD.shape[1], encoder_FD, decoder_FD, numbers_4F, bias_D)
-    _check_sums(value_TD.shape[1], count_2, sums_S)
-    if delta_TD is not None and shift_TD is None:
-        raise ValueError("reconstruction_deltas: what edits add is told by the shift, which is not given")
+    _check_sums(value_TD.shape[1], count_3, sums_S)
     is_edited = delta_TD is not None
     delta_TD = _new_deltas(value_TD) if delta_TD is None else delta_TD
     num_listed = min(len(token_N), len(value_TD))
     if num_listed == 0:
         return delta_TD
     stream = (value_TD, addend_TD, value_TD.stride(0), 0 if addend_TD is None else addend_TD.stride(0))
-    listed, coder = (token_N[:num_listed], count_2, sums_S), (encoder_FD.dtype, input_norm)
+    listed, coder = (token_N[:num_listed], count_3, sums_S), (encoder_FD.dtype, input_norm)
     rows_2ND, scales_2N = _normed_rows(stream, shift_TD, *listed, *coder)
     for first in range(0, num_listed, CHUNK):
         chunk = rows_2ND[:, first : first + CHUNK]
-        parts = _decoded_parts(chunk, first, count_2, encoder_FD, decoder_FD, numbers_4F)
+        if k:
+            selected = _selected(chunk, first, count_3, encoder_FD, numbers_4F, k)
+            parts = decode_selected(selected, decoder_FD, first, count_3)
+        else:
+            parts = _decoded_parts(chunk, first, count_3, encoder_FD, decoder_FD, numbers_4F)
         _write_deltas(stream, shift_TD, parts, scales_2N, *listed, bias_D, delta_TD, first, is_edited=is_edited)
+        if k and edits is not None:
+            add_edits(selected, scales_2N[0], token_N, count_3, *edits, value_TD, delta_TD, first)
     return delta_TD
+
+
+def _selected(
+    rows_2ND: Tensor, first: int, count_3: Tensor, encoder_FD: Tensor, numbers_4F: Tensor, k: int
+) -> Selected:
+    """Return the features that are selected of a chunk of rows."""
+    num_rows, num_tiles = rows_2ND.shape[1], triton.cdiv(len(encoder_FD), _COLUMNS)
+    activations_1NF = rows_2ND.new_empty((1, num_rows, len(encoder_FD)), dtype=torch.float32)
+    maxima_NM = rows_2ND.new_empty((num_rows, num_tiles), dtype=torch.float32)
+    _encode(rows_2ND, first, count_3, encoder_FD, numbers_4F, activations_1NF, maxima_NM)
+    return select(activations_1NF[0], maxima_NM, first, count_3, k, _COLUMNS)
+
+
+def _encode(
+    rows_2ND: Tensor,
+    first: int,
+    count_3: Tensor,
+    encoder_FD: Tensor,
+    numbers_4F: Tensor,
+    activations: Tensor,
+    maxima_NM: Tensor | None,
+) -> None:
+    """Encode a chunk of rows into activations ``[parts, N, F]``, and the largest of each tile, if they are wanted."""
+    parts, num_rows, width = rows_2ND.shape
+    num_features = len(encoder_FD)
+    # the smallest extent runs first, so that programs that are side by side read the same weights
+    encode_kernel[(triton.cdiv(num_rows, _ROWS), triton.cdiv(num_features, _COLUMNS))](
+        rows_2ND,
+        encoder_FD,
+        numbers_4F,
+        count_3,
+        activations,
+        maxima_NM,
+        rows_2ND.stride(0),
+        first,
+        num_rows,
+        num_features,
+        width,
+        STORED_PARTS=len(activations),
+        **_tiles(parts),
+    )
+
+
+def _tiles(parts: int) -> dict[str, int]:
+    return {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH, "PARTS": parts, "num_warps": 4, "num_stages": 3}
 
 
 def _new_deltas(value_TD: Tensor) -> Tensor:
@@ -262,7 +331,7 @@ def _normed_rows(
     stream: _Stream,
     shift_TD: Tensor | None,
     token_N: Tensor,
-    count_2: Tensor,
+    count_3: Tensor,
     sums_S: Tensor,
     dtype: torch.dtype,
     norm: InputNorm,
@@ -277,7 +346,7 @@ def _normed_rows(
         addend,
         shift_TD,
         token_N,
-        count_2,
+        count_3,
         sums_S,
         rows_2ND,
         scales_2N,
@@ -293,7 +362,7 @@ def _normed_rows(
 
 
 def _decoded_parts(
-    rows_2ND: Tensor, first: int, count_2: Tensor, encoder_FD: Tensor, decoder_FD: Tensor, numbers_4F: Tensor
+    rows_2ND: Tensor, first: int, count_3: Tensor, encoder_FD: Tensor, decoder_FD: Tensor, numbers_4F: Tensor
 ) -> Tensor:
     """Return what ranges of features decode of a chunk of rows: float32 ``[splits, chunk, D]``."""
     parts, num_rows, width = rows_2ND.shape
@@ -301,32 +370,18 @@ def _decoded_parts(
     row_tiles, splits = triton.cdiv(num_rows, _ROWS), _splits(width)
     activations_2NF = rows_2ND.new_empty(parts, num_rows, num_features)
     decoded_SND = rows_2ND.new_empty((splits, num_rows, width), dtype=torch.float32)
-    # the smallest extent runs first, so that programs that are side by side read the same weights
-    tiles = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH, "PARTS": parts, "num_warps": 4, "num_stages": 3}
-    encode_kernel[(row_tiles, triton.cdiv(num_features, _COLUMNS))](
-        rows_2ND,
-        encoder_FD,
-        numbers_4F,
-        count_2,
-        activations_2NF,
-        rows_2ND.stride(0),
-        first,
-        num_rows,
-        num_features,
-        width,
-        **tiles,
-    )
+    _encode(rows_2ND, first, count_3, encoder_FD, numbers_4F, activations_2NF, None)
     decode_kernel[(row_tiles, triton.cdiv(width, _COLUMNS), splits)](
         activations_2NF,
         decoder_FD,
-        count_2,
+        count_3,
         decoded_SND,
         first,
         num_rows,
         num_features,
         width,
         triton.cdiv(triton.cdiv(num_features, _DEPTH), splits) * _DEPTH,
-        **tiles,
+        **_tiles(parts),
     )
     return decoded_SND
 
@@ -337,7 +392,7 @@ def _write_deltas(
     decoded_SND: Tensor,
     scales_2N: Tensor,
     token_N: Tensor,
-    count_2: Tensor,
+    count_3: Tensor,
     sums_S: Tensor,
     bias_D: Tensor,
     delta_TD: Tensor,
@@ -353,7 +408,7 @@ def _write_deltas(
         decoded_SND,
         scales_2N,
         token_N,
-        count_2,
+        count_3,
         sums_S,
         bias_D,
         delta_TD,
@@ -383,20 +438,23 @@ def _row_options(width: int) -> dict[str, int]:
     return {"BLOCK_D": block, "num_warps": max(1, min(_MAX_WARPS, block // (32 * _VALUES_PER_THREAD)))}
 
 
-def _check_rows(value_TD: Tensor, addend_TD: Tensor | None, shift_TD: Tensor | None) -> None:
+def _check_rows(value_TD: Tensor, addend_TD: Tensor | None, shift_TD: Tensor | None, delta_TD: Tensor | None) -> None:
     for tensor in (value_TD, value_TD if addend_TD is None else addend_TD):
         if tensor.shape != value_TD.shape or tensor.stride(1) != 1 or tensor.dtype != value_TD.dtype:
             raise ValueError(
                 f"reconstruction_deltas: expected contiguous rows {tuple(value_TD.shape)} of {value_TD.dtype}, got "
                 f"{tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}"
             )
-    if shift_TD is not None and (
-        shift_TD.shape != value_TD.shape or shift_TD.dtype != torch.float32 or not shift_TD.is_contiguous()
-    ):
-        raise ValueError(
-            f"reconstruction_deltas: expected contiguous float32 changes {tuple(value_TD.shape)}, got "
-            f"{tuple(shift_TD.shape)} of {shift_TD.dtype}"
-        )
+    for change in (shift_TD, delta_TD):
+        if change is not None and (
+            change.shape != value_TD.shape or change.dtype != torch.float32 or not change.is_contiguous()
+        ):
+            raise ValueError(
+                f"reconstruction_deltas: expected contiguous float32 changes {tuple(value_TD.shape)}, got "
+                f"{tuple(change.shape)} of {change.dtype}"
+            )
+    if delta_TD is not None and shift_TD is None:
+        raise ValueError("reconstruction_deltas: what edits add is told by the shift, which is not given")
 
 
 def _check_coder(width: int, encoder_FD: Tensor, decoder_FD: Tensor, numbers_4F: Tensor, bias_D: Tensor) -> None:
@@ -418,9 +476,9 @@ def _check_coder(width: int, encoder_FD: Tensor, decoder_FD: Tensor, numbers_4F:
         raise ValueError("reconstruction_deltas: numbers and bias must be contiguous float32")
 
 
-def _check_sums(width: int, count_2: Tensor, sums_S: Tensor) -> None:
-    if count_2.shape != (2,) or count_2.dtype != torch.int32:
-        raise ValueError(f"reconstruction_deltas: expected two int32 counts, got {tuple(count_2.shape)}")
+def _check_sums(width: int, count_3: Tensor, sums_S: Tensor) -> None:
+    if count_3.shape != (3,) or count_3.dtype != torch.int32:
+        raise ValueError(f"reconstruction_deltas: expected three int32 counts, got {tuple(count_3.shape)}")
     if sums_S.shape != (NUM_SUMS + width,) or sums_S.dtype != torch.float64 or not sums_S.is_contiguous():
         raise ValueError(
             f"reconstruction_deltas: expected contiguous float64 sums {(NUM_SUMS + width,)}, got "
@@ -478,7 +536,7 @@ def _delta_kernel(
     IS_EDITED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if first + row >= tl.load(count_ptr):
+    if first + row >= tl.load(count_ptr + 2):
         return
     token = tl.load(token_ptr + first + row).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)

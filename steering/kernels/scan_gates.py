@@ -396,6 +396,22 @@ def gates_of_row(
 
 
 @triton.jit
+def gates_as_evaluated(
+    codes, params, count, token, signals_ptr, states_ptr, tokens_ptr, C, BLOCK_E: tl.constexpr
+):  # fmt: skip
+    """Return what the coefficients of a row's entries are read from, after `gates_of_row` has evaluated its gates."""
+    flags = tl.load(tokens_ptr + 2 * token + 1)
+    signals = signals_ptr + token * C
+    states = states_ptr + tl.load(tokens_ptr + 2 * token).to(tl.int64) * C
+    num_gates, _num_scored = _num_gates(codes, count, BLOCK_E)
+    f = tl.full((), 1.0, tl.float32)
+    if num_gates > 0:
+        entries = tl.arange(0, BLOCK_E)
+        f = attenuation(codes, params, entries, entries < num_gates, signals, states, flags)
+    return signals, states, flags, f
+
+
+@triton.jit
 def _num_gates(codes, count, BLOCK_E: tl.constexpr):
     """Return how many entries of a program are of gates, and how many of them there are up to the last score."""
     entries = tl.arange(0, BLOCK_E)

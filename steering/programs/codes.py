@@ -26,6 +26,8 @@ A feature's activation ``a`` and its target ``t``:
 * `CONSTANT_NORM`: ``z`` is multiplied by ``c = sqrt(D) / norm(h)``; ``gain = 1 / c``. A row of zeros has ``z = 0``.
 * `RELU`: ``a = max(z + p0, 0)``. `JUMP_RELU`: ``a = z + p0`` where that is above ``p1``, else 0.
 * `GATED`: ``a = max(p3 * z + p4, 0)`` where ``z + p0 > 0``, else 0.
+* `SELECTED`: the activation of feature p1, an index, if it is among the k largest that the encoded SAE of the site
+  finds in `h`, else 0. Nothing is read (`headgate.steering.worker.reconstruction`).
 * ``t`` by the edit: `SET` p2, `PLUS` a + p2, `TIMES` a * p2, `AT_LEAST` max(a, p2), `AT_MOST` min(a, p2). With
   `IF_ACTIVE`, ``t = a`` unless ``a > 0``.
 
@@ -128,6 +130,11 @@ def is_of_feature(code: int) -> bool:
     return Code.FEATURE <= code & CODE_MASK <= Code.WRITE_FEATURE
 
 
+def is_selected(code: int) -> bool:
+    """Whether an entry is a feature whose activation the encoded SAE of the site selects among all."""
+    return code & (CODE_MASK | ACTIVATION_MASK) == Code.FEATURE | FeatureActivation.SELECTED
+
+
 def is_of_gate(code: int) -> bool:
     """Whether an entry evaluates a gate, or multiplies others by one."""
     return code & CODE_MASK >= Code.SCORE
@@ -152,6 +159,7 @@ class FeatureActivation(IntEnum):
     RELU = 0 << 12
     JUMP_RELU = 1 << 12
     GATED = 2 << 12
+    SELECTED = 3 << 12
 
 
 ACTIVATION_MASK = 3 << 12

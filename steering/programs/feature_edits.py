@@ -235,11 +235,12 @@ def _check_edit(edit: FeatureEdit, facts: SaeFacts) -> None:
         raise RequestError(
             f"{edit.where}.unit", f"SAE {edit.sae!r} does not declare the largest activations of its features; use raw"
         )
-    if edit.reads and facts.decision == "none":
+    if edit.reads and facts.decision == "none" and not facts.is_encoded:
         raise RequestError(
             edit.sae_at,
             f"SAE {edit.sae!r} selects the largest activations of a row (top-k) and has no threshold, so one feature's "
-            "activation is not known without all others: 'add' works, or import it with --threshold",
+            "activation is not known without all others: 'add' works; the operator can let it be encoded in full "
+            "(--sae-encode), or import it with --threshold",
         )
 
 
@@ -247,7 +248,7 @@ _ACTIVATIONS: dict[CoderKind, FeatureActivation] = {
     CoderKind.RELU: FeatureActivation.RELU,
     CoderKind.JUMPRELU: FeatureActivation.JUMP_RELU,
     CoderKind.GATED: FeatureActivation.GATED,
-    CoderKind.TOPK: FeatureActivation.JUMP_RELU,  # with a threshold in place of the selection
+    CoderKind.TOPK: FeatureActivation.JUMP_RELU,  # with a threshold in place of the selection, unless encoded
     CoderKind.GROUPMAX: FeatureActivation.JUMP_RELU,
 }
 
@@ -259,7 +260,13 @@ INPUT_NORMS: dict[Norm, InputNorm] = {
 
 
 def feature_entries(
-    coder: SparseCoder, site: Site, edits: Sequence[FeatureEdit], dtype: StoredType, changes: Iterator[int]
+    coder: SparseCoder,
+    site: Site,
+    edits: Sequence[FeatureEdit],
+    dtype: StoredType,
+    changes: Iterator[int],
+    *,
+    is_encoded: bool = False,
 ) -> list[Entry]:
     """Return the entries of edits of features of one SAE or transcoder, and of its reconstruction, if there is one.
 
@@ -269,6 +276,7 @@ def feature_entries(
         edits: Checked with `headgate.steering.programs.feature_edits.check_edits`.
         dtype: The model's.
         changes: Gives indices of a row's changes, for features that are written elsewhere than they are read.
+        is_encoded: Whether workers encode rows in full: activations of top-k are then those of the selection.
 
     Raises:
         RequestError: Naming the edit that changes a row by more than `dtype` holds.
@@ -276,7 +284,11 @@ def feature_entries(
     """
     marks = [_mark(coder, site) for edit in edits if edit.is_reconstruction]
     of_features = [edit for edit in edits if not edit.is_reconstruction]
-    return [*marks, *(_feature_entries(coder, site, of_features, dtype, changes) if of_features else ())]
+    if not of_features:
+        return marks
+    if is_encoded and coder.kind is CoderKind.TOPK:
+        return [*marks, *_selected_entries(coder, site, of_features, dtype)]
+    return [*marks, *_feature_entries(coder, site, of_features, dtype, changes)]
 
 
 _DIGEST_BYTES = 3
@@ -289,9 +301,39 @@ def _mark(coder: SparseCoder, site: Site) -> Entry:
     Its numbers do nothing. They are the beginning of the SAE's checksum, so that programs of other SAEs have other
     keys, as those of features have by their rows.
     """
-    digest = np.frombuffer(bytes.fromhex(coder.source_sha256)[: _DIGEST_BYTES * (NUM_PARAMS - P0)], np.uint8)
-    numbers = digest.reshape(-1, _DIGEST_BYTES) @ [1 << 16, 1 << 8, 1]
-    return Entry(site, Code.RECONSTRUCT, None, np.zeros(coder.width, np.float32), (0.0, 0.0, *numbers.tolist()))
+    numbers = _digest_numbers(coder, NUM_PARAMS - P0)
+    return Entry(site, Code.RECONSTRUCT, None, np.zeros(coder.width, np.float32), (0.0, 0.0, *numbers))
+
+
+def _digest_numbers(coder: SparseCoder, count: int) -> list[int]:
+    digest = np.frombuffer(bytes.fromhex(coder.source_sha256)[: _DIGEST_BYTES * count], np.uint8)
+    numbers: list[int] = (digest.reshape(-1, _DIGEST_BYTES) @ [1 << 16, 1 << 8, 1]).tolist()
+    return numbers
+
+
+def _selected_entries(coder: SparseCoder, site: Site, edits: Sequence[FeatureEdit], dtype: StoredType) -> list[Entry]:
+    """Return the entries of features of an encoded top-k SAE, whose activations come from its selection.
+
+    They read no row, and name the feature; numbers that they do not need are the beginning of the SAE's checksum, for
+    the keys of programs.
+    """
+    features = [edit.feature for edit in edits]
+    decoders, values = coder.rows(features).decoder, _values(coder, edits, features)
+    _check_sizes(edits, values, _peaks(decoders), dtype)
+    stored, scales = _stored(decoders, dtype)
+    entries: list[Entry] = []
+    for index, edit in enumerate(edits):
+        write = _Write(site, stored[index], float(scales[index]))
+        if not edit.reads:
+            entries += _added([write], INPUT_NORMS[coder.norm], float(values[index]))
+            continue
+        flag = Flag.IF_ACTIVE if edit.only_if_active else 0
+        code = Code.FEATURE | INPUT_NORMS[coder.norm] | FeatureActivation.SELECTED | edit.edit | flag
+        numbers = _digest_numbers(coder, NUM_PARAMS - P3)
+        entries.append(
+            Entry(site, code, None, write.row, [0.0, write.scale, 0.0, edit.feature, float(values[index]), *numbers])
+        )
+    return entries
 
 
 def _feature_entries(

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
-from headgate.steering.programs.codes import CODE, CODE_MASK, NUM_CODES, NUM_PARAMS, Code
+from headgate.steering.programs.codes import (
+    ACTIVATION_MASK,
+    CODE,
+    CODE_MASK,
+    NUM_CODES,
+    NUM_PARAMS,
+    Code,
+    FeatureActivation,
+)
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.gates.step_gates import GateWrites
@@ -147,8 +155,8 @@ class ProgramTables:
         self.params.view(-1, NUM_PARAMS).index_copy_(0, places, params)
 
 
-class ReconstructedRows:
-    """The rows of each step that encoded SAEs reconstruct. Step thread only.
+class EncodedRows:
+    """The rows of each step that SAEs encode: to reconstruct them, or to edit selected features. Step thread only.
 
     Args:
         saes: By the index of the op site.
@@ -160,8 +168,8 @@ class ReconstructedRows:
         self._saes = saes
         self._num_rows = num_rows
         self._max_entries = max_entries
-        self._marks = {index: np.zeros(num_rows, np.bool_) for index in saes}
-        """Which table rows have an entry `Code.RECONSTRUCT`, at each of the sites."""
+        self._marks = {index: np.zeros((2, num_rows), np.bool_) for index in saes}
+        """Which table rows have an entry `Code.RECONSTRUCT`, and which have any that needs encoding, at each site."""
         self._has_any = False
         self._first: npt.NDArray[Any] = _NO_TOKENS
         """Batch rows of the step that are at position 0."""
@@ -171,11 +179,14 @@ class ReconstructedRows:
         """Note the programs of `rows`, int64 ``[K]``, which changed."""
         if not self._saes:
             return
-        places = changed.places[changed.codes[:, CODE] & CODE_MASK == Code.RECONSTRUCT] // self._max_entries
-        sites, marked = np.divmod(places, self._num_rows)
+        codes = changed.codes[:, CODE]
+        is_made = codes & CODE_MASK == Code.RECONSTRUCT
+        is_encoded = is_made | (codes & (CODE_MASK | ACTIVATION_MASK) == Code.FEATURE | FeatureActivation.SELECTED)
+        sites, marked = np.divmod(changed.places // self._max_entries, self._num_rows)
         for index, marks in self._marks.items():
-            marks[rows] = False
-            marks[marked[sites == index]] = True
+            marks[:, rows] = False
+            for mark, has_entry in zip(marks, (is_made, is_encoded), strict=True):
+                mark[marked[has_entry & (sites == index)]] = True
         self._has_any = any(marks.any() for marks in self._marks.values())
 
     def follow(self, view: BatchView | None) -> bool:
@@ -189,15 +200,16 @@ class ReconstructedRows:
     def writes(self, rows: Int32Array) -> list[Write]:
         """Return the writes of the lists of a step whose batch rows have the table rows `rows`, int32 ``[n]``.
 
-        Rows at position 0 stand last: they do not count towards figures.
+        Reconstructed rows stand first, but of these the rows at position 0 last: they do not count towards figures.
         """
         made = []
         for index, listed in self._listed.items():
-            tokens = np.flatnonzero(self._marks[index][rows]).astype(np.int32) if self._has_any else _NO_TOKENS
+            is_made, is_encoded = self._marks[index][:, rows]
+            tokens = np.flatnonzero(is_encoded).astype(np.int32) if self._has_any else _NO_TOKENS
             if len(tokens) or listed:
-                is_first = np.isin(tokens, self._first)
-                tokens = np.concatenate((tokens[~is_first], tokens[is_first]))
-                counts = np.array([len(tokens), len(tokens) - np.count_nonzero(is_first)], np.int32)
+                kind = np.where(is_made[tokens], np.isin(tokens, self._first), 2)
+                tokens = tokens[np.argsort(kind, kind="stable")]
+                counts = np.array([len(tokens), np.sum(kind < 1), np.sum(kind < 2)], np.int32)
                 sae = self._saes[index]
                 made.append(Write(sae.num_tokens.copy_, (counts,)))
                 if len(tokens):
@@ -267,7 +279,7 @@ class DeviceTables:
         self.saes = saes
         self.gates = gates
         self._gate_updates = None if gates is None else GateUpdates(gates)
-        self._reconstructed = ReconstructedRows(saes, num_rows, max_entries)
+        self._encoded = EncodedRows(saes, num_rows, max_entries)
 
     @property
     def device_bytes(self) -> int:
@@ -295,7 +307,7 @@ class DeviceTables:
             view: The step; None for dummy and idle ones.
         """
         count, is_stale = step.num_changed, writes is not None and len(writes.rows) > 0
-        begins_elsewhere = self._reconstructed.follow(view)
+        begins_elsewhere = self._encoded.follow(view)
         if not (count or begins_elsewhere) and writes is None and step.groups is None:
             self._update_gates(gates)
             return
@@ -309,7 +321,7 @@ class DeviceTables:
             if step.groups is not None and self.programs is not None:
                 made.append(self.programs.write_groups(step.groups))
             if count or is_stale or begins_elsewhere:
-                made += self._reconstructed.writes(step.rows[: self._extent])
+                made += self._encoded.writes(step.rows[: self._extent])
             if gates is not None and self._gate_updates is not None:
                 made += self._gate_updates.writes(gates)
             self._apply(made)
@@ -336,7 +348,7 @@ class DeviceTables:
             if self.programs is not None and writes.programs is not None:
                 columns = np.concatenate((columns, writes.programs.counts))
                 made += self.programs.writes(writes.programs)
-                self._reconstructed.note(writes.rows, writes.programs)
+                self._encoded.note(writes.rows, writes.programs)
             made.append(Write(self._write_columns, (writes.rows, columns)))
         return made
 

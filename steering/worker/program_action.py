@@ -84,7 +84,7 @@ def program_deltas(
 MUTATED = ("changes", "signals", "states", "sums")
 """Arguments that the operations with state write to."""
 
-NO_SAE = (None,) * 7 + (0,)
+NO_SAE = (None,) * 7 + (0, 0)
 """Last arguments of the operations with state at a site whose SAE is not encoded."""
 
 
@@ -112,18 +112,20 @@ def program_deltas_and_state(
     bias: Tensor | None,
     sums: Tensor | None,
     input_norm: int,
+    k: int,
 ) -> Tensor:
     """Return the same where entries hand numbers on, to later sites or a request's next row, or an SAE is encoded.
 
-    The rows that the SAE lists, which have a program each, become its reconstructions, and are summed up. `tokens` and
-    what follows are `headgate.steering.worker.reconstruction.EncodedSae.tensors` and an `InputNorm`, all or none.
+    The rows that the SAE lists, which have a program each, become its reconstructions, and are summed up; or features
+    that it selects are edited. `tokens` and what follows are
+    `headgate.steering.worker.reconstruction.EncodedSae.tensors`, an `InputNorm` and `EncodedSae.k`, all or none.
     `changes`, float32 ``[at least num_tokens, K]``, carries what features change that are read at one site and written
     at later ones; K is 0 where there are none. `signals`, `states` and `gate_tokens` are
     `headgate.steering.worker.gates.reference.GateTensors`, without columns where there are no gates.
     """
     sae = (tokens, num_tokens, encoder, decoder, numbers, bias, sums)
     gates = GateTensors(signals, states, gate_tokens)
-    return _run(value, addend, (pool, rows, counts, codes, params, groups, changes), sae, input_norm, gates)
+    return _run(value, addend, (pool, rows, counts, codes, params, groups, changes), sae, input_norm, gates, k)
 
 
 def _run(
@@ -133,6 +135,7 @@ def _run(
     of_sae: Sequence[Tensor | None],
     norm: int,
     of_gates: GateTensors | None,
+    k: int = 0,
 ) -> Tensor:
     value_TD = value.reshape(-1, value.shape[-1])
     addend_TD = None if addend is None else addend.reshape(value_TD.shape)
@@ -148,7 +151,7 @@ def _run(
     if value.device.type != "cuda":
         if of_sae[0] is None:
             return program_deltas_reference(value_TD, addend_TD, *tables, dtype=torch.float32)
-        return reconstructed_deltas_reference(value_TD, addend_TD, tables, sae, InputNorm(norm), dtype=torch.float32)
+        return reconstructed_deltas_reference(value_TD, addend_TD, tables, sae, InputNorm(norm), k, dtype=torch.float32)
     from headgate.steering.kernels.run_programs import program_deltas as run
 
     if of_sae[0] is None:
@@ -157,7 +160,8 @@ def _run(
 
     shift_TD = torch.empty(value_TD.shape, dtype=torch.float32, device=value.device)
     delta_TD = run(value_TD, addend_TD, *tables[:-1], shift_TD, gates=gates, scans=_scans())
-    return reconstruction_deltas(value_TD, addend_TD, shift_TD, *sae, InputNorm(norm), delta_TD)
+    edits = (tables[:6], gates) if k else None
+    return reconstruction_deltas(value_TD, addend_TD, shift_TD, *sae, InputNorm(norm), delta_TD, k=k, edits=edits)
 
 
 @program_deltas.register_fake
@@ -245,8 +249,8 @@ _READ = tuple(tensor_prefix(name) for name in (ROWS, ACTIVE, CODES, PARAMS, GROU
 _SAE = tuple(tensor_prefix(name) for name in SAE)
 _STATE = tuple(tensor_prefix(name) for name in STATE)
 
-Norm = InputNorm | None
-"""Norm of the site's encoded SAE; None at sites without one."""
+Norm = tuple[InputNorm, int] | None
+"""Norm and k of the site's encoded SAE; None at sites without one."""
 
 
 def operation(facts: WorkerFacts) -> Addition:
@@ -264,13 +268,14 @@ def operation(facts: WorkerFacts) -> Addition:
     return Addition(run_gathered, run_and_keep=run_and_keep_gathered, reapply=reapply_gathered)
 
 
-def reconstructing(ways: Addition, norm: InputNorm) -> Addition:
-    """Return the same ways for a site whose SAE is encoded; what is reapplied was computed before."""
+def reconstructing(ways: Addition, norm: tuple[InputNorm, int]) -> Addition:
+    """Return the same ways for a site whose SAE, with its norm and k, is encoded; what is reapplied was computed
+    before."""
     made = Addition(_with_norm(ways.run, norm), *(each and _with_norm(each, norm) for each in ways[1:]))
     return made._replace(reapply=ways.reapply)
 
 
-def _with_norm(run: Callable[..., Tensor], norm: InputNorm) -> Run:
+def _with_norm(run: Callable[..., Tensor], norm: tuple[InputNorm, int]) -> Run:
     def run_with_norm(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
         return run(module, hook, site, norm)
 
@@ -366,7 +371,7 @@ def _state(module: nn.Module, hook: str, norm: Norm) -> tuple[Tensor, ...]:
 
 def _sae(module: nn.Module, hook: str, norm: Norm) -> Sequence[Tensor | int | None]:
     """Return the last arguments of the operations with state."""
-    return NO_SAE if norm is None else (*[getattr(module, name + hook) for name in _SAE], int(norm))
+    return NO_SAE if norm is None else (*[getattr(module, name + hook) for name in _SAE], int(norm[0]), norm[1])
 
 
 def _keep(module: nn.Module, hook: str, added: Tensor) -> Tensor:
@@ -457,6 +462,7 @@ def steered_rows_and_state(
     bias: Tensor | None,
     sums: Tensor | None,
     input_norm: int,
+    k: int,
 ) -> Tensor:
     """Return the same where entries hand numbers on, to later sites or a request's next row, or an SAE is encoded.
 
@@ -464,7 +470,7 @@ def steered_rows_and_state(
     """
     tables = (rows, active, codes, params, groups, changes)
     gates = (signals, states, gate_tokens)
-    sae = (tokens, num_tokens, encoder, decoder, numbers, bias, sums, input_norm)
+    sae = (tokens, num_tokens, encoder, decoder, numbers, bias, sums, input_norm, k)
     run = program_deltas_and_state
     return _vectors_or(value, pool, slots, active, partial(run, value, addend, pool, *tables, *gates, *sae))
 

@@ -8,6 +8,7 @@ K changes of a row of the stream, D hidden size, N rows of the stream that share
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ from headgate.steering.programs.codes import (
     change_index,
     is_of_feature,
     is_of_gate,
+    is_selected,
 )
 from headgate.steering.worker.gates.reference import EntryFactors, GateTensors, evaluate, gate_entries
 
@@ -62,11 +64,14 @@ def program_deltas_reference(
     dtype: torch.dtype = torch.float64,
     *,
     has_features: bool = True,
+    selected_TF: Tensor | None = None,
 ) -> Tensor:
     """Compute the result of `headgate.steering.kernels.run_programs.program_deltas` in `dtype`, as ``[T, D]``.
 
     Rows without a program are zero. `changes_TK` and `gates` are read, and written to. Without `has_features` no
-    feature acts, and gates stay as they were evaluated before. Waits for the device.
+    feature acts, and gates stay as they were evaluated before. Features `FeatureActivation.SELECTED` act with
+    `selected_TF` alone, the activations that an SAE selects; then nothing else acts, and gates stay, too. Waits for the
+    device.
     """
     x_TD = value_TD if addend_TD is None else (value_TD.float() + addend_TD.float()).to(value_TD.dtype)
     delta_TD = torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
@@ -75,20 +80,33 @@ def program_deltas_reference(
         tokens_N = ((row_T == row) & (count_T > 0)).nonzero()[:, 0]
         programs.append((tokens_N, codes_REC[row, : count_T[tokens_N[0]]].tolist(), params_REP[row].tolist()))
     gated = [program for program in programs if gate_entries(program[1])]
-    if gated and gates is not None and has_features:
+    if gated and gates is not None and has_features and selected_TF is None:
         evaluate(x_TD.to(dtype), pool_SD, gated, gates)
     for tokens_N, codes, params in programs:
         bits_N = None if groups_T is None else groups_T[tokens_N]
         if not has_features:
             codes = [fields for fields in codes if not is_of_feature(fields[CODE])]  # the last ones
+        selected_NF = None if selected_TF is None else selected_TF[tokens_N]
+        if selected_TF is not None:
+            codes, params = _of_selection(codes, params)
         changes_NK = None if changes_TK is None else changes_TK[tokens_N]
         coefficients = None if gates is None else EntryFactors(gates, tokens_N, dtype)
         rows_ND = x_TD[tokens_N].to(dtype)
-        delta_ND = _delta(rows_ND, pool_SD, codes, params, bits_N, changes_NK, coefficients)
+        delta_ND = _delta(rows_ND, pool_SD, codes, params, bits_N, (changes_NK, selected_NF), coefficients)
         delta_TD[tokens_N] = cut_change(delta_ND, value_TD.dtype)
         if changes_TK is not None and changes_NK is not None:
             changes_TK[tokens_N] = changes_NK
     return delta_TD
+
+
+Fields = list[list[int]]
+Numbers = list[list[float]]
+
+
+def _of_selection(codes: Fields, params: Numbers) -> tuple[Fields, Numbers]:
+    """Return the entries that act after an SAE has selected features: edits of these, and gates."""
+    acting = [is_selected(fields[CODE]) or is_of_gate(fields[CODE]) for fields in codes]
+    return list(compress(codes, acting)), list(compress(params, acting))
 
 
 def cut_change(delta_ND: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,6 +124,7 @@ class _SharedEntry(NamedTuple):
     w: Tensor
     params: Sequence[float]
     changes: Tensor | None = None
+    selected: Tensor | None = None
 
     @property
     def z(self) -> Tensor:
@@ -129,10 +148,10 @@ def _delta(
     codes: Sequence[Sequence[int]],
     params: Sequence[Sequence[float]],
     bits_N: Tensor | None,
-    changes_NK: Tensor | None,
+    of_rows: tuple[Tensor | None, Tensor | None],
     coefficients: EntryFactors | None,
 ) -> Tensor:
-    """Run one program on the rows that share it; `changes_NK` is written to."""
+    """Run one program on the rows that share it; `of_rows` are changes, which are written to, and selected features."""
     h, d = x_ND, torch.zeros_like(x_ND)
     remembered = torch.full_like(x_ND[:, :1], -1)
     for fields, numbers in zip(codes, params, strict=False):
@@ -149,7 +168,7 @@ def _delta(
             u = torch.ones_like(w)
         if code & Flag.KEEP_NORM_FROM:
             remembered = torch.where(acts, _norm(h), remembered)
-        entry = _SharedEntry(code, h, u, w, numbers, changes_NK)
+        entry = _SharedEntry(code, h, u, w, numbers, *of_rows)
         if code & CODE_MASK == Code.READ_FEATURE:
             entry.change.copy_(torch.where(acts, _amount(entry), entry.change))
             continue
@@ -203,6 +222,8 @@ def _replace(at: _SharedEntry) -> Tensor:
 
 
 def _feature(at: _SharedEntry) -> Tensor:
+    if is_selected(at.code) and at.selected is None:
+        return torch.zeros_like(at.h)  # acts when the SAE of the site has encoded the rows
     return _amount(at) * at.w
 
 
@@ -231,6 +252,8 @@ def _normalised(at: _SharedEntry) -> tuple[Tensor, Tensor]:
 
 
 def _activation(at: _SharedEntry, z: Tensor) -> Tensor:
+    if at.selected is not None:
+        return at.selected[:, int(at.params[P1]), None]
     kind, q = at.code & ACTIVATION_MASK, z + at.params[P0]
     if kind == FeatureActivation.GATED:
         return torch.where(q > 0, (at.params[P3] * z + at.params[P4]).clamp(min=0), 0)

@@ -1,9 +1,15 @@
-"""Full reconstruction by a sparse autoencoder: its definition, and its weights in the memory of the forward pass.
+"""Rows that a sparse autoencoder encodes in full: their reconstruction, and edits of features that top-k selects.
+
+This is the definition of both, and the SAE's weights in the memory of the forward pass.
 
 Shape suffixes: T tokens of the step, N listed rows, F features, D hidden size. With ``p = norm(h) . E``::
 
     a = max(p * magnitude_scale + magnitude_bias, 0) where p + bias > threshold, else 0
     y = (a . W + decoder_bias) * gain, plus the mean of h with `InputNorm.LAYER_NORM`
+
+Of a top-k SAE, all but the k largest of a row's activations are 0; of equal ones, features with smaller indices are
+kept. Edits of its features need that selection, too (`FeatureActivation.SELECTED`), so the rows that have such edits
+are encoded as well, and keep their error.
 
 The gain is 1, the standard deviation of h (`InputNorm.LAYER_NORM`), or ``norm(h) / sqrt(D)``
 (`InputNorm.CONSTANT_NORM`). Edits of features are entries of the row's program: they read the same h, and since
@@ -28,6 +34,7 @@ from torch import Tensor
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.features.check import LARGEST_NORM
+from headgate.steering.features.source_coder import CoderKind
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.programs.codes import (
@@ -50,11 +57,12 @@ Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | N
 
 
 class EncodedSae(NamedTuple):
-    """An SAE in the memory of the forward pass, and the rows of the step that become its reconstructions.
+    """An SAE in the memory of the forward pass, and the rows of the step that it encodes.
 
     Attributes:
-        tokens: int32 ``[max_tokens]``: the batch rows, each once; those beyond their number mean nothing.
-        num_tokens: int32 ``[2]``: how many there are, and how many of these, the first, count towards `sums`.
+        tokens: int32 ``[max_tokens]``: the batch rows, each once; entries beyond their number mean nothing.
+        num_tokens: int32 ``[3]``: how many there are; how many of these, the first, count towards `sums`; and how many,
+            the first, become reconstructions.
         encoder: ``[F, D]``, bf16 or fp32.
         decoder: As the encoder.
         numbers: float32 ``[NUM_NUMBERS, F]``.
@@ -62,6 +70,7 @@ class EncodedSae(NamedTuple):
         sums: float64 ``[NUM_SUMS + D]``: over all rows so far (`headgate.steering.programs.codes.NUM_SUMS`).
         norm: Normalisation of a row before it is encoded.
         name: The SAE's.
+        k: Features that top-k selects of a row; 0 for other kinds.
     """
 
     tokens: Tensor
@@ -73,6 +82,7 @@ class EncodedSae(NamedTuple):
     sums: Tensor
     norm: InputNorm
     name: str
+    k: int = 0
 
     @property
     def tensors(self) -> SaeTensors:
@@ -98,7 +108,7 @@ def load_sae(coder: SparseCoder, facts: WorkerFacts) -> EncodedSae:
     dtype, shape = _dtype(facts), (coder.num_features, coder.width)
     sae = EncodedSae(
         tokens=torch.zeros(facts.max_tokens, dtype=torch.int32, device=facts.device),
-        num_tokens=torch.zeros(2, dtype=torch.int32, device=facts.device),
+        num_tokens=torch.zeros(3, dtype=torch.int32, device=facts.device),
         encoder=torch.empty(shape, dtype=dtype, device=facts.device),
         decoder=torch.empty(shape, dtype=dtype, device=facts.device),
         numbers=torch.empty(NUM_NUMBERS, coder.num_features, device=facts.device),
@@ -106,6 +116,7 @@ def load_sae(coder: SparseCoder, facts: WorkerFacts) -> EncodedSae:
         sums=torch.zeros(NUM_SUMS + coder.width, dtype=torch.float64, device=facts.device),
         norm=INPUT_NORMS[coder.norm],
         name=coder.name,
+        k=min(coder.k, coder.num_features) if coder.kind is CoderKind.TOPK and coder.k else 0,
     )
     try:
         for block in coder.weights.blocks():
@@ -113,6 +124,8 @@ def load_sae(coder: SparseCoder, facts: WorkerFacts) -> EncodedSae:
             sae.encoder[block] = torch.from_numpy(encoder).to(facts.device)
             sae.decoder[block] = torch.from_numpy(coder.weights.decoder(block, 0, np.float32)).to(facts.device)
             sae.numbers[:, block] = torch.from_numpy(np.stack(numbers)).to(facts.device)
+        if sae.k:
+            sae.numbers[1] = 0.0  # a threshold stands for the selection, which is made here
     except (FeatureFileError, OSError) as error:
         raise ConfigError(f"--sae-encode: SAE {coder.name!r} cannot be read: {error}") from error
     return sae
@@ -121,7 +134,7 @@ def load_sae(coder: SparseCoder, facts: WorkerFacts) -> EncodedSae:
 def weight_bytes(coder: SparseCoder, facts: WorkerFacts) -> int:
     """Return the bytes of device memory that `load_sae` takes."""
     width, numbers = coder.width, 4 * NUM_NUMBERS
-    of_rows = 4 * (width + facts.max_tokens + 2) + 8 * (NUM_SUMS + width)
+    of_rows = 4 * (width + facts.max_tokens + 3) + 8 * (NUM_SUMS + width)
     return coder.num_features * (2 * width * _dtype(facts).itemsize + numbers) + of_rows
 
 
@@ -165,6 +178,7 @@ def reconstructed_deltas_reference(
     tables: Tables,
     sae: SaeTensors,
     input_norm: InputNorm,
+    k: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Compute by how much programs and reconstructions move each row, in `dtype`, ``[T, D]``; rows of neither are zero.
@@ -173,17 +187,41 @@ def reconstructed_deltas_reference(
         value_TD: As `headgate.steering.worker.program_reference.program_deltas_reference` takes it.
         addend_TD: Likewise.
         tables: Likewise: pool, table rows, counts, codes, params, groups, changes and gates.
-        sae: `EncodedSae.tensors`; a listed row has an entry `Code.RECONSTRUCT`. The sums are added to.
+        sae: `EncodedSae.tensors`; the first of the listed rows have an entry `Code.RECONSTRUCT`. The sums are added to.
         input_norm: The SAE's.
+        k: The SAE's.
     """
     delta_TD = program_deltas_reference(value_TD, addend_TD, *tables, dtype=dtype)
-    tokens, num_tokens, *_ = sae
-    listed = tokens[: int(num_tokens[0])].long()
-    if len(listed):
-        shift_TD = program_deltas_reference(value_TD, addend_TD, *tables, dtype=dtype, has_features=False)
-        made_TD = reconstruction_deltas_reference(value_TD, addend_TD, shift_TD, *sae, input_norm, dtype)
-        delta_TD[listed] = cut_change(delta_TD[listed] + made_TD[listed] - shift_TD[listed], value_TD.dtype)
+    tokens, num_tokens, encoder_FD, _, numbers_4F, *_ = sae
+    num_listed, _, num_made = num_tokens.tolist()
+    listed, made = tokens[:num_listed].long(), tokens[:num_made].long()
+    if not num_listed:
+        return delta_TD
+    shift_TD = program_deltas_reference(value_TD, addend_TD, *tables, dtype=dtype, has_features=False)
+    made_TD = reconstruction_deltas_reference(value_TD, addend_TD, shift_TD, *sae, input_norm, k, dtype=dtype)
+    delta_TD[made] = cut_change(delta_TD[made] + made_TD[made] - shift_TD[made], value_TD.dtype)
+    if k:
+        h_TD = _stream(value_TD, addend_TD).to(dtype) + shift_TD
+        selected_TF = h_TD.new_zeros(len(h_TD), len(encoder_FD))
+        selected_TF[listed] = _activations(_normed(h_TD[listed], input_norm)[0], encoder_FD, numbers_4F, k)
+        edits_TD = program_deltas_reference(h_TD, None, *tables, dtype=dtype, selected_TF=selected_TF)
+        delta_TD[listed] = cut_change(delta_TD[listed] + edits_TD[listed], value_TD.dtype)
     return delta_TD
+
+
+def _stream(value_TD: Tensor, addend_TD: Tensor | None) -> Tensor:
+    return value_TD if addend_TD is None else (value_TD.float() + addend_TD.float()).to(value_TD.dtype)
+
+
+def _activations(normed_ND: Tensor, encoder_FD: Tensor, numbers_4F: Tensor, k: int) -> Tensor:
+    """Return the activations of rows as they are encoded, after the selection of top-k if `k` is not 0."""
+    bias, threshold, scale, magnitude_bias = numbers_4F.to(normed_ND.dtype)
+    p_NF = normed_ND @ encoder_FD.to(normed_ND.dtype).T
+    a_NF = torch.where(p_NF + bias > threshold, (p_NF * scale + magnitude_bias).clamp(min=0), 0)
+    if not k:
+        return a_NF
+    order = a_NF.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return torch.zeros_like(a_NF).scatter(1, order, a_NF.gather(1, order))
 
 
 def reconstruction_deltas_reference(
@@ -191,31 +229,29 @@ def reconstruction_deltas_reference(
     addend_TD: Tensor | None,
     shift_TD: Tensor | None,
     token_N: Tensor,
-    count_2: Tensor,
+    count_3: Tensor,
     encoder_FD: Tensor,
     decoder_FD: Tensor,
     numbers_4F: Tensor,
     bias_D: Tensor,
     sums_S: Tensor,
     input_norm: InputNorm,
+    k: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Compute the result of `headgate.steering.kernels.reconstruct_rows.reconstruction_deltas` in `dtype`, ``[T, D]``.
 
-    Rows that are not listed are zero. The sums are added to. Waits for the device.
+    Rows that do not become reconstructions are zero. The sums are added to. Waits for the device.
     """
-    num_listed, num_counted = count_2.tolist()
-    listed = token_N[:num_listed].long()
+    _, num_counted, num_made = count_3.tolist()
+    listed = token_N[:num_made].long()
     delta_TD = torch.zeros(value_TD.shape, dtype=dtype, device=value_TD.device)
     if not len(listed):
         return delta_TD
-    x_TD = value_TD if addend_TD is None else (value_TD.float() + addend_TD.float()).to(value_TD.dtype)
-    x_ND = x_TD[listed].to(dtype)
+    x_ND = _stream(value_TD, addend_TD)[listed].to(dtype)
     h_ND = x_ND if shift_TD is None else x_ND + shift_TD[listed].to(dtype)
     normed_ND, gain_N1, mean_N1 = _normed(h_ND, input_norm)
-    bias, threshold, scale, magnitude_bias = numbers_4F.to(dtype)
-    p_NF = normed_ND @ encoder_FD.to(dtype).T
-    a_NF = torch.where(p_NF + bias > threshold, (p_NF * scale + magnitude_bias).clamp(min=0), 0)
+    a_NF = _activations(normed_ND, encoder_FD, numbers_4F, k)
     y_ND = (a_NF @ decoder_FD.to(dtype) + bias_D.to(dtype)) * gain_N1 + mean_N1
     delta_TD[listed] = cut_change(y_ND - x_ND, value_TD.dtype)
     _add_figures(sums_S, h_ND[:num_counted].double(), y_ND[:num_counted].double())

@@ -218,7 +218,7 @@ class SteeringPart(WorkerHooks):
             key["changes"], key["gate_columns"] = self._num_changes, self._config.num_columns
         if saes := self._allocated().tables.saes:
             key["saes"] = [
-                [index, int(sae.norm), str(sae.encoder.dtype), *sae.encoder.shape] for index, sae in saes.items()
+                [index, int(sae.norm), sae.k, str(sae.encoder.dtype), *sae.encoder.shape] for index, sae in saes.items()
             ]
         return {PART: key}
 
@@ -334,7 +334,7 @@ def _make_actions(
     plain = site_action.addition(facts)
     operations = program_action.operation(facts) if op_sites else plain
     op_tensors = _op_tensors(op_sites, facts, tables)
-    norms = {op_sites[index]: sae.norm for index, sae in tables.saes.items()}
+    norms = {op_sites[index]: (sae.norm, sae.k) for index, sae in tables.saes.items()}
     actions = {}
     for index, site in enumerate(sites):
         tensors = {

@@ -209,8 +209,8 @@ class PlacedTranscoder(NamedTuple):
 
 
 def saes_of(family: str) -> list[PlacedSae]:
-    """An SAE of each kind whose features are exact and of each norm, at the hook points in turn."""
-    pairs = enumerate((kind, norm) for kind in KINDS if kind != "topk" for norm in NORMS)
+    """An SAE of each kind and norm, at the hook points in turn: top-k first, so that `encoded_of` has them."""
+    pairs = enumerate((kind, norm) for kind in sorted(KINDS, key="topk".__ne__) for norm in NORMS)
     hooks = hooks_of(family)
     return [
         PlacedSae(

@@ -13,7 +13,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from headgate.steering.kernels import reconstruct_rows, run_programs, scan_gates
+from headgate.steering.kernels import reconstruct_rows, run_programs, scan_gates, select_features
 from headgate.steering.programs.codes import NUM_CODES, NUM_NUMBERS, NUM_PARAMS, NUM_SUMS, InputNorm
 
 TOKENS, WIDTH, ENTRIES, COLUMNS, FEATURES = 64, 256, 16, 64, 512
@@ -49,21 +49,33 @@ def run() -> None:
     """Compile what `program_deltas` launches with every optional argument."""
     value = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16)
     numbers = torch.zeros(TOKENS, dtype=torch.int32)
-    tables = (torch.zeros(4, ENTRIES, NUM_CODES, dtype=torch.int32), torch.zeros(4, ENTRIES, NUM_PARAMS))
     optional = (torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(TOKENS, 8), torch.zeros(TOKENS, WIDTH))
+    given = (value, value, value, numbers, numbers, *entries(), *optional)
+    run_programs.program_deltas(*given, gates=gates(), scans=True)
+
+
+def entries() -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and params of programs."""
+    return torch.zeros(4, ENTRIES, NUM_CODES, dtype=torch.int32), torch.zeros(4, ENTRIES, NUM_PARAMS)
+
+
+def gates() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Signals, states and tokens."""
     slots = torch.zeros(TOKENS, 2, dtype=torch.int32)
-    gates = (torch.zeros(TOKENS, COLUMNS), torch.zeros(TOKENS, COLUMNS), slots)
-    run_programs.program_deltas(*(value, value, value, numbers, numbers, *tables, *optional), gates=gates, scans=True)
+    return torch.zeros(TOKENS, COLUMNS), torch.zeros(TOKENS, COLUMNS), slots
 
 
 def reconstruct() -> None:
     """Compile what `reconstruction_deltas` launches with every optional argument."""
     value, shift = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16), torch.zeros(TOKENS, WIDTH)
-    tokens, counts = torch.zeros(TOKENS, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    tokens, counts = torch.zeros(TOKENS, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     rows = torch.zeros(FEATURES, WIDTH, dtype=torch.bfloat16)
     sums = torch.zeros(NUM_SUMS + WIDTH, dtype=torch.float64)
     coder = (rows, rows, torch.zeros(NUM_NUMBERS, FEATURES), torch.zeros(WIDTH), sums, InputNorm.LAYER_NORM)
     reconstruct_rows.reconstruction_deltas(value, value, shift, tokens, counts, *coder, shift)
+    tables = (value, tokens, tokens, *entries(), torch.zeros(TOKENS, dtype=torch.int64))
+    edits = (tables, gates())
+    reconstruct_rows.reconstruction_deltas(value, value, shift, tokens, counts, *coder, shift, k=50, edits=edits)
 
 
 def main() -> int:
@@ -74,6 +86,8 @@ def main() -> int:
         setattr(scan_gates, name, Compiled(getattr(scan_gates, name)))
     for name in ("_norm_kernel", "encode_kernel", "decode_kernel", "_delta_kernel"):
         setattr(reconstruct_rows, name, Compiled(getattr(reconstruct_rows, name)))
+    for name in ("_select_kernel", "_decode_kernel", "_edit_kernel"):
+        setattr(select_features, name, Compiled(getattr(select_features, name)))
     run()
     reconstruct()
     return 0

@@ -52,6 +52,8 @@ class Example:
     has_addend: bool = False
     has_shift: bool = False
     counted: int | None = None
+    made: int | None = None
+    k: int = 0
     stream: list[Any] = field(init=False)
     coder: list[Any] = field(init=False)
 
@@ -67,7 +69,8 @@ class Example:
         tokens = torch.full((self.capacity,), 2**30, dtype=torch.int32, device=DEVICE)  # would end the process if used
         tokens[: len(self.listed)] = torch.tensor(self.listed, dtype=torch.int32, device=DEVICE)
         counted = len(self.listed) if self.counted is None else self.counted
-        count = torch.tensor([len(self.listed), counted], dtype=torch.int32, device=DEVICE)
+        made = len(self.listed) if self.made is None else self.made
+        count = torch.tensor([len(self.listed), counted, made], dtype=torch.int32, device=DEVICE)
         self.stream = [
             value.to(self.dtype),
             addend.to(self.dtype) if self.has_addend else None,
@@ -88,12 +91,12 @@ class Example:
 
     def run(self) -> Tensor:
         """What the kernels return."""
-        delta: Tensor = reconstruct_rows.reconstruction_deltas(*self.stream, *self.coder)
+        delta: Tensor = reconstruct_rows.reconstruction_deltas(*self.stream, *self.coder, k=self.k)
         return delta
 
     def expected(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """What the definition returns."""
-        return reconstruction_deltas_reference(*self.stream, *self.with_sums(), dtype=dtype)
+        return reconstruction_deltas_reference(*self.stream, *self.with_sums(), self.k, dtype=dtype)
 
     def with_sums(self, sums: Tensor | None = None) -> list[Any]:
         """The coder with other sums than those that `run` adds to."""
@@ -271,7 +274,7 @@ def test_arguments_that_do_not_fit_are_refused():
         run(value, None, None, tokens, count, encoder, decoder, numbers.double(), bias, sums, norm)
     with pytest.raises(ValueError, match="float64 sums"):
         run(value, None, None, tokens, count, encoder, decoder, numbers, bias, sums.float(), norm)
-    with pytest.raises(ValueError, match="two int32 counts"):
+    with pytest.raises(ValueError, match="three int32 counts"):
         run(value, None, None, tokens, count[:1], *example.coder)
 
 
@@ -302,3 +305,120 @@ def test_without_rows_there_are_no_figures():
     example.check()
 
     assert not example.sums.any()
+
+
+TOP_K = [(1, 40, 0), (5, 200, 1), (40, 40, 1), (32, 4096, 0), (64, 8200, 1)]
+
+
+@pytest.mark.parametrize(("k", "features", "is_bfloat16"), TOP_K, ids=str)
+def test_rows_become_what_the_k_largest_activations_decode_to(k, features, is_bfloat16):
+    dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+    norm = InputNorm.LAYER_NORM if features == 200 else InputNorm.NONE
+    example = Example([3, 0, 4], 5, 64, features, "relu", norm, dtype, has_addend=True, has_shift=True, k=k)
+
+    example.check()
+
+
+def test_selected_features_are_torchs():
+    select_features = pytest.importorskip("headgate.steering.kernels.select_features")
+    generator = torch.Generator().manual_seed(0)
+    for features, k in ((4096, 32), (1000, 100), (256, 3), (81_920, 100)):  # up to Qwen-Scope's largest
+        a = (torch.randn(6, features, generator=generator) - 1).clamp(min=0).to(DEVICE)
+        a[0] = a[0] * (torch.arange(features, device=DEVICE) < 40)  # fewer than k are active
+        a[1] = 0.0
+        a[2, : 2 * k : 2] = 3.0  # k of them, and more: of equal ones the first
+        a[3, ::5] = torch.inf
+        maxima = torch.nn.functional.pad(a, (0, -features % 128)).view(6, -1, 128).amax(2)
+        count = torch.tensor([6, 6, 6], dtype=torch.int32, device=DEVICE)
+
+        found = select_features.select(a, maxima, 0, count, k, 128)
+
+        order = a.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        for row in range(6):
+            expected = {one for one in order[row].tolist() if a[row, one] > 0}
+            num = int(found.bounds[row, 0])
+            assert set(found.ids[row, :num].tolist()) == expected
+            assert torch.equal(found.values[row, :num], a[row, found.ids[row, :num].long()])
+
+
+def program_of_edits(example, features, edits, extra=()):
+    """A table row that adds a vector, then edits selected features, with the entries of `extra` between."""
+    entries = [([Code.ADD, 0, 1, 0], [0, 0.5]), *extra]
+    for place, (feature, edit) in enumerate(zip(features, edits, strict=True)):
+        code = Code.FEATURE | FeatureActivation.SELECTED | example.norm | edit
+        entries.append(([code, 0, 2 + place, 0], [0, 1.0, 0, feature, 1.5]))
+    codes, params = torch.zeros(2, 8, NUM_CODES, dtype=torch.int32), torch.zeros(2, 8, NUM_PARAMS)
+    for place, (fields, numbers) in enumerate(entries):
+        codes[1, place] = torch.tensor(fields)
+        params[1, place, : len(numbers)] = torch.tensor(numbers)
+    return codes.to(DEVICE), params.to(DEVICE), len(entries)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("made", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_edits_of_selected_features_keep_the_error_or_add_to_the_reconstruction(norm, made, dtype, poisoned_empty):
+    """Row 2 and 0 are listed, and the first `made` of them are reconstructed; row 1 has no program."""
+    example = Example([2, 0], 3, 64, 300, "relu", norm, dtype, has_addend=True, made=made, k=7)
+    value, addend, _, tokens, count = example.stream
+    encoder, decoder, numbers, bias, sums, _ = example.coder
+    features = [11, 250, 30, 2]
+    edits = [Edit.SET, Edit.TIMES, Edit.PLUS | 1 << 11, Edit.AT_LEAST]  # the third only where it is active
+    mark = [([Code.RECONSTRUCT, 0, 0, 0], [])] if made == 2 else []
+    codes, params, num_entries = program_of_edits(example, features, edits, mark)
+    pool = torch.stack([torch.zeros_like(encoder[0]), torch.ones_like(encoder[0]), *decoder[features]])
+    rows, counts = torch.tensor([[1, 0, 1], [num_entries, 0, num_entries]], dtype=torch.int32, device=DEVICE)
+    tables = (pool, rows, counts, codes, params, None)
+    sae = (tokens, count, encoder, decoder, numbers, bias, sums)
+
+    shift = torch.empty(value.shape, device=DEVICE)
+    delta = run_programs.program_deltas(value, addend, *tables, shift_TD=shift)
+    edited = (tables, None)
+    delta = reconstruct_rows.reconstruction_deltas(value, addend, shift, *sae, norm, delta, k=7, edits=edited)
+
+    exact = reconstructed_deltas_reference(value, addend, (*tables, None, None), (*sae[:-1], sums.clone()), norm, 7)
+    assert (delta[[0, 2]] - exact[[0, 2]]).abs().max() <= 1e-4 * exact.abs().max()
+    assert delta[1].isnan().all()
+    check_by_formula(example, exact, features, norm, dtype, made)
+
+
+def check_by_formula(example, exact, features, norm, dtype, made):
+    """The definition's changes are ``decode(edited top-k) + error - row``, written out, as fp64."""
+    value, addend = example.stream[:2]
+    encoder, decoder, numbers, bias = (each.double() for each in example.coder[:4])
+    x = (value.float() + addend.float()).to(dtype).double()
+    h = x + 0.5
+    gain, mean = torch.ones(3, 1, device=DEVICE, dtype=torch.float64), 0
+    normed = h
+    if norm == InputNorm.LAYER_NORM:
+        gain, mean = h.std(-1, keepdim=True), h.mean(-1, keepdim=True)
+        normed = (h - mean) / (gain + 1e-5)
+    if norm == InputNorm.CONSTANT_NORM:
+        gain = h.norm(dim=-1, keepdim=True) / h.shape[1] ** 0.5
+        normed = h / gain
+    q = torch.relu(normed @ encoder.T + numbers[0])
+    top = q.topk(7, dim=1)
+    a = torch.zeros_like(q).scatter(1, top.indices, top.values)
+    edited = a.clone()
+    one, two, three, four = features
+    edited[:, one] = 1.5
+    edited[:, two] *= 1.5
+    edited[:, three] += 1.5 * (a[:, three] > 0)
+    edited[:, four] = edited[:, four].clamp(min=1.5)
+    error = h - ((a @ decoder + bias) * gain + mean)
+    for place, row in enumerate(example.listed):
+        kept = error[row] if place >= made else 0
+        expected = (edited[row] @ decoder + bias) * gain[row] + mean_of(mean, row) + kept - x[row]
+        torch.testing.assert_close(exact[row].double(), expected, rtol=0, atol=1e-6)
+
+
+def mean_of(mean, row):
+    return mean if isinstance(mean, int) else mean[row]
+
+
+def test_a_row_gets_the_same_bits_from_a_selection_wherever_it_is_listed(dot_by_element):
+    listed = [7, 3, 69, 12, *(row for row in range(70) if row not in (3, 7, 12, 69))]
+    many = Example(listed, 70, features=300, dtype=torch.bfloat16, capacity=70, k=9)
+    one = Example([3], 70, features=300, dtype=torch.bfloat16, capacity=70, k=9)
+
+    assert torch.equal(many.run()[3], one.run()[3])

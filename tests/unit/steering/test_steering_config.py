@@ -12,8 +12,10 @@ from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import HookPoint, Site, SiteShape, sort_sites
 from headgate.steering import probes
 from headgate.steering.config import SteeringConfig, parse_config
+from headgate.steering.features.canonical import write_coder
+from headgate.steering.features.source_coder import CoderKind
 from tests.fakes.saes import TinySae
-from tests.fakes.sparse_coders import save
+from tests.fakes.sparse_coders import save, source
 from tests.fakes.transcoders import TinyTranscoder
 
 
@@ -165,11 +167,10 @@ def test_an_encoded_sae_takes_two_entries_of_each_program(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("saes", "message"),
     [
-        ([TinySae(architecture="topk", width=8)], "SAE 'sae0' is of the kind topk: it selects among all features"),
         ([TinySae(width=16)], "SAE 'sae0' has the width 16; rows of the model have 8 values"),
         ([TinySae(width=8), TinySae(width=8)], "SAE 'sae1' acts at 1.post_mlp, and so does 'sae0'"),
     ],
-    ids=["top-k", "width", "site"],
+    ids=["width", "site"],
 )
 def test_an_sae_that_cannot_reconstruct_rows_exactly_is_refused(
     tmp_path: Path, saes: list[TinySae], message: str
@@ -202,3 +203,11 @@ def test_operations_at_a_site_of_another_width_are_refused_by_name() -> None:
         assert (found.width(Site(1, HookPoint.HOOK_Z)), found.row_size) == (shape.width, shape.width)
         with pytest.raises(ConfigError, match=f"op_sites: 1.hook_z has .*{why}"):
             SteeringConfig(op_sites={"hook_z": [1]}).steerable(**facts, shapes=shapes)
+
+
+def test_an_sae_that_selects_within_groups_is_not_encoded(tmp_path: Path) -> None:
+    write_coder(tmp_path / "a.safetensors", source(CoderKind.GROUPMAX), name="a", path="test")
+    config = parse_config({"saes": {"a": str(tmp_path / "a.safetensors")}, "sae_encode": ["a"]})
+
+    with pytest.raises(ConfigError, match=r"SAE 'a' is of the kind groupmax: .*gated and top-k SAEs can be encoded"):
+        config.encoded_saes(12)

@@ -63,7 +63,7 @@ def state(num_tokens: int = 5) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("norm", list(InputNorm), ids=lambda norm: norm.name)
 def test_a_row_becomes_what_the_formulas_say(norm):
     value, shift = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
-    tokens, count = torch.tensor([2, 0, 77], dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32)
+    tokens, count = torch.tensor([2, 0, 77], dtype=torch.int32), torch.tensor([2, 2, 2], dtype=torch.int32)
     encoder, decoder, numbers, bias, _ = arguments = coder(norm)
 
     delta = reconstruction_deltas_reference(value, None, shift, tokens, count, *arguments[:4], no_sums(), norm)
@@ -98,7 +98,7 @@ def test_it_is_what_a_coder_decodes_of_what_it_encodes(kind: CoderKind, norm: No
     value, listed = torch.from_numpy(x.astype(np.float64)), torch.arange(len(x), dtype=torch.int32)
 
     delta = reconstruction_deltas_reference(
-        *(value, None, None, listed, torch.tensor([len(x), 0]), *map(torch.from_numpy, tables)),
+        *(value, None, None, listed, torch.tensor([len(x), 0, len(x)]), *map(torch.from_numpy, tables)),
         *(no_sums(x.shape[1]), NORMS[norm]),
     )
 
@@ -128,7 +128,7 @@ def sae(norm: InputNorm = InputNorm.NONE, dtype: torch.dtype = torch.float32) ->
     numbers[1] = 0.0
     return (
         torch.tensor([2, 0, 77], dtype=torch.int32),
-        torch.tensor([2, 2], dtype=torch.int32),
+        torch.tensor([2, 2, 2], dtype=torch.int32),
         encoder,
         decoder,
         numbers,
@@ -168,7 +168,7 @@ def test_tables_and_list_may_be_longer_than_the_batch(shape, has_addend):
     addend = torch.randn(shape) if has_addend else None
     pool, rows, counts, *others = programs()
 
-    run, given = torch.ops.headgate.program_deltas_and_state, (*state(), *sae(), int(InputNorm.NONE))
+    run, given = torch.ops.headgate.program_deltas_and_state, (*state(), *sae(), int(InputNorm.NONE), 0)
     delta = run(value, addend, pool, rows, counts, *others, *given)
 
     stream = value.reshape(3, WIDTH) + (addend.reshape(3, WIDTH) if has_addend else 0)
@@ -185,7 +185,7 @@ def test_the_compiler_is_told_the_shape_and_dtype_that_come(dtype):
     pool, *others = programs()
 
     for addend in (None, value.clone()):
-        arguments = (value, addend, pool.to(dtype), *others, *state(), *sae(dtype=dtype), int(InputNorm.NONE))
+        arguments = (value, addend, pool.to(dtype), *others, *state(), *sae(dtype=dtype), int(InputNorm.NONE), 0)
         torch.library.opcheck(program_deltas_and_state, arguments)
 
 
@@ -195,7 +195,7 @@ def test_a_compiled_forward_adds_to_the_sums_as_it_does_otherwise():
     values = [torch.randn(5, WIDTH) for _ in range(2)]
 
     def forward(value: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        arguments = (*tables, *given, *weights[:-1], sums, int(InputNorm.NONE))
+        arguments = (*tables, *given, *weights[:-1], sums, int(InputNorm.NONE), 0)
         return 2 * program_deltas_and_state(value * 2, None, *arguments)
 
     found, expected = no_sums(), no_sums()
@@ -207,7 +207,7 @@ def test_a_compiled_forward_adds_to_the_sums_as_it_does_otherwise():
     assert found[SUM_ROWS] == 4
 
 
-@pytest.mark.parametrize("architecture", ["standard", "jumprelu", "gated"])
+@pytest.mark.parametrize("architecture", ["standard", "jumprelu", "gated", "topk"])
 @pytest.mark.parametrize("norm", SAE_NORMS)
 def test_rows_of_the_phase_that_asks_become_reconstructions_and_no_others(tmp_path, architecture, norm):
     sae = TinySae(architecture=architecture, norm=norm, width=HIDDEN)
@@ -221,11 +221,40 @@ def test_rows_of_the_phase_that_asks_become_reconstructions_and_no_others(tmp_pa
     worker.step(("plain", 0, 3), ("decode", 1, 2), ("both", 1, 3), ("edit", 0, 1))
     found, rows = worker.run(stream), stream.double().numpy()
 
-    assert worker.listed == [4, 5, 6, 7]
+    assert worker.listed == ([4, 5, 6, 7, 8] if architecture == "topk" else [4, 5, 6, 7])
     assert torch.equal(found[:4], stream[:4])
     np.testing.assert_allclose(found[4:5], sae.reconstructed(rows[4:5], [SET]), atol=1e-5)
     np.testing.assert_allclose(found[5:8], sae.reconstructed(rows[5:8]), atol=1e-5)
     np.testing.assert_allclose(found[8:], sae.edited(rows[8:], [SET]), atol=1e-5)
+
+
+TOP_K_EDITS = [
+    {"sae": "a", "feature": 2, "set": 1.5},
+    {"sae": "a", "feature": 4, "scale": 3.0},
+    {"sae": "a", "feature": 5, "add": 0.5, "only_if_active": True},
+    {"sae": "a", "feature": 6, "max": 0.1},
+    {"sae": "a", "feature": 7, "add": 0.25},
+]
+
+
+@pytest.mark.parametrize("norm", SAE_NORMS)
+def test_edits_of_top_k_features_are_those_of_the_true_selection(tmp_path, norm):
+    sae = TinySae(architecture="topk", norm=norm, width=HIDDEN, num_features=200, k=9)
+    worker = EncodedWorker(tmp_path, sae)
+    worker.add("edit", 3, steering_features=TOP_K_EDITS)
+    worker.add("add", 1, steering_features=TOP_K_EDITS[-1:])
+    worker.add("both", 1, sae_reconstruction=["a"], decode_steering_features=TOP_K_EDITS)
+    worker.add("plain", 2)
+    stream = torch.randn(8, HIDDEN)
+
+    worker.step(("edit", 0, 4), ("add", 0, 1), ("both", 1, 1), ("plain", 0, 2))
+    found, rows = worker.run(stream), stream.double().numpy()
+
+    assert worker.listed == [5, 0, 1, 2, 3], "what only adds reads no activation"
+    np.testing.assert_allclose(found[:4], sae.edited(rows[:4], TOP_K_EDITS), atol=1e-5)
+    np.testing.assert_allclose(found[4:5], sae.edited(rows[4:5], TOP_K_EDITS[-1:]), atol=1e-5)
+    np.testing.assert_allclose(found[5:6], sae.reconstructed(rows[5:6], TOP_K_EDITS), atol=1e-5)
+    assert torch.equal(found[6:], stream[6:])
 
 
 def test_a_list_is_taken_back_when_nobody_asks_any_more(tmp_path):
@@ -252,7 +281,7 @@ def test_weights_are_on_the_device_once_and_counted(tmp_path):
     other = SteeringPart(replace_config(worker.config, **sites))
 
     weights = 4 * (2 * 40 * HIDDEN + 4 * 40 + HIDDEN) + 8 * (NUM_SUMS + HIDDEN)
-    listed = 4 * (worker.facts.max_tokens + 2)
+    listed = 4 * (worker.facts.max_tokens + 3)
     num_entries = 2 * (2 * worker.facts.max_num_seqs + 3)  # two more for each table row: codes and params
     assert tables.saes[0].device_bytes == weights + listed
     assert worker.num_bytes - other.headgate_allocate(worker.facts) == weights + listed + num_entries * 48
