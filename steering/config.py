@@ -20,7 +20,7 @@ import msgspec
 from headgate.capture.probe import Probe, ProbeError
 from headgate.capture.probe import load as load_probe
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.capture.schema.sites import NO_SHAPES, HookPoint, Site, SiteShape, parse_sites, sort_sites
+from headgate.capture.schema.sites import NO_SHAPES, READ_ONLY, HookPoint, Site, SiteShape, parse_sites, sort_sites
 from headgate.steering.controllers.loading import ControllerSpec, check_specs
 from headgate.steering.features.importing import SaeSource, open_coder, sae_site
 from headgate.steering.features.source_coder import CoderKind
@@ -346,7 +346,13 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _sites(self, num_layers: int) -> tuple[Site, ...]:
         """Return all sites that can be steered, those of operations included, in the order of the forward pass."""
-        return sort_sites({*self._parsed("sites", num_layers), *self._op_sites(num_layers)})
+        found = sort_sites({*self._parsed("sites", num_layers), *self._op_sites(num_layers)})
+        if fixed := [site.name for site in found if site.hook in READ_ONLY]:
+            raise ConfigError(
+                f"{WHERE}.sites: {', '.join(fixed)}: the choice of experts follows from router_logits and cannot be "
+                "steered itself; steer router_logits"
+            )
+        return found
 
     def _op_sites(self, num_layers: int) -> tuple[Site, ...]:
         declared = self._parsed("op_sites", num_layers) if self.op_sites else ()

@@ -268,6 +268,12 @@ TOKENIZER_OF_CONFIG = Name(
     "vllm.transformers_utils.tokenizer:cached_tokenizer_from_config",
     is_required=False,
 )
+EXPERTS = Name(
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner",
+    "vllm.model_executor.layers.fused_moe:FusedMoE",
+    is_required=False,
+)
+ROW_PARALLEL_LAYER = Name("vllm.model_executor.layers.linear:RowParallelLinear")
 LINEAR_LAYER = Name("vllm.model_executor.layers.linear:LinearBase")
 V2_RUNNER_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
 """Beginnings of the modules of V2 model runners."""

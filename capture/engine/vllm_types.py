@@ -52,6 +52,8 @@ class ModelConfig(Protocol):
 
     def get_total_num_kv_heads(self) -> int: ...
 
+    def get_num_experts(self) -> int: ...
+
     @property
     def use_mla(self) -> bool: ...
 
@@ -120,6 +122,27 @@ class VllmConfig(Protocol):
     compilation_config: CompilationConfig
     speculative_config: object | None
     kv_transfer_config: object | None
+
+
+class ExpertsParallelConfig(Protocol):
+    """How the tokens of a layer of experts are spread."""
+
+    dp_size: int
+
+
+class ExpertsConfig(Protocol):
+    """``vllm...fused_moe.config.FusedMoEConfig``."""
+
+    num_logical_experts: int
+    experts_per_token: int
+    moe_parallel_config: ExpertsParallelConfig
+
+
+class ExpertsLayer(Protocol):
+    """``vllm...fused_moe.runner.moe_runner.MoERunner``: the experts of a layer behind their router."""
+
+    moe_config: ExpertsConfig
+    is_monolithic: bool
 
 
 class RequestParams(Protocol):

@@ -44,6 +44,14 @@ class HookPoint(str, Enum):
     """Attention branch as it is added to the stream: after any post-norm and multiplier."""
     MLP_IN = "mlp_in"
     """Input of the MLP: after the MLP's norm."""
+    ROUTER_LOGITS = "router_logits"
+    """Scores of all experts as the router of an MoE layer gets them: before bias and softmax; float32."""
+    EXPERTS = "experts"
+    """Numbers of the experts that the router chose, int16; among all experts, wherever they are."""
+    EXPERT_WEIGHTS = "expert_weights"
+    """Weights of the chosen experts in the order of `EXPERTS`, float32."""
+    MLP_ACT = "mlp_act"
+    """Input of the MLP's down projection: its neurons; of an MoE layer those of the shared expert."""
     MLP_OUT = "mlp_out"
     """MLP branch as it is added to the stream: after any post-norm and multiplier."""
     FINAL_NORM = "final_norm"
@@ -67,7 +75,19 @@ BEFORE_KERNEL = (
 )
 """Hook points that reach the stream through the attention kernel alone, in the forward's order."""
 
-INNER_HOOKS = frozenset(BEFORE_KERNEL) - {HookPoint.ATTN_IN}
+BEFORE_MLP_OUT = (
+    HookPoint.MLP_IN,
+    HookPoint.ROUTER_LOGITS,
+    HookPoint.EXPERTS,
+    HookPoint.EXPERT_WEIGHTS,
+    HookPoint.MLP_ACT,
+)
+"""Hook points that reach the stream through the MLP's result alone, in the forward's order."""
+
+READ_ONLY = frozenset({HookPoint.EXPERTS, HookPoint.EXPERT_WEIGHTS})
+"""Hook points whose values follow from those of `HookPoint.ROUTER_LOGITS`, and cannot be steered."""
+
+INNER_HOOKS = frozenset({*BEFORE_KERNEL, *BEFORE_MLP_OUT}) - {HookPoint.ATTN_IN, HookPoint.MLP_IN}
 """Hook points within attention and the MLP that not every layer has; their rows have widths of their own."""
 
 ALIASES: dict[str, HookPoint] = {
@@ -246,7 +266,7 @@ _FLOW = {
             HookPoint.HOOK_Z,
             HookPoint.ATTN_OUT,
             HookPoint.POST_ATTN,
-            HookPoint.MLP_IN,
+            *BEFORE_MLP_OUT,
             HookPoint.MLP_OUT,
             HookPoint.POST_MLP,
         )

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.sites import BEFORE_KERNEL, HookPoint, Site, sort_sites
+from headgate.capture.schema.sites import BEFORE_KERNEL, BEFORE_MLP_OUT, HookPoint, Site, sort_sites
 from headgate.steering.programs.codes import (
     GATE_COLUMNS,
     LEAF_COLUMNS,
@@ -269,7 +269,7 @@ def _read(reading: Reading) -> Iterator[tuple[str, str]]:
 
 
 _ATTENTION = (*BEFORE_KERNEL, HookPoint.HOOK_Z, HookPoint.ATTN_OUT)
-_MLP = (HookPoint.MLP_IN, HookPoint.MLP_OUT)
+_MLP = (*BEFORE_MLP_OUT, HookPoint.MLP_OUT)
 """Branches that some models compute side by side, in an order of their own."""
 
 

@@ -43,6 +43,9 @@ SCRATCH_SLOT = 1
 MIN_RESPONSE = 1e-3
 """Smallest change of a steered row's output that counts, relative to the largest value in it."""
 
+UNSEEN = {*BEFORE_KERNEL, HookPoint.ROUTER_LOGITS}
+"""Hook points that dummy steps need not show: attention looks at nothing in them, and every row may be the same."""
+
 Run = Callable[[int], Sequence[Tensor]]
 
 
@@ -63,7 +66,7 @@ def check_steering(
     """
     silent, is_seen = _silent_sites(sites, max_rows, run, partial(_add_vectors, tables))
     silent_ops, is_op_seen = _silent_sites(op_sites, max_rows, run, partial(_add_programs, tables))
-    unseen = {site for site in (*silent, *silent_ops) if site.hook in BEFORE_KERNEL}
+    unseen = {site for site in (*silent, *silent_ops) if site.hook in UNSEEN}
     names = [site.name for site in silent if site not in unseen]
     names += [f"{site.name} (operations)" for site in silent_ops if site not in unseen]
     if names:
@@ -78,8 +81,8 @@ def check_steering(
         return
     if unseen:
         logger.info(
-            "steering: %d sites in front of attention are not checked: it looks at nothing in dummy steps. headgate "
-            "verify checks attn_in with real requests",
+            "steering: %d sites in front of attention or of experts are not checked: dummy steps do not show them. "
+            "headgate verify checks attn_in with real requests",
             len(unseen),
         )
     num_sites, num_op_sites = len({*sites} - unseen), len({*op_sites} - unseen)

@@ -85,6 +85,8 @@ ANATOMIES: Mapping[str, Anatomy] = {
     "gemma": PRE_NORM,
     "mixtral": PRE_NORM,
     "mixtral_all": PRE_NORM,
+    "qwen2_moe": PRE_NORM,
+    "deepseek_v3": replace(PRE_NORM, out_proj=None),
     "qwen3_moe": PRE_NORM,
     "qwen3_moe_all": PRE_NORM,
     "gemma2": SANDWICH,

@@ -21,6 +21,7 @@ from tests.engine.tiny_models import HIDDEN, LAYERS, tiny_model
 
 FAMILY = "qwen3_one_kv"
 WIDTHS = {HookPoint.Q: 128, HookPoint.K: 32, HookPoint.V: 32, HookPoint.HOOK_Z: 128, HookPoint.POST_MLP: HIDDEN}
+WIDTHS |= {HookPoint.MLP_ACT: 128}
 """Its four heads of 32 have one of keys and values; two ranks hold that one each. The stream has 64."""
 SITES: dict[str, Any] = dict.fromkeys((hook.value for hook in WIDTHS), "all")
 PROMPTS = [[3 + (7 * i) % 500 for i in range(40)], [9], [3 + (11 * i) % 500 for i in range(17)]]

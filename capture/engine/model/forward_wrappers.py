@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -189,6 +190,23 @@ def module_forward(taken: Sequence[tuple[HookPoint, HookPlace, tuple[Run, ...]]]
         return forward
 
     return factory
+
+
+def watch_choices(experts: nn.Module, taken: Sequence[tuple[HookPoint, HookPlace, tuple[Run, ...]]]) -> None:
+    """Let actions see what the router of `experts` chooses; they change nothing of it.
+
+    The router is no module: its own function is put into it, in front of its class's.
+    """
+    router: Any = experts.router
+    original, runs = router._compute_routing, [(hook.value, place.result, chained(each)) for hook, place, each in taken]
+
+    def compute_routing(*args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        chosen: tuple[Tensor, Tensor] = original(*args, **kwargs)
+        for name, result, run in runs:
+            run(experts, name, SiteValue(chosen[result], None, chosen[result]))
+        return chosen
+
+    router._compute_routing = compute_routing
 
 
 def _at_entry(hook: HookPoint, place: HookPlace, value_at: Key, runs: tuple[Run, ...]) -> Enter:

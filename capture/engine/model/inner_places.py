@@ -1,6 +1,8 @@
-"""The places of the hook points within attention: arguments of its rotary embedding, its kernel, its output projection.
+"""The places of the hook points within attention and the MLP.
 
-The kernel is vLLM's attention layer below the attention module; its sizes are those of that layer. The output
+Of attention they are arguments of its rotary embedding, its kernel and its output projection; of the MLP, arguments of
+its down projection, and of its experts what their router reads and chooses. Kernel and experts are vLLM's own layers,
+and widths are what these say of themselves. The output
 projection is the linear layer whose result is what attention returns. It is read from the source of the attention
 module's ``forward``, as decoder layers are.
 """
@@ -18,6 +20,7 @@ from torch import nn
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.model.symbolic_forward import Path, walk_paths
 from headgate.capture.engine.model.symbols import Items, Key, NotUnderstoodError, Sum
+from headgate.capture.engine.vllm_types import ExpertsLayer
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import HookPoint
 
@@ -37,6 +40,8 @@ class HookPlace:
         whole_width: The same on all ranks together; 0 if the modules do not show it.
         has_heads: Whether the value's first dimension is its rows, and all others are a row of `width`.
         is_shared: Whether other layers have this very module.
+        is_choice: Whether the value is what the router of the module, a layer of experts, chooses: `result` 0 is the
+            weights and 1 the experts.
     """
 
     module: str
@@ -50,10 +55,11 @@ class HookPlace:
     whole_width: int = 0
     has_heads: bool = False
     is_shared: bool = False
+    is_choice: bool = False
 
 
 class InnerPlaces(NamedTuple):
-    """The hook points within attention.
+    """The hook points within attention and the MLP.
 
     Attributes:
         places: By hook point, in the forward's order.
@@ -65,15 +71,21 @@ class InnerPlaces(NamedTuple):
 
 
 def inner_places(layer: nn.Module, attn: str | None, attn_input: Key | None) -> InnerPlaces:
-    """Find the hook points within the attention of a layer.
+    """Find the hook points within the attention and the MLP of a layer.
 
     Args:
         layer: A decoder layer.
         attn: Module that attention starts with, below `layer`.
         attn_input: Its argument that holds attention's input.
     """
-    kernel, projection = _of_kernel(layer, attn or ""), _of_projection(layer, attn, attn_input)
-    return InnerPlaces({**kernel.places, **projection.places}, {**kernel.absent, **projection.absent})
+    found = (
+        _of_kernel(layer, attn or ""),
+        _of_projection(layer, attn, attn_input),
+        _of_experts(layer),
+        _of_neurons(layer, attn),
+    )
+    places = {hook: place for each in found for hook, place in each.places.items()}
+    return InnerPlaces(places, {hook: why for each in found for hook, why in each.absent.items()})
 
 
 _HEADS = (HookPoint.Q, HookPoint.K, HookPoint.V)
@@ -153,6 +165,64 @@ def _of_projection(layer: nn.Module, attn: str | None, attn_input: Key | None) -
         module=f"{attn}.{found.module}", value=found.argument, width=found.width, whole_width=found.whole_width
     )
     return InnerPlaces({HookPoint.HOOK_Z: place}, {})
+
+
+def _of_experts(layer: nn.Module) -> InnerPlaces:
+    """Return what the one layer of experts of vLLM's reads and chooses."""
+    every = (HookPoint.ROUTER_LOGITS, HookPoint.EXPERTS, HookPoint.EXPERT_WEIGHTS)
+    kind = vllm_names.EXPERTS.get()
+    found: list[tuple[str, ExpertsLayer]] = [
+        (path, module) for path, module in layer.named_modules() if kind is not None and isinstance(module, kind)
+    ]
+    if len(found) != 1:
+        return InnerPlaces({}, dict.fromkeys(every, f"{len(found)} of vLLM's layers of experts are in it, not one"))
+    [(path, experts)] = found
+    sizes = experts.moe_config
+    logits = _router_logits(path, experts)
+    absent = {} if logits is not None else {HookPoint.ROUTER_LOGITS: "one kernel computes its router and another gate"}
+    places = {} if logits is None else {HookPoint.ROUTER_LOGITS: logits}
+    if (why := _hidden_choice(experts)) is not None:
+        return InnerPlaces(places, absent | dict.fromkeys(every[1:], why))
+    for result, hook in enumerate((HookPoint.EXPERT_WEIGHTS, HookPoint.EXPERTS)):
+        places[hook] = HookPlace(module=path, result=result, width=sizes.experts_per_token, is_choice=True)
+    return InnerPlaces(places, absent)
+
+
+def _router_logits(path: str, experts: ExpertsLayer) -> HookPlace | None:
+    """Return where the router's scores are: an argument of the experts, or the result of a gate that they have."""
+    width = experts.moe_config.num_logical_experts
+    if getattr(experts, "gate", None) is None:
+        return HookPlace(module=path, value=1, keyword="router_logits", width=width, has_heads=True)
+    return None if getattr(experts, "_fse_fuse_gate", False) else HookPlace(module=f"{path}.gate", width=width)
+
+
+def _hidden_choice(experts: ExpertsLayer) -> str | None:
+    """Return why the choice of experts cannot be seen; None if it can."""
+    if not hasattr(getattr(experts, "router", None), "_compute_routing"):
+        return "the router of this vLLM shows no choice of experts"
+    if experts.is_monolithic:
+        return "its kernel chooses the experts itself and shows no choice; router_logits are what it chooses by"
+    parallel = experts.moe_config.moe_parallel_config
+    if parallel.dp_size > 1 or getattr(parallel, "is_sequence_parallel", False) or getattr(parallel, "pcp_size", 1) > 1:
+        return "its router gets tokens of other ranks too"
+    return None
+
+
+def _of_neurons(layer: nn.Module, attn: str | None) -> InnerPlaces:
+    """Return the input of the one down projection outside attention: of the MLP, or of the shared expert."""
+    RowParallelLinear = vllm_names.ROW_PARALLEL_LAYER.get()
+
+    found = [
+        (path.removesuffix(".base_layer"), module)  # of a layer that LoRA adapters wrap
+        for path, module in layer.named_modules()
+        if isinstance(module, RowParallelLinear) and (attn is None or not path.startswith(f"{attn}."))
+    ]
+    if len(found) != 1:
+        why = f"{len(found)} projections are in it behind attention, not one: routed experts have none of their own"
+        return InnerPlaces({}, {HookPoint.MLP_ACT: why})
+    [(path, module)] = found
+    width, whole = int(module.input_size_per_partition), int(module.input_size)
+    return InnerPlaces({HookPoint.MLP_ACT: HookPlace(module=path, value=0, width=width, whole_width=whole)}, {})
 
 
 class OutputProjection(NamedTuple):

@@ -262,7 +262,13 @@ def _install_module(layer: nn.Module, name: str, taken: Sequence[tuple[HookPoint
         owner, _, attribute = name.rpartition(".")
         setattr(layer.get_submodule(owner), attribute, module)
     runs = [(hook, place, forward_wrappers.attach(module, hook, wanted[hook])) for hook, place in taken]
-    forward_wrappers.swap_class(module, forward_wrappers.module_forward(runs))
+    choices = [each for each in runs if each[1].is_choice]
+    if choices:
+        forward_wrappers.watch_choices(module, choices)
+    if len(choices) < len(runs):
+        forward_wrappers.swap_class(
+            module, forward_wrappers.module_forward([each for each in runs if not each[1].is_choice])
+        )
 
 
 def _check_shapes(where: str, layout: LayerLayout, shapes: Mapping[HookPoint, SiteShape], num_ranks: int) -> None:

@@ -211,3 +211,12 @@ def test_an_sae_that_selects_within_groups_is_not_encoded(tmp_path: Path) -> Non
 
     with pytest.raises(ConfigError, match=r"SAE 'a' is of the kind groupmax: .*gated and top-k SAEs can be encoded"):
         config.encoded_saes(12)
+
+
+def test_the_choice_of_experts_cannot_be_steered_and_its_scores_can() -> None:
+    facts = {"num_layers": 2, "hidden_size": 4, "dtype": "float32"}
+
+    with pytest.raises(ConfigError, match=r"sites: 1\.experts: .*steer router_logits"):
+        SteeringConfig(sites={"experts": [1], "post_mlp": "all"}).steerable(**facts)
+    shapes = {Site(1, HookPoint.ROUTER_LOGITS): SiteShape(8, "float32")}
+    assert SteeringConfig(sites={"router_logits": [1]}).steerable(**facts, shapes=shapes).row_size == 8

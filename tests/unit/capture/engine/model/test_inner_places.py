@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,13 @@ class Layer(nn.Module):
 
 @pytest.fixture(autouse=True)
 def standing_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, cls in (("ATTENTION", Kernel), ("LATENT_ATTENTION", Latent), ("ROTARY_EMBEDDING", Rotary)):
+    for name, cls in (
+        ("ATTENTION", Kernel),
+        ("LATENT_ATTENTION", Latent),
+        ("ROTARY_EMBEDDING", Rotary),
+        ("EXPERTS", Experts),
+        ("ROW_PARALLEL_LAYER", Down),
+    ):
         monkeypatch.setattr(vllm_names, name, vllm_names.Name(f"{__name__}:{cls.__name__}", is_required=False))
 
 
@@ -169,3 +176,96 @@ def test_rows_are_those_of_whole_heads_and_what_is_added_goes_on(has_names: bool
 def test_a_row_of_another_width_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"self_attn.attn gets rows of 6 values for k, expected 8"):
         seen(Attention(Kernel(head_size=4), None), {HookPoint.K: 0.0})
+
+
+class Router:
+    def _compute_routing(self, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.topk(router_logits.softmax(dim=1), k=2, dim=1)
+
+
+class Experts(nn.Module):
+    """As vLLM's layer of experts: expert i multiplies by i."""
+
+    def __init__(self, gate: nn.Module | None = None, *, is_monolithic: bool = False, dp_size: int = 1) -> None:
+        super().__init__()
+        parallel = SimpleNamespace(dp_size=dp_size)
+        self.moe_config = SimpleNamespace(num_logical_experts=4, experts_per_token=2, moe_parallel_config=parallel)
+        self.router, self.gate, self.is_monolithic = Router(), gate, is_monolithic
+
+    def forward(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
+        logits = router_logits if self.gate is None else self.gate(hidden_states)
+        weights, experts = self.router._compute_routing(hidden_states, router_logits=logits)
+        return hidden_states * (weights * experts).sum(dim=1, keepdim=True)
+
+
+class Routed(nn.Module):
+    """The MLP of a layer with experts, and a shared one if it has neurons."""
+
+    def __init__(self, experts: Experts, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate, self.experts, self.shared = nn.Linear(HEADS * SIZE, 4, bias=False), experts, shared
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        found = self.experts(hidden_states=hidden_states, router_logits=self.gate(hidden_states))
+        return found if self.shared is None else found + self.shared(hidden_states)
+
+
+class Down(nn.Linear):
+    """As vLLM's layer whose inputs are spread over ranks."""
+
+    input_size, input_size_per_partition = HEADS * SIZE, HEADS * SIZE
+
+
+def routed_layer(mlp: nn.Module) -> Layer:
+    layer = Layer(Attention(Kernel(), None))
+    layer.mlp = mlp
+    return layer
+
+
+@pytest.mark.parametrize("gate", [None, nn.Linear(HEADS * SIZE, 4, bias=False)], ids=["outside", "within"])
+def test_scores_of_experts_are_seen_and_change_what_is_chosen(gate: nn.Module | None) -> None:
+    rows: Seen = {}
+
+    def run(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+        rows[HookPoint(hook)] = site.value.clone()
+        return site.carry + torch.tensor([-100.0, 0.0, 0.0, 0.0]) if hook == "router_logits" else site.carry
+
+    layer = routed_layer(Routed(Experts(gate)))
+    hooks = (HookPoint.ROUTER_LOGITS, HookPoint.EXPERTS, HookPoint.EXPERT_WEIGHTS)
+    stream = torch.randn(50, HEADS * SIZE)
+    with torch.inference_mode():
+        before = layer(stream)
+        install_actions(
+            nn.Module(), "layers", [(0, layer)], {Site(0, hook): [SiteAction(run=run, order=0)] for hook in hooks}
+        )
+        after = layer(stream)
+
+    scores = rows[HookPoint.ROUTER_LOGITS]
+    weights, experts = torch.topk((scores + torch.tensor([-100.0, 0, 0, 0])).softmax(dim=1), k=2, dim=1)
+    assert torch.equal(rows[HookPoint.EXPERTS], experts)
+    assert torch.equal(rows[HookPoint.EXPERT_WEIGHTS], weights)
+    assert not (experts == 0).any()
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("experts", "why"),
+    [
+        (Experts(is_monolithic=True), "its kernel chooses the experts itself"),
+        (Experts(dp_size=2), "its router gets tokens of other ranks too"),
+    ],
+)
+def test_a_choice_that_is_not_seen_is_no_site_and_scores_are(experts: Experts, why: str) -> None:
+    found = inner_places(routed_layer(Routed(experts)), "self_attn", 0)
+
+    assert HookPoint.ROUTER_LOGITS in found.places
+    assert found.absent[HookPoint.EXPERTS].startswith(why)
+    assert found.absent[HookPoint.EXPERT_WEIGHTS].startswith(why)
+
+
+def test_neurons_are_those_of_the_one_down_projection_behind_attention() -> None:
+    shared = nn.Sequential(nn.ReLU(), Down(HEADS * SIZE, HEADS * SIZE))
+    alone, beside = (inner_places(routed_layer(Routed(Experts(), each)), "self_attn", 0) for each in (None, shared))
+
+    assert alone.absent[HookPoint.MLP_ACT].startswith("0 projections are in it behind attention, not one: routed")
+    assert beside.places[HookPoint.MLP_ACT].module == "mlp.shared.1"

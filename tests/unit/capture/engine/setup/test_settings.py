@@ -22,6 +22,7 @@ def config(num_ranks: int = 1, **server: Any) -> Any:
         get_head_size=lambda: 3,
         get_total_num_kv_heads=lambda: 1,
         use_mla=False,
+        get_num_experts=lambda: 0,
         get_num_attention_heads=lambda parallel: 2 // parallel.tensor_parallel_size,
     )
     ours = {"capture": SECTION, "server": server, "compiler": {"rewrites": False}}
