@@ -16,7 +16,7 @@ MATRIX_TESTS := $(sort $(wildcard tests/frontend/test_*.py))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick docs dist test-unit test-engine test-extended test-matrix test-lowest test-producers walks fuzz chaos gpu-test lint format types lock clean
+.PHONY: help setup demo test quick docs studio dist test-unit test-engine test-extended test-matrix test-lowest test-producers walks fuzz chaos gpu-test lint format types lock clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -67,6 +67,9 @@ chaos: setup ## Faults under load, everything compared, for an hour: make chaos 
 
 docs: setup types ## Build the documents as a site in site/; broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean && echo "open site/index.html"
+
+studio: ## Build the page that `headgate serve` has at /headgate/, with node and npm; the result is committed
+	@cd studio && npm ci --silent --no-audit --no-fund && npx tsc --noEmit && node build.mjs
 
 dist: setup ## Build wheel and sdist, install the wheel in a fresh environment, capture and steer from there
 	@$(BIN)/python .ci/try_dist.py

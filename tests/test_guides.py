@@ -40,7 +40,7 @@ EVERY_TIME: tuple[str, ...] = ("capture", "consumers", "steering")
 
 EXTENDED: tuple[str, ...] = (
     "../index",
-    *("chats", "server", "datasets", "harvest", "moments", "reward", "stream"),
+    *("chats", "server", "datasets", "harvest", "moments", "reward", "stream", "studio"),
     *("controllers", "dynamic", "operations", "probes", "saes", "train_sae"),
 )
 

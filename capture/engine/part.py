@@ -26,6 +26,10 @@ COMMANDS = {
         "headgate.capture.engine.commands.serve:serve",
         "Serve MODEL over HTTP: vllm serve with headgate's flags and routes.",
     ),
+    "studio": (
+        "headgate.capture.engine.commands.studio:studio",
+        "Serve MODEL with a page in the browser that shows what it carries, and steers it.",
+    ),
     "verify": (
         "headgate.capture.engine.commands.verify:verify",
         "Compare answers, captures and steering of MODEL with stock vLLM on this machine.",
@@ -56,7 +60,7 @@ class CaptureAsPart(Part):
         return CaptureMetrics()
 
     def commands(self) -> dict[str, tuple[str, str]]:
-        """``headgate doctor``, ``keys``, ``serve`` and ``verify``."""
+        """``headgate doctor``, ``keys``, ``serve``, ``studio`` and ``verify``."""
         return COMMANDS
 
     def checks(self) -> CheckPart:

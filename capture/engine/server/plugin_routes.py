@@ -37,6 +37,7 @@ from headgate.capture.engine.server.bodies.parsing import read_json, read_msgpac
 from headgate.capture.engine.server.loop_threads import in_turn, run_in_thread
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
 from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
+from headgate.capture.engine.server.studio import PATH, open_studio
 from headgate.capture.engine.setup.cli_flags import read_server_args
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
 from headgate.capture.engine.setup.vocabulary import ModelVocabulary
@@ -124,6 +125,7 @@ class Endpoints:
         routers = collect(self._routes)
         for router in routers.values():
             app.include_router(router)
+        app.include_router(open_studio())
         self._parts = tuple(routers)
         app.add_middleware(RetryAfterMiddleware)
         install_guard(app, self._parts)
@@ -141,6 +143,7 @@ class Endpoints:
         for name in self._parts:
             who = access.keys.described(role_of(name), is_local=access.is_local)
             logger.info("headgate: /v1/%s is served; %s", name, who)
+        logger.info("headgate: the studio is served at %s", PATH)
 
     def _routes(self, part: Part) -> APIRouter | None:
         return part.routes(RouteServices(part.name, lambda: self._engine))

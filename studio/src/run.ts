@@ -1,0 +1,459 @@
+// Requests of the page: their bodies, and what is read from their answers.
+
+import type { CaptureResult, Chunk, Json, Message, TokenLogprob, Trace } from "./api";
+import { ApiError } from "./api";
+import { api, attentionName, changed, facts, featuresName, gates, type GateSpec, type Grid, inlineName, items, type Item, lensName, type Lens, messagesUpTo, type Run, settings, sites, type Token, turns, type Turn, watched } from "./state";
+import { cosinesTo, fromBase64, packed, readSafetensors, rowCosines, rowNorms, type Tensors } from "./tensors";
+import { textOfBytes, textsOf } from "./tokens";
+
+export function splitSite(site: string): [number, string] {
+  const dot = site.indexOf(".");
+  return [Number(site.slice(0, dot)), site.slice(dot + 1)];
+}
+
+// ---- bodies
+
+/** Fields that steer a request by what is switched on. */
+export function steeringFields(chosen: readonly Item[]): Json {
+  const fields: Json = {};
+  const modules = chosen.filter((item) => item.kind === "module" && item.phase === "both");
+  if (modules.length) fields["steering_module_ref"] = modules.map((item) => [item.name, item.scale]);
+  for (const [phase, prefix] of [["prompt", "prefill_"], ["answer", "decode_"]] as const) {
+    const operations = chosen.filter((item) => item.kind === "module" && item.phase === phase).flatMap((item) => additions(item, phase));
+    if (operations.length) fields[`${prefix}steering_ops`] = operations;
+  }
+  for (const [phase, prefix] of [["both", ""], ["prompt", "prefill_"], ["answer", "decode_"]] as const) {
+    const own = sumBySite(chosen.filter((item) => item.kind === "local" && item.phase === phase));
+    if (own) fields[`${prefix}steering_vectors`] = own;
+  }
+  return fields;
+}
+
+function additions(item: Item, phase: "prompt" | "answer"): Json[] {
+  const module = facts.value?.steering?.modules[item.name];
+  const content = phase === "prompt" ? module?.prefill : module?.decode;
+  return (content?.sites ?? []).map((site) => ({ at: site, method: "additive", vector: item.name, scale: item.scale }));
+}
+
+function sumBySite(chosen: readonly Item[]): Json | null {
+  const sums = new Map<string, Float32Array>();
+  for (const item of chosen) {
+    if (!item.row || item.scale === 0) continue;
+    const sum = sums.get(item.site) ?? new Float32Array(item.row.length);
+    for (let i = 0; i < sum.length; i++) sum[i]! += item.scale * item.row[i]!;
+    sums.set(item.site, sum);
+  }
+  if (!sums.size) return null;
+  const hooks: Record<string, Json> = {};
+  for (const [site, sum] of sums) {
+    const [layer, hook] = splitSite(site);
+    hooks[hook] = { ...hooks[hook], [layer]: { ...packedRow(sum) } };
+  }
+  return hooks;
+}
+
+function packedRow(row: Float32Array): Json {
+  const { dtype, data } = packed(0, row);
+  return { vector: { dtype, shape: [row.length], data } };
+}
+
+/** A gate as requests send it. */
+export function gateOf(gate: GateSpec): Json {
+  const bound = { [gate.compare]: gate.threshold };
+  const pool = gate.pool === "ema" ? { ema: 0.5 } : gate.pool;
+  const when =
+    gate.reads.kind === "always"
+      ? "always"
+      : gate.reads.kind === "probe"
+        ? { probe: gate.reads.name, ...bound, ...(gate.pool === "token" ? {} : { pool }) }
+        : { cosine: gate.reads.name, at: gate.reads.site, ...bound, ...(gate.pool === "token" ? {} : { pool }) };
+  const then = gate.then.kind === "observe" ? "observe" : { module: gate.then.name, scale: gate.then.scale };
+  return { name: gate.name, when, then, scope: gate.scope };
+}
+
+/** A cosine's bound that nothing reaches: it is read and never fires. */
+const NEVER = 2;
+
+function isOpSite(site: string): boolean {
+  const [layer, hook] = splitSite(site);
+  return facts.value?.layers?.op_hook_points[hook]?.includes(layer) ?? false;
+}
+
+/** Vectors whose cosine the server can read at each token. */
+export function watchable(): { kind: "probe" | "cosine"; name: string }[] {
+  const probes = (facts.value?.probes ?? []).filter((probe) => isOpSite(probe.at)).map((probe) => ({ kind: "probe" as const, name: probe.name }));
+  const modules = items.value.filter((item) => item.kind === "module" && item.site && isOpSite(item.site) && hasVectors(item.name));
+  return [...probes, ...modules.map((item) => ({ kind: "cosine" as const, name: item.name }))];
+}
+
+function hasVectors(name: string): boolean {
+  const module = facts.value?.steering?.modules[name];
+  return !!module && (module.decode.sites.length > 0 || module.prefill.sites.length > 0);
+}
+
+function watchGates(): Json[] {
+  const known = watchable();
+  return watched.value
+    .filter((each) => known.some((other) => other.kind === each.kind && other.name === each.name))
+    .map(({ kind, name }) => {
+      if (kind === "probe") {
+        const threshold = facts.value?.probes.find((probe) => probe.name === name)?.threshold ?? 0;
+        return { name: `probe ${name}`, when: { probe: name, above: threshold }, then: "observe" };
+      }
+      const site = items.value.find((item) => item.kind === "module" && item.name === name)!.site;
+      return { name: `cosine ${name}`, when: { cosine: name, at: site, above: NEVER }, then: "observe" };
+    });
+}
+
+function captureFields(): Json {
+  const { reads, readHook, readLayer } = settings.value;
+  if (!inlineName.value || reads === "none") return {};
+  const layers = reads === "all" ? "all" : [readLayer];
+  return { capture: { [inlineName.value]: { hooks: { [readHook]: layers }, positions: "all" } } };
+}
+
+export function chatBody(messages: Message[], kind: Run["kind"]): Json {
+  const { temperature, maxTokens, seed } = settings.value;
+  const body: Json = {
+    model: facts.value?.model ?? "",
+    messages,
+    max_tokens: maxTokens,
+    temperature,
+    stream: true,
+    stream_options: { include_usage: true },
+    logprobs: true,
+    top_logprobs: 5,
+    return_token_ids: true,
+    ...(seed.trim() ? { seed: Number(seed) } : {}),
+    ...captureFields(),
+  };
+  if (kind === "steered") Object.assign(body, steeringFields(items.value.filter((item) => item.isOn)));
+  const all = [...(kind === "steered" ? gates.value.filter((gate) => gate.isOn).map(gateOf) : []), ...watchGates()];
+  if (all.length) body["steering_gates"] = all;
+  if (all.length || (facts.value?.layers && facts.value.rules.length)) body["return_steering_trace"] = true;
+  return body;
+}
+
+export function isSteering(): boolean {
+  return items.value.some((item) => item.isOn) || gates.value.some((gate) => gate.isOn);
+}
+
+// ---- answers
+
+function newRun(kind: Run["kind"], body: Json): Run {
+  return { kind, status: "waiting", error: "", notice: "", path: "/v1/chat/completions", body, prompt: [], answer: [], series: {}, gates: Object.create(null) as Run["gates"], grid: null, meanNorms: {}, seconds: 0 };
+}
+
+let stopping = new AbortController();
+export function stop(): void {
+  stopping.abort();
+  stopping = new AbortController();
+}
+
+/** Answers a user's turn: plain, steered, or both at once in one batch. */
+export async function answer(turn: Turn): Promise<void> {
+  const messages = messagesUpTo(turns.value.find((found) => found.id === turn.parent) ?? turn);
+  const kinds: Run["kind"][] = isSteering() ? (settings.value.compares ? ["plain", "steered"] : ["steered"]) : ["plain"];
+  turn.runs = kinds.map((kind) => newRun(kind, chatBody(messages, kind)));
+  turn.chosen = turn.runs.length - 1;
+  turns.value = [...turns.value];
+  const signal = stopping.signal;
+  const prompt = promptTokens(messages).catch(() => [] as Token[]);
+  await Promise.all(turn.runs.map((run) => follow(run, prompt, signal)));
+  turn.text = textOf(turn.runs[turn.chosen]!);
+  turns.value = [...turns.value];
+  const steered = turn.runs.find((run) => run.kind === "steered" && run.status === "done");
+  if (steered && settings.value.compares) await scorePlain(steered, signal);
+  changed();
+}
+
+export function textOf(run: Run): string {
+  return run.answer.map((token) => token.text).join("");
+}
+
+async function promptTokens(messages: Message[]): Promise<Token[]> {
+  const found = await api.value.post<{ tokens: number[]; token_strs?: string[] | null }>("/tokenize", {
+    model: facts.value?.model ?? "",
+    messages: messages as unknown as Json[],
+    return_token_strs: true,
+  });
+  const texts = textsOf(found.token_strs ?? found.tokens.map((id) => `#${id}`));
+  return found.tokens.map((id, i) => ({ text: texts[i]!, id, logprob: null, top: [] }));
+}
+
+async function follow(run: Run, prompt: Promise<Token[]>, signal: AbortSignal): Promise<void> {
+  const began = performance.now();
+  const traces: Trace[] = [];
+  let captured: Record<string, CaptureResult> | null = null;
+  let numPrompt = -1;
+  try {
+    for await (const chunk of api.value.stream(run.path, run.body, signal)) {
+      run.status = "streaming";
+      run.seconds = (performance.now() - began) / 1000;
+      numPrompt = chunk.usage?.prompt_tokens ?? chunk.prompt_token_ids?.length ?? numPrompt;
+      captured = chunk.capture_results ?? captured;
+      takeChoice(run, chunk, traces);
+      if (!run.prompt.length && (await settled(prompt))) run.prompt = await prompt;
+      applyTraces(run, traces);
+      changed();
+    }
+    run.status = "done";
+  } catch (error) {
+    run.status = signal.aborted ? "stopped" : "failed";
+    if (!signal.aborted) run.error = error instanceof Error ? error.message : String(error);
+  }
+  run.prompt = await prompt;
+  if (numPrompt >= 0 && run.prompt.length !== numPrompt) {
+    run.prompt = Array.from({ length: numPrompt }, () => ({ text: "?", id: null, logprob: null, top: [] }));
+    run.notice = "The server's tokenizer route gives other tokens for this prompt than it generated from; they are shown as “?”.";
+  }
+  applyTraces(run, traces);
+  addSurprise(run);
+  if (captured) takeCaptures(run, captured);
+  changed();
+}
+
+async function settled(promise: Promise<unknown>): Promise<boolean> {
+  const pending = {};
+  return (await Promise.race([promise, Promise.resolve(pending)])) !== pending;
+}
+
+function takeChoice(run: Run, chunk: Chunk, traces: Trace[]): void {
+  const choice = chunk.choices[0];
+  if (!choice) return;
+  const listed = choice.logprobs?.content ?? [];
+  const ids = choice.token_ids ?? [];
+  if (listed.length) run.answer.push(...listed.map((each, i) => tokenOf(each, ids[i] ?? null)));
+  else {
+    const text = (choice.delta?.reasoning ?? choice.delta?.reasoning_content ?? "") + (choice.delta?.content ?? "");
+    if (text) run.answer.push({ text, id: ids[0] ?? null, logprob: null, top: [] });
+  }
+  if (choice.steering_trace) traces.push(choice.steering_trace);
+}
+
+function textOfLogprob(each: { token: string; bytes: number[] | null }): string {
+  return each.bytes?.length ? textOfBytes(each.bytes) : each.token;
+}
+
+function tokenOf(each: TokenLogprob, id: number | null): Token {
+  const top = (each.top_logprobs ?? []).map((other) => ({ text: textOfLogprob(other), logprob: other.logprob }));
+  return { text: textOfLogprob(each), id, logprob: each.logprob, top };
+}
+
+function filled(length: number): number[] {
+  return new Array<number>(length).fill(NaN);
+}
+
+/** Writes the rows of traces that have not been written yet, and empties the list. */
+function applyTraces(run: Run, traces: Trace[]): void {
+  for (const trace of traces.splice(0)) {
+    const length = Math.max(0, ...trace.positions) + 1;
+    const write = (values: number[], found: (number | null)[]) => {
+      while (values.length < length) values.push(NaN);
+      trace.positions.forEach((position, i) => (values[position] = found[i] ?? NaN));
+    };
+    for (const [name, found] of Object.entries(trace.scores)) {
+      const series = (run.series[`score:${name}`] ??= { label: labelOfScore(name), values: [], ...thresholdOf(name) });
+      write(series.values, found);
+    }
+    for (const [name, found] of Object.entries(trace.gates)) {
+      if (name.startsWith("cosine ") || name.startsWith("probe ")) continue;
+      const gate = (run.gates[name] ??= { strength: [], applied: [] });
+      write(gate.strength, found.strength);
+      write(gate.applied, found.applied);
+    }
+  }
+}
+
+function labelOfScore(name: string): string {
+  if (name.startsWith("cosine ")) return `cosine to ${name.slice(7)}`;
+  return facts.value?.probes.some((probe) => probe.name === name) ? `probe ${name}` : `score of ${name}`;
+}
+
+function thresholdOf(name: string): { threshold?: number } {
+  const gate = gates.value.find((each) => each.name === name || each.reads.name === name);
+  if (gate && gate.reads.kind !== "always") return { threshold: gate.threshold };
+  const found = facts.value?.probes.find((probe) => probe.name === name)?.threshold;
+  return found === null || found === undefined ? {} : { threshold: found };
+}
+
+function addSurprise(run: Run): void {
+  const values = [...run.prompt, ...run.answer].map((token) => (token.logprob === null ? NaN : -token.logprob));
+  run.series["surprise"] = { label: "surprise (nats)", values };
+}
+
+/** Scores the answer's tokens without steering: how much more likely steering made each one. */
+async function scorePlain(run: Run, signal: AbortSignal): Promise<void> {
+  const ids = [...run.prompt, ...run.answer].map((token) => token.id);
+  if (ids.some((id) => id === null) || !run.answer.length) return;
+  try {
+    const found = await api.value.post<{ choices: { prompt_logprobs: (Record<string, { logprob: number }> | null)[] }[] }>(
+      "/v1/completions",
+      { model: facts.value?.model ?? "", prompt: ids, max_tokens: 1, temperature: 0, prompt_logprobs: 0 },
+      signal,
+    );
+    const listed = found.choices[0]?.prompt_logprobs ?? [];
+    const values = filled(ids.length);
+    run.answer.forEach((token, i) => {
+      const position = run.prompt.length + i;
+      const plain = listed[position]?.[String(token.id)]?.logprob;
+      if (plain !== undefined && token.logprob !== null) values[position] = token.logprob - plain;
+    });
+    run.series["difference"] = { label: "log-probability: steered − plain", values };
+  } catch (error) {
+    if (!signal.aborted) run.notice = `The plain log-probabilities of this answer could not be read: ${error instanceof Error ? error.message : String(error)}`;
+  }
+}
+
+// ---- rows
+
+function takeCaptures(run: Run, results: Record<string, CaptureResult>): void {
+  const inline = inlineName.value ? results[inlineName.value] : undefined;
+  if (!inline) return;
+  const tensors = rowsOf(inline);
+  if (typeof tensors === "string") {
+    run.notice = tensors;
+    return;
+  }
+  const total = run.prompt.length + run.answer.length;
+  const grid = gridOf(tensors, settings.value.readHook, total);
+  const positions = positionsOf(tensors);
+  for (const [site, tensor] of Object.entries(tensors)) {
+    if (!/^\d+\./.test(site)) continue;
+    const norms = rowNorms(tensor);
+    const first = run.prompt.length;
+    const answered = Array.from(norms).filter((_, i) => positions[i]! >= first);
+    if (answered.length) run.meanNorms[site] = answered.reduce((a, b) => a + b, 0) / answered.length;
+  }
+  const shownLayer = settings.value.readLayer;
+  const row = grid.layers.indexOf(shownLayer);
+  if (row >= 0) run.series["norm"] = { label: `stream norm at ${shownLayer}.${settings.value.readHook}`, values: grid.norms[row]! };
+  if (grid.layers.length > 1) run.grid = grid;
+  for (const item of items.value) {
+    const tensor = item.row && tensors[item.site];
+    if (!tensor || !item.row || tensor.shape[1] !== item.row.length || run.series[`score:cosine ${item.name}`]) continue;
+    run.series[`own:${item.name}`] = { label: `cosine to ${item.name} at ${item.site}`, values: placed(cosinesTo(tensor, item.row), positions, total) };
+  }
+}
+
+/** The tensors of a result of `inline`, or a sentence that says why there are none. */
+export function rowsOf(result: CaptureResult): Tensors | string {
+  const payload = result.payload as { format?: string; data?: string } | null;
+  if (payload?.format !== "safetensors" || !payload.data) return `The rows did not come with the answer: ${result.error ?? "the server gives no reason"}.`;
+  return readSafetensors(fromBase64(payload.data)).tensors;
+}
+
+export function positionsOf(tensors: Tensors): number[] {
+  return Array.from(tensors["positions"]?.data ?? [], Number);
+}
+
+function placed(values: ArrayLike<number>, positions: number[], total: number): number[] {
+  const found = filled(total);
+  positions.forEach((position, i) => {
+    if (position < total) found[position] = values[i]!;
+  });
+  return found;
+}
+
+/** Norms, and cosines to the layer before, of the rows at one hook point. */
+export function gridOf(tensors: Tensors, hook: string, total: number): Grid {
+  const layers = Object.keys(tensors).filter((name) => name.endsWith(`.${hook}`)).map((name) => splitSite(name)[0]).sort((a, b) => a - b);
+  const positions = positionsOf(tensors);
+  const norms: number[][] = [];
+  const cosines: number[][] = [];
+  layers.forEach((layer, i) => {
+    const tensor = tensors[`${layer}.${hook}`]!;
+    norms.push(placed(rowNorms(tensor), positions, total));
+    const before = i > 0 ? tensors[`${layers[i - 1]}.${hook}`] : undefined;
+    cosines.push(before ? placed(rowCosines(before, tensor), positions, total) : filled(total));
+  });
+  return { hook, layers, numTokens: total, norms, cosines, lens: null };
+}
+
+/** Reads tokens again at all layers, without steering: the body, for the page and for its code. */
+export function readBody(ids: number[], start: number, stop: number): Json {
+  const { readHook, lens, lensToken } = settings.value;
+  const positions = { start, stop };
+  const capture: Json = {};
+  if (inlineName.value) capture[inlineName.value] = { hooks: { [readHook]: "all" }, positions };
+  if (lensName.value && lens) {
+    capture[lensName.value] = { lens, layers: "all", positions, top: 5, ...(lensToken ? { tokens: [lensToken] } : {}) };
+  }
+  return { model: facts.value?.model ?? "", prompt: ids, max_tokens: 1, temperature: 0, prompt_logprobs: 0, capture, capture_wait: true };
+}
+
+const LIMIT = /may hold here, (\d+) bytes/;
+
+/** Reads the tokens of a run at all layers, in as many calls as the server's limit of bytes asks for. */
+export async function readGrid(run: Run, progress: (text: string) => void): Promise<void> {
+  const ids = [...run.prompt, ...run.answer].map((token) => token.id);
+  if (ids.some((id) => id === null)) throw new ApiError("The ids of these tokens are not known, so they cannot be read again.", null);
+  const total = ids.length;
+  const { readHook } = settings.value;
+  const layers = sites.value[readHook] ?? [];
+  const grid: Grid = { hook: readHook, layers, numTokens: total, norms: layers.map(() => filled(total)), cosines: layers.map(() => filled(total)), lens: null };
+  let step = total;
+  for (let start = 0; start < total; ) {
+    const stopAt = Math.min(total, start + step);
+    progress(`reading tokens ${start + 1} to ${stopAt} of ${total}`);
+    const body = readBody(ids as number[], start, stopAt);
+    const found = await api.value.post<{ capture_results: Record<string, CaptureResult>; choices: { prompt_logprobs: (Record<string, { logprob: number }> | null)[] }[] }>("/v1/completions", body);
+    const result = inlineName.value ? found.capture_results[inlineName.value] : undefined;
+    if (result) {
+      const tensors = rowsOf(result);
+      if (typeof tensors === "string") {
+        const limit = LIMIT.exec(tensors);
+        const perToken = (layers.length * (facts.value?.layers?.hidden_size ?? 4096) * 4) || 1;
+        const next = limit ? Math.max(1, Math.min(Math.floor(Number(limit[1]) / perToken), Math.floor(step / 2))) : 0;
+        if (!next || step === 1) throw new ApiError(tensors, null);
+        step = next;
+        continue;
+      }
+      mergeGrid(grid, gridOf(tensors, readHook, total), start, stopAt);
+    }
+    grid.lens = mergeLens(grid.lens, lensName.value ? found.capture_results[lensName.value] : undefined);
+    takePromptLogprobs(run, found.choices[0]?.prompt_logprobs ?? []);
+    start = stopAt;
+  }
+  run.grid = grid;
+  addSurprise(run);
+  const row = grid.layers.indexOf(settings.value.readLayer);
+  if (row >= 0) run.series["norm"] = { label: `stream norm at ${settings.value.readLayer}.${readHook}`, values: grid.norms[row]! };
+  changed();
+}
+
+function mergeGrid(into: Grid, from: Grid, start: number, stopAt: number): void {
+  from.layers.forEach((layer, i) => {
+    const row = into.layers.indexOf(layer);
+    if (row < 0) return;
+    for (let at = start; at < stopAt; at++) {
+      into.norms[row]![at] = from.norms[i]![at]!;
+      into.cosines[row]![at] = from.cosines[i]![at]!;
+    }
+  });
+}
+
+function mergeLens(before: Lens | null, result: CaptureResult | undefined): Lens | null {
+  if (!result) return before;
+  const payload = result.payload as (Omit<Lens, "name" | "tokens"> & { lens: string }) | null;
+  if (!payload?.layers) throw new ApiError(`The lens did not answer: ${result.error ?? "the server gives no reason"}.`, null);
+  const { lensToken } = settings.value;
+  if (!before) return { name: payload.lens, layers: payload.layers, positions: payload.positions, tokens: lensToken ? [lensToken] : [] };
+  const join = <T,>(a: T[] | undefined, b: T[] | undefined) => [...(a ?? []), ...(b ?? [])];
+  const layers: Lens["layers"] = {};
+  for (const [layer, old] of Object.entries(before.layers)) {
+    const more = payload.layers[layer]!;
+    layers[layer] = { ids: join(old.ids, more.ids), tokens: join(old.tokens, more.tokens), logprobs: join(old.logprobs, more.logprobs), token_logprobs: join(old.token_logprobs, more.token_logprobs), token_ranks: join(old.token_ranks, more.token_ranks) };
+  }
+  return { ...before, layers, positions: [...before.positions, ...payload.positions] };
+}
+
+/** The prompt's own log-probabilities, which a stream does not have. */
+function takePromptLogprobs(run: Run, listed: (Record<string, { logprob: number }> | null)[]): void {
+  run.prompt.forEach((token, i) => {
+    const found = listed[i]?.[String(token.id)]?.logprob;
+    if (found !== undefined) token.logprob = found;
+  });
+}
+
+export { attentionName, featuresName };

@@ -1,0 +1,248 @@
+// What the page knows: the server's facts, the conversation, what is read and what steers. Signals; no component keeps its own copy.
+
+import { computed, signal } from "@preact/signals";
+import { Api, ApiError, type Capturable, type Dynamic, type Layers, type Message, type Probe, type Rule, type Sae, type Status, storedKeys, storeKeys, type Keys } from "./api";
+
+export interface Facts {
+  model: string;
+  maxLength: number;
+  capture: Capturable | null;
+  captureRefused: string;
+  layers: Layers | null;
+  steering: Status | null;
+  steeringRefused: string;
+  probes: Probe[];
+  saes: Sae[];
+  rules: Rule[];
+  dynamic: Dynamic | null;
+  dynamicRefused: string;
+}
+
+export interface Token { text: string; id: number | null; logprob: number | null; top: { text: string; logprob: number }[] }
+
+/** Values by position of a request, prompt first; NaN where there is none. */
+export interface Series { label: string; values: number[]; threshold?: number }
+
+export interface Grid {
+  hook: string;
+  layers: number[];
+  numTokens: number;
+  norms: number[][];
+  cosines: number[][];
+  lens: Lens | null;
+}
+
+export interface Lens { name: string; layers: Record<string, { ids: number[][]; tokens: string[][]; logprobs: number[][]; token_logprobs?: number[][]; token_ranks?: number[][] }>; positions: number[]; tokens: string[] }
+
+export interface Run {
+  kind: "plain" | "steered";
+  status: "waiting" | "streaming" | "done" | "stopped" | "failed";
+  error: string;
+  notice: string;
+  path: string;
+  body: Record<string, unknown>;
+  prompt: Token[];
+  answer: Token[];
+  series: Record<string, Series>;
+  gates: Record<string, { strength: number[]; applied: number[] }>;
+  grid: Grid | null;
+  /** Mean norm of the stream over the answer, by site, where rows were read. */
+  meanNorms: Record<string, number>;
+  seconds: number;
+}
+
+export interface Turn { id: number; parent: number; role: "system" | "user" | "assistant"; text: string; runs: Run[]; chosen: number }
+
+export type Phase = "both" | "prompt" | "answer";
+export interface Item { name: string; kind: "module" | "local"; isOn: boolean; scale: number; phase: Phase; site: string; row: Float32Array | null; about: string; /** Of the registered content that `row` is; another content of the name has another. */ hash?: string | null }
+
+export interface GateSpec {
+  name: string;
+  isOn: boolean;
+  reads: { kind: "probe" | "cosine" | "always"; name: string; site: string };
+  compare: "above" | "below";
+  threshold: number;
+  pool: "token" | "ema" | "last_prompt" | "prompt_mean";
+  then: { kind: "module" | "observe"; name: string; scale: number };
+  scope: "this_token" | "next_token" | "rest_of_request";
+}
+
+export type View = "chat" | "grid" | "attention" | "features" | "steer" | "dynamic" | "captures" | "server";
+
+export const keys = signal<Keys>(storedKeys());
+export const api = computed(() => new Api(keys.value));
+export const facts = signal<Facts | null>(null);
+export const unreachable = signal("");
+export const view = signal<View>("chat");
+export const settings = signal({
+  temperature: 0,
+  maxTokens: 64,
+  seed: "",
+  system: "",
+  readHook: "post_mlp",
+  readLayer: -1,
+  reads: "layer" as "none" | "layer" | "all",
+  compares: true,
+  colourBy: "surprise",
+  showsPrompt: false,
+  lens: "",
+  lensToken: "",
+});
+export const items = signal<Item[]>([]);
+export const gates = signal<GateSpec[]>([]);
+/** What is measured at each token beside the chosen layer: probes, and cosines to vectors. */
+export const watched = signal<{ kind: "probe" | "cosine"; name: string }[]>([]);
+export const turns = signal<Turn[]>([]);
+/** The chosen child of each turn; 0 is the root. */
+export const branches = signal<Record<number, number>>({});
+export const selected = signal<{ turn: number; run: number } | null>(null);
+/** Grows when a run that is shown has changed within. */
+export const tick = signal(0);
+/** Whether the page shows a recording: then there is no server. */
+export const isRecorded = signal(false);
+
+let isPlanned = false;
+export function changed(): void {
+  if (isPlanned) return;
+  isPlanned = true;
+  requestAnimationFrame(() => {
+    isPlanned = false;
+    tick.value++;
+  });
+}
+
+export function set(change: Partial<typeof settings.value>): void {
+  settings.value = { ...settings.value, ...change };
+}
+
+export function setKeys(found: Keys): void {
+  storeKeys(found);
+  keys.value = found;
+  void loadFacts();
+}
+
+/** The turns from the first to the last of the chosen branch. */
+export const path = computed<Turn[]>(() => {
+  const found: Turn[] = [];
+  for (let at = 0; ; ) {
+    const children = turns.value.filter((turn) => turn.parent === at);
+    const next = children.find((turn) => turn.id === branches.value[at]) ?? children.at(-1);
+    if (!next) return found;
+    found.push(next);
+    at = next.id;
+  }
+});
+
+export function siblings(turn: Turn): Turn[] {
+  return turns.value.filter((other) => other.parent === turn.parent);
+}
+
+export function addTurn(parent: number, role: Turn["role"], text: string): Turn {
+  const turn = { id: Math.max(0, ...turns.value.map((other) => other.id)) + 1, parent, role, text, runs: [], chosen: 0 };
+  turns.value = [...turns.value, turn];
+  branches.value = { ...branches.value, [parent]: turn.id };
+  return turn;
+}
+
+export function messagesUpTo(turn: Turn): Message[] {
+  const found: Message[] = [];
+  for (let at: Turn | undefined = turn; at; at = turns.value.find((other) => other.id === at!.parent)) found.unshift({ role: at.role, content: at.text });
+  if (settings.value.system.trim()) found.unshift({ role: "system", content: settings.value.system });
+  return found;
+}
+
+/** The run that the views beside the chat show: the selected one, or that of the last answer. */
+export const currentRun = computed<{ turn: Turn; run: Run } | null>(() => {
+  void tick.value;
+  const at = selected.value;
+  const turn = path.value.find((found) => found.id === at?.turn) ?? path.value.filter((found) => found.runs.length).at(-1);
+  if (!turn) return null;
+  const run = turn.runs[at?.turn === turn.id ? at.run : turn.chosen] ?? turn.runs[0];
+  return run ? { turn, run } : null;
+});
+
+function reasonOf(result: PromiseSettledResult<unknown>): string {
+  if (result.status === "fulfilled") return "";
+  return result.reason instanceof Error ? result.reason.message : String(result.reason);
+}
+
+export const inlineName = computed(() => consumerOf("inline"));
+export const lensName = computed(() => consumerOf("lens"));
+export const attentionName = computed(() => consumerOf("attention"));
+export const featuresName = computed(() => consumerOf("features"));
+
+function consumerOf(kind: string): string | null {
+  return facts.value?.capture?.consumers.find((each) => each.consumer === kind && each.reads_client_spec)?.name ?? null;
+}
+
+/** Hook points that can be captured, and their layers. */
+export const sites = computed(() => facts.value?.capture?.sites ?? {});
+
+let loading = 0;
+/** Asks the server what it has. What it refuses is kept as the reason, and not shown. */
+export async function loadFacts(): Promise<void> {
+  if (isRecorded.value) return;
+  const turn = ++loading;
+  const from = api.value;
+  const [models, capture, layers, status, probes, saes, rules, dynamic] = await Promise.allSettled([
+    from.get<{ data: { id: string; max_model_len?: number }[] }>("/v1/models"),
+    from.get<Capturable>("/v1/capture/consumers"),
+    from.get<Layers>("/v1/steering/layers"),
+    from.get<Status>("/v1/steering"),
+    from.get<{ probes: Probe[] }>("/v1/steering/probes"),
+    from.get<{ saes: Sae[] }>("/v1/steering/saes"),
+    from.get<{ rules: Rule[] }>("/v1/steering/rules"),
+    from.get<Dynamic>("/v1/steering/dynamic"),
+  ]);
+  if (turn !== loading) return;
+  if (models.status === "rejected") {
+    unreachable.value = reasonOf(models);
+    if (!(models.reason instanceof ApiError) || models.reason.status === null) return;
+  } else unreachable.value = "";
+  const got = <T,>(result: PromiseSettledResult<T>): T | null => (result.status === "fulfilled" ? result.value : null);
+  const model = got(models)?.data[0];
+  facts.value = {
+    model: model?.id ?? "",
+    maxLength: model?.max_model_len ?? 0,
+    capture: got(capture),
+    captureRefused: reasonOf(capture),
+    layers: got(layers),
+    steering: got(status),
+    steeringRefused: reasonOf(status),
+    probes: got(probes)?.probes ?? [],
+    saes: got(saes)?.saes ?? [],
+    rules: got(rules)?.rules ?? [],
+    dynamic: got(dynamic),
+    dynamicRefused: reasonOf(dynamic),
+  };
+  settle();
+}
+
+/** Brings choices in line with what the server has. */
+function settle(): void {
+  const hooks = Object.keys(sites.value);
+  const hook = hooks.includes(settings.value.readHook) ? settings.value.readHook : (hooks.find((name) => name === "post_mlp") ?? hooks[0] ?? "post_mlp");
+  const layers = sites.value[hook] ?? [];
+  const layer = layers.includes(settings.value.readLayer) ? settings.value.readLayer : (layers[Math.floor(layers.length / 2)] ?? -1);
+  set({ readHook: hook, readLayer: layer, reads: inlineName.value ? settings.value.reads : settings.value.reads });
+  const modules = facts.value?.steering?.modules ?? {};
+  const kept = items.value.filter((item) => item.kind === "local" || item.name in modules);
+  for (const module of Object.values(modules)) {
+    const known = kept.findIndex((item) => item.kind === "module" && item.name === module.name);
+    if (known >= 0) {
+      const item = kept[known]!;
+      if (item.row && item.hash !== module.decode.hash) kept[known] = { ...item, row: null, about: "" };
+      continue;
+    }
+    const planned = wanted.find((each) => each.name === module.name);
+    const site = module.decode.sites[0] ?? module.prefill.sites[0] ?? module.decode.op_sites[0] ?? "";
+    kept.push({ name: module.name, kind: "module", isOn: false, scale: 2, phase: "both", about: "", row: null, ...planned, site });
+  }
+  items.value = kept;
+}
+
+/** Modules that a link named, until the server is known to have them. */
+export let wanted: { name: string; isOn: boolean; scale: number; phase: Phase }[] = [];
+export function want(list: typeof wanted): void {
+  wanted = list;
+}

@@ -1,0 +1,93 @@
+// The dialog that gives a view's code, link and recording.
+
+import { useState } from "preact/hooks";
+import { Dialog, Notice } from "./parts";
+import { readBody } from "./run";
+import { type Call, curl, download, headgate, link, openai, recording } from "./share";
+import { currentRun, isRecorded, view } from "./state";
+import { lastRegistered } from "./views/steer";
+
+/** The calls that a view's numbers come from. */
+function callsOf(): Call[] {
+  const found = currentRun.value;
+  const chat: Call[] = found ? found.turn.runs.map((run) => ({ title: run.kind === "plain" ? "The plain answer" : "The steered answer", method: "POST", path: run.path, body: run.body })) : [];
+  switch (view.value) {
+    case "grid": {
+      const ids = found ? [...found.run.prompt, ...found.run.answer].map((token) => token.id) : [];
+      if (!ids.length || ids.some((id) => id === null)) return [];
+      return [{ title: "All layers of these tokens", method: "POST", path: "/v1/completions", body: readBody(ids as number[], 0, ids.length) }];
+    }
+    case "steer":
+      return [...(lastRegistered.value ? [{ title: "Register the vector", method: "POST" as const, path: "/v1/steering/modules/register", body: lastRegistered.value }] : []), ...chat];
+    case "dynamic":
+      return [{ title: "What acts, and how often", method: "GET", path: "/v1/steering/dynamic", body: null }, ...chat];
+    case "server":
+      return [{ title: "The server’s figures", method: "GET", path: "/metrics", body: null }];
+    default:
+      return chat;
+  }
+}
+
+export function TakeHome({ onClose }: { onClose: () => void }) {
+  const [language, setLanguage] = useState<"curl" | "openai" | "headgate">("curl");
+  const [error, setError] = useState("");
+  const write = { curl, openai, headgate }[language];
+  const calls = callsOf();
+  const save = async () => {
+    try {
+      download("headgate-recording.html", await recording(), "text/html");
+    } catch (failed) {
+      setError(`The recording could not be made: ${failed instanceof Error ? failed.message : String(failed)}`);
+    }
+  };
+  return (
+    <Dialog title="Take it home" onClose={onClose}>
+      <div role="group" aria-label="Language" class="tabs">
+        {(["curl", "openai", "headgate"] as const).map((name) => (
+          <button type="button" key={name} aria-pressed={language === name} onClick={() => setLanguage(name)}>{{ curl: "curl", openai: "openai client", headgate: "headgate client" }[name]}</button>
+        ))}
+      </div>
+      {calls.length === 0 && <p>Ask something first: then its calls are here as code.</p>}
+      {calls.map((call) => {
+        const code = write(call);
+        return code && <Code key={call.title} title={call.title} code={code} />;
+      })}
+      {!isRecorded.value && (
+        <p class="actions">
+          <Copy text={link()} label="Copy a link to this view" />
+          <button type="button" onClick={() => void save()}>Save as one HTML file</button>
+        </p>
+      )}
+      <p><small>Keys are in neither of them. A link holds the conversation’s texts; a recording also the numbers of its tokens.</small></p>
+      <Notice kind="error" text={error} />
+    </Dialog>
+  );
+}
+
+function Code({ title, code }: { title: string; code: string }) {
+  return (
+    <section class="code">
+      <h3>{title} <Copy text={code} label="Copy" /></h3>
+      <pre tabIndex={0} aria-label={title}>{code}</pre>
+    </section>
+  );
+}
+
+function Copy({ text, label }: { text: string; label: string }) {
+  const [isDone, setDone] = useState(false);
+  const copy = async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      const area = document.createElement("textarea"); // pages without TLS have no clipboard
+      area.value = text;
+      (document.querySelector("dialog[open]") ?? document.body).append(area);
+      area.select();
+      document.execCommand("copy");
+      area.remove();
+    }
+    setDone(true);
+    setTimeout(() => setDone(false), 1500);
+  };
+  return <button type="button" onClick={() => void copy()}>{isDone ? "Copied" : label}</button>;
+}

@@ -1,0 +1,216 @@
+// Layer × token on a canvas: norms, cosines to the layer before, and a lens where the server has one.
+
+import { useEffect, useRef, useState } from "preact/hooks";
+import { cellColour, scaleOf, type Scale, shown } from "../colour";
+import { Choice, Field, GridLegend, Notice } from "../parts";
+import { readGrid } from "../run";
+import { currentRun, type Grid, inlineName, isRecorded, lensName, type Run, set, settings, sites, tick, type Token } from "../state";
+import { visible } from "../tokens";
+
+export type Shows = "norm" | "cosine" | "lens" | "rank";
+
+/** The values of a grid, [layers][tokens]. */
+export function valuesOf(grid: Grid, shows: Shows): number[][] {
+  if (shows === "norm") return grid.norms;
+  if (shows === "cosine") return grid.cosines;
+  const lens = grid.lens;
+  if (!lens) return [];
+  return grid.layers.map((layer) => {
+    const row = new Array<number>(grid.numTokens).fill(NaN);
+    const found = lens.layers[String(layer)];
+    lens.positions.forEach((position, i) => {
+      row[position] = shows === "rank" ? Math.log10(1 + (found?.token_ranks?.[i]?.[0] ?? NaN)) : Math.exp(found?.logprobs[i]?.[0] ?? NaN);
+    });
+    return row;
+  });
+}
+
+const LABELS: Record<Shows, string> = {
+  norm: "norm of the stream",
+  cosine: "cosine to the layer before",
+  lens: "probability of the lens’ first token",
+  rank: "rank of the chosen token, log₁₀(1 + rank)",
+};
+
+export function GridView() {
+  void tick.value;
+  const found = currentRun.value;
+  const [shows, setShows] = useState<Shows>("norm");
+  const [progress, setProgress] = useState("");
+  const [error, setError] = useState("");
+  const [cell, setCell] = useState<{ row: number; column: number } | null>(null);
+  if (!found) return <section class="empty"><h2>Grid</h2><p>Ask something under “Chat” first; this view then shows its tokens layer by layer.</p></section>;
+  const { run } = found;
+  const read = async () => {
+    setError("");
+    try {
+      await readGrid(run, setProgress);
+    } catch (failed) {
+      setError(failed instanceof Error ? failed.message : String(failed));
+    }
+    setProgress("");
+  };
+  const grid = run.grid;
+  const options: { value: Shows; label: string }[] = [{ value: "norm", label: LABELS.norm }, { value: "cosine", label: LABELS.cosine }];
+  if (grid?.lens) options.push({ value: "lens", label: LABELS.lens });
+  if (grid?.lens?.tokens.length) options.push({ value: "rank", label: LABELS.rank });
+  const chosen = options.some((option) => option.value === shows) ? shows : "norm";
+  const values = grid ? valuesOf(grid, chosen) : [];
+  const scale = grid ? scaleOf(values.flat()) : null;
+  const hooks = Object.keys(sites.value);
+  return (
+    <section class="grid-view">
+      <div class="bar">
+        <Choice label="Shows" value={chosen} options={options} onChange={setShows} />
+        {!isRecorded.value && hooks.length > 0 && <Choice label="Hook point" value={settings.value.readHook} options={hooks.map((name) => ({ value: name, label: name }))} onChange={(readHook) => set({ readHook, readLayer: (sites.value[readHook] ?? [])[0] ?? -1 })} />}
+        {!isRecorded.value && lensName.value && (
+          <>
+            <Field label="Lens" hint="empty: none"><input value={settings.value.lens} placeholder="logit" onChange={(event) => set({ lens: event.currentTarget.value.trim() })} /></Field>
+            <Field label="Rank of the token"><input value={settings.value.lensToken} onChange={(event) => set({ lensToken: event.currentTarget.value })} /></Field>
+          </>
+        )}
+        {!isRecorded.value && (inlineName.value || lensName.value) && <button type="button" disabled={!!progress} onClick={() => void read()}>{grid ? "Read all layers again" : "Read all layers"}</button>}
+        {scale && <span class="legend-line">{LABELS[chosen]} <GridLegend scale={scale} label={LABELS[chosen]} /></span>}
+      </div>
+      {run.kind === "steered" && !grid && <Notice text="These are the tokens of the steered answer. “Read all layers” reads them without steering; to see the steered stream, choose “Read rows: of all layers” in the chat and answer again." />}
+      {!inlineName.value && !lensName.value && !isRecorded.value && <Notice text="This server sends no rows with its answers: it needs the consumer inline (--capture-consumers inline), and your key its permission." />}
+      <Notice text={progress} />
+      <Notice kind="error" text={error} />
+      {grid && scale && <Canvas grid={grid} run={run} values={values} scale={scale} cell={cell} onCell={setCell} shows={chosen} />}
+      {grid && cell && <Cell grid={grid} run={run} row={cell.row} column={cell.column} />}
+    </section>
+  );
+}
+
+export function tokensOf(run: Run): Token[] {
+  return [...run.prompt, ...run.answer];
+}
+
+interface CanvasProps { grid: Grid; run: Run; values: number[][]; scale: Scale; cell: { row: number; column: number } | null; onCell: (cell: { row: number; column: number }) => void; shows: Shows }
+
+const TOP = 84;
+const LEFT = 44;
+
+function Canvas({ grid, run, values, scale, cell, onCell, shows }: CanvasProps) {
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const box = useRef<HTMLDivElement>(null);
+  const [width, setWidth] = useState(0);
+  const tokens = tokensOf(run);
+  const layers = grid.layers.length;
+  const isText = shows === "lens" && layers > 0;
+  const cellWidth = Math.max(isText ? 64 : 1, Math.min(isText ? 90 : 26, Math.floor((width - LEFT - 8) / Math.max(1, grid.numTokens))));
+  const cellHeight = isText ? 18 : Math.max(4, Math.min(18, Math.floor(520 / Math.max(1, layers))));
+  useEffect(() => {
+    const watcher = new ResizeObserver(() => setWidth(box.current?.clientWidth ?? 0));
+    watcher.observe(box.current!);
+    return () => watcher.disconnect();
+  }, []);
+  const total = { width: LEFT + cellWidth * grid.numTokens + 8, height: TOP + cellHeight * layers + 4 };
+  useEffect(() => {
+    draw(canvas.current!, { grid, tokens, values, scale, cell, cellWidth, cellHeight, isText, total });
+  });
+  const place = (event: MouseEvent): { row: number; column: number } | null => {
+    const from = canvas.current!.getBoundingClientRect();
+    const column = Math.floor((event.clientX - from.left - LEFT) / cellWidth);
+    const row = layers - 1 - Math.floor((event.clientY - from.top - TOP) / cellHeight);
+    return column >= 0 && column < grid.numTokens && row >= 0 && row < layers ? { row, column } : null;
+  };
+  const key = (event: KeyboardEvent) => {
+    const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowUp: [1, 0], ArrowDown: [-1, 0] }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const at = cell ?? { row: 0, column: -1 };
+    onCell({ row: Math.max(0, Math.min(layers - 1, at.row + step[0]!)), column: Math.max(0, Math.min(grid.numTokens - 1, at.column + step[1]!)) });
+  };
+  return (
+    <div class="canvas" ref={box} tabIndex={0} role="application" aria-label={`${LABELS[shows]} by layer and token, ${layers} layers, ${grid.numTokens} tokens. Use the arrow keys to step through cells.`} onKeyDown={key}>
+      <canvas ref={canvas} onMouseMove={(event) => { const at = place(event); if (at) onCell(at); }} onClick={(event) => { const at = place(event); if (at) onCell(at); }} />
+    </div>
+  );
+}
+
+interface Drawing { grid: Grid; tokens: Token[]; values: number[][]; scale: Scale; cell: { row: number; column: number } | null; cellWidth: number; cellHeight: number; isText: boolean; total: { width: number; height: number } }
+
+function draw(canvas: HTMLCanvasElement, { grid, tokens, values, scale, cell, cellWidth, cellHeight, isText, total }: Drawing): void {
+  const ratio = total.width * devicePixelRatio > 16000 ? 1 : devicePixelRatio;
+  canvas.width = Math.min(32000, total.width * ratio);
+  canvas.height = total.height * ratio;
+  canvas.style.width = `${total.width}px`;
+  canvas.style.height = `${total.height}px`;
+  const context = canvas.getContext("2d")!;
+  context.scale(ratio, ratio);
+  const layers = grid.layers.length;
+  const image = new ImageData(Math.max(1, grid.numTokens), Math.max(1, layers));
+  for (let row = 0; row < layers; row++) {
+    for (let column = 0; column < grid.numTokens; column++) {
+      image.data.set([...cellColour(values[row]?.[column] ?? NaN, scale), 255], ((layers - 1 - row) * grid.numTokens + column) * 4);
+    }
+  }
+  const small = document.createElement("canvas");
+  small.width = image.width;
+  small.height = image.height;
+  small.getContext("2d")!.putImageData(image, 0, 0);
+  context.imageSmoothingEnabled = false;
+  context.drawImage(small, LEFT, TOP, cellWidth * grid.numTokens, cellHeight * layers);
+  const style = getComputedStyle(canvas);
+  context.fillStyle = style.color;
+  context.font = `11px ${style.fontFamily}`;
+  context.textAlign = "right";
+  const every = Math.max(1, Math.ceil(14 / cellHeight));
+  grid.layers.forEach((layer, row) => { if (row % every === 0) context.fillText(String(layer), LEFT - 6, TOP + cellHeight * (layers - row) - cellHeight / 2 + 4); });
+  if (cellWidth >= 11) {
+    context.textAlign = "left";
+    tokens.forEach((token, column) => {
+      context.save();
+      context.translate(LEFT + cellWidth * (column + 0.5) + 3, TOP - 5);
+      context.rotate(isText ? 0 : -Math.PI / 3);
+      context.textAlign = isText ? "center" : "left";
+      context.fillText(visible(token.text).slice(0, 12), 0, 0);
+      context.restore();
+    });
+  }
+  if (isText) drawLens(context, grid, values, scale, cellWidth, cellHeight);
+  if (cell) {
+    context.strokeStyle = style.color;
+    context.lineWidth = 2;
+    context.strokeRect(LEFT + cellWidth * cell.column, TOP + cellHeight * (layers - 1 - cell.row), cellWidth, cellHeight);
+  }
+}
+
+function drawLens(context: CanvasRenderingContext2D, grid: Grid, values: number[][], scale: Scale, cellWidth: number, cellHeight: number): void {
+  context.textAlign = "center";
+  grid.layers.forEach((layer, row) => {
+    const found = grid.lens?.layers[String(layer)];
+    grid.lens?.positions.forEach((position, i) => {
+      const [red, green, blue] = cellColour(values[row]?.[position] ?? NaN, scale);
+      context.fillStyle = red * 0.3 + green * 0.59 + blue * 0.11 > 130 ? "#111" : "#fff";
+      const text = visible(found?.tokens[i]?.[0] ?? "");
+      context.fillText(text.slice(0, Math.floor(cellWidth / 7)), LEFT + cellWidth * (position + 0.5), TOP + cellHeight * (grid.layers.length - row) - 5);
+    });
+  });
+}
+
+function Cell({ grid, run, row, column }: { grid: Grid; run: Run; row: number; column: number }) {
+  void tick.value;
+  const layer = grid.layers[row];
+  const token = tokensOf(run)[column];
+  const lens = grid.lens?.layers[String(layer)];
+  const at = grid.lens?.positions.indexOf(column) ?? -1;
+  return (
+    <div class="panel cell" role="status">
+      <b>{layer}.{grid.hook}</b>, token {column} “{visible(token?.text ?? "")}”
+      <table>
+        <tbody>
+          <tr data-value="norm"><th scope="row">norm</th><td data-value={grid.norms[row]?.[column]}>{shown(grid.norms[row]?.[column])}</td></tr>
+          <tr data-value="cosine"><th scope="row">cosine to the layer before</th><td data-value={grid.cosines[row]?.[column]}>{shown(grid.cosines[row]?.[column])}</td></tr>
+          {lens?.token_ranks && at >= 0 && grid.lens!.tokens.map((name, i) => <tr key={name} data-value="rank"><th scope="row">rank of “{visible(name)}”</th><td>{lens.token_ranks![at]?.[i] ?? "–"}</td></tr>)}
+        </tbody>
+      </table>
+      {lens && at >= 0 && (
+        <ol class="alternatives">
+          {lens.tokens[at]?.map((text, i) => <li key={i}><i style={{ width: `${Math.exp(lens.logprobs[at]![i]!) * 6}em` }} /><span>{visible(text)}</span> <small>{(Math.exp(lens.logprobs[at]![i]!) * 100).toFixed(1)} %</small></li>)}
+        </ol>
+      )}
+    </div>
+  );
+}

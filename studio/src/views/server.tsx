@@ -1,0 +1,132 @@
+// The server's figures, from /metrics, every two seconds while they are looked at.
+
+import { useEffect, useState } from "preact/hooks";
+import { shown } from "../colour";
+import { Notice } from "../parts";
+import { api, facts, isRecorded } from "../state";
+
+export interface Sample { name: string; labels: Record<string, string>; value: number }
+
+/** The samples of a page in Prometheus' text format. */
+export function parseMetrics(text: string): Sample[] {
+  const found: Sample[] = [];
+  for (const line of text.split("\n")) {
+    const match = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$/.exec(line);
+    if (!match || line.startsWith("#")) continue;
+    const labels: Record<string, string> = Object.create(null) as Record<string, string>;
+    for (const [, name, value] of (match[2] ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)) labels[name!] = value!.replace(/\\(.)/g, (_, c: string) => (c === "n" ? "\n" : c));
+    found.push({ name: match[1]!, labels, value: Number(match[3]) });
+  }
+  return found;
+}
+
+interface Reading { at: number; samples: Sample[] }
+
+function sum(samples: Sample[], name: string, labels: Record<string, string> = {}): number {
+  return samples.filter((sample) => sample.name === name && Object.entries(labels).every(([key, value]) => sample.labels[key] === value)).reduce((total, sample) => total + sample.value, 0);
+}
+
+export function ServerView() {
+  const [readings, setReadings] = useState<Reading[]>([]);
+  const [error, setError] = useState("");
+  useEffect(() => {
+    if (isRecorded.value) return;
+    let isOver = false;
+    const look = async () => {
+      try {
+        const samples = parseMetrics(await api.value.text("/metrics"));
+        if (isOver) return;
+        setError("");
+        setReadings((before) => [...before.slice(-90), { at: performance.now() / 1000, samples }]);
+      } catch (failed) {
+        if (!isOver) setError(failed instanceof Error ? failed.message : String(failed));
+      }
+    };
+    void look();
+    const timer = setInterval(() => { if (!document.hidden) void look(); }, 2000);
+    return () => { isOver = true; clearInterval(timer); };
+  }, []);
+  if (isRecorded.value) return <section class="empty"><h2>Server</h2><p>A recording has no server.</p></section>;
+  const last = readings.at(-1);
+  const rate = (name: string): number[] => readings.slice(1).map((reading, i) => Math.max(0, (sum(reading.samples, name) - sum(readings[i]!.samples, name)) / (reading.at - readings[i]!.at || 1)));
+  const now = (name: string) => (last ? sum(last.samples, name) : NaN);
+  const rules = last?.samples.filter((sample) => sample.name === "headgate_steering_rule_rows_total") ?? [];
+  return (
+    <section>
+      <Notice kind="error" text={error} />
+      <div class="cards">
+        <Figure label="Requests running" value={now("vllm:num_requests_running")} line={readings.map((each) => sum(each.samples, "vllm:num_requests_running"))} />
+        <Figure label="Requests waiting" value={now("vllm:num_requests_waiting")} />
+        <Figure label="Tokens per second" value={rate("vllm:generation_tokens_total").at(-1) ?? NaN} line={rate("vllm:generation_tokens_total")} />
+        <Figure label="KV cache in use" value={now("vllm:kv_cache_usage_perc") * 100} unit="%" />
+        <Figure label="Captured" value={(rate("headgate_capture_bytes_total").at(-1) ?? NaN) / 1e9} unit="GB/s" line={rate("headgate_capture_bytes_total")} />
+        <Figure label="Captured rows" value={now("headgate_capture_rows_total")} />
+        <Figure label="Dropped rows" value={now("headgate_capture_dropped_rows_total")} isBad={now("headgate_capture_dropped_rows_total") > 0} />
+        <Figure label="Stalls of the engine" value={now("headgate_capture_stalls_total")} isBad={now("headgate_capture_stalls_total") > 0} />
+        <Figure label="Vector slots in use" value={now("headgate_steering_slots_reserved")} of={now("headgate_steering_slots")} />
+        <Figure label="Requests that wait for slots" value={now("headgate_steering_requests_waiting")} />
+        <Figure label="Modules" value={now("headgate_steering_modules")} />
+        <Figure label="Global vectors" value={now("headgate_steering_global_vectors")} />
+      </div>
+      {last && <Consumers samples={last.samples} />}
+      {rules.length > 0 && (
+        <table class="wide">
+          <caption>Rules, rows on which they acted</caption>
+          <tbody>{rules.map((rule) => <tr key={rule.labels["rule"]}><th scope="row">{rule.labels["rule"]}</th><td>{rule.value}</td></tr>)}</tbody>
+        </table>
+      )}
+      <Sites />
+    </section>
+  );
+}
+
+function Figure({ label, value, unit = "", of, line, isBad = false }: { label: string; value: number; unit?: string; of?: number; line?: number[]; isBad?: boolean }) {
+  const high = Math.max(...(line ?? []), 1e-9);
+  const path = (line ?? []).map((each, i, all) => `${i ? "L" : "M"}${((i / Math.max(1, all.length - 1)) * 100).toFixed(1)},${(22 - (each / high) * 20).toFixed(1)}`).join("");
+  return (
+    <div class={`figure${isBad ? " bad" : ""}`} data-figure={label}>
+      <span>{label}</span>
+      <b>{Number.isInteger(value) ? value : shown(value)}{of !== undefined && Number.isFinite(of) ? ` of ${of}` : ""} {unit}</b>
+      {line && line.length > 1 && <svg viewBox="0 0 100 24" preserveAspectRatio="none" aria-hidden="true"><path d={path} /></svg>}
+    </div>
+  );
+}
+
+function Consumers({ samples }: { samples: Sample[] }) {
+  const names = [...new Set(samples.filter((sample) => sample.name === "headgate_capture_consumer_rows_total").map((sample) => sample.labels["consumer"]!))];
+  if (!names.length) return null;
+  const columns: [string, string][] = [["requests", "headgate_capture_consumer_requests_total"], ["rows", "headgate_capture_consumer_rows_total"], ["MB", "headgate_capture_consumer_bytes_total"], ["MB queued", "headgate_capture_consumer_queue_bytes"], ["dropped rows", "headgate_capture_consumer_dropped_rows_total"], ["errors", "headgate_capture_consumer_errors_total"], ["stalls", "headgate_capture_consumer_stalls_total"]];
+  return (
+    <div class="scroll" tabIndex={0} role="region" aria-label="Consumers">
+      <table class="wide">
+        <caption>Consumers</caption>
+        <thead><tr><th scope="col">name</th>{columns.map(([label]) => <th scope="col" key={label}>{label}</th>)}</tr></thead>
+        <tbody>
+          {names.map((name) => (
+            <tr key={name}>
+              <th scope="row">{name}</th>
+              {columns.map(([label, metric]) => <td key={label}>{shownCount(sum(samples, metric, { consumer: name }) / (label.startsWith("MB") ? 1e6 : 1))}</td>)}
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function shownCount(value: number): string {
+  return Number.isInteger(value) ? String(value) : shown(value);
+}
+
+function Sites() {
+  const capture = facts.value?.capture;
+  if (!capture) return <Notice text={facts.value?.captureRefused ?? ""} />;
+  const width = facts.value?.layers?.hidden_size;
+  return (
+    <table class="wide">
+      <caption>Sites that can be captured</caption>
+      <thead><tr><th scope="col">hook point</th><th scope="col">layers</th>{width && <th scope="col">values of a row of the stream</th>}</tr></thead>
+      <tbody>{Object.entries(capture.sites).map(([hook, layers]) => <tr key={hook}><th scope="row">{hook}</th><td>{layers.length > 8 ? `${layers[0]} … ${layers.at(-1)} (${layers.length})` : layers.join(", ") || "one"}</td>{width && <td>{width}</td>}</tr>)}</tbody>
+    </table>
+  );
+}

@@ -1,0 +1,241 @@
+// What steers: registered modules and vectors of this tab, with strengths and phases; a vector from two lists of prompts.
+
+import { signal } from "@preact/signals";
+import { useState } from "preact/hooks";
+import type { CaptureResult, Json } from "../api";
+import { shown } from "../colour";
+import { Choice, Field, Notice } from "../parts";
+import { rowsOf, splitSite } from "../run";
+import { download } from "../share";
+import { api, currentRun, facts, inlineName, isRecorded, type Item, items, loadFacts, type Phase, set, settings, sites, tick } from "../state";
+import { dot, norm, packed, readSafetensors, writeSafetensors } from "../tensors";
+
+/** The last body that registered a vector, for its code. */
+export const lastRegistered = signal<Json | null>(null);
+
+function change(item: Item, by: Partial<Item>): void {
+  items.value = items.value.map((other) => (other === item ? { ...item, ...by } : other));
+}
+
+export function Steer() {
+  void tick.value;
+  if (isRecorded.value) return <section class="empty"><h2>Steer</h2><p>A recording steers nothing.</p></section>;
+  return (
+    <div class="columns">
+      <section class="panel">
+        <h2>What steers the next answer</h2>
+        {facts.value?.steeringRefused && <Notice text={facts.value.steeringRefused} />}
+        {items.value.length === 0 && !facts.value?.steeringRefused && <p>No module is registered. Make a vector of two lists of prompts, or open a file.</p>}
+        <ul class="items">
+          {items.value.map((item) => <ItemView key={`${item.kind} ${item.name}`} item={item} />)}
+        </ul>
+        {items.value.length > 0 && <label class="check"><input type="checkbox" checked={settings.value.compares} onChange={() => set({ compares: !settings.value.compares })} />Answer plain beside steered</label>}
+        <OpenFile />
+      </section>
+      <Make />
+    </div>
+  );
+}
+
+/** ‖s v‖ / ‖h‖ with the mean norm of the stream over the answer that was read last. */
+export function doseOf(item: Item): number | null {
+  const size = item.row ? norm(item.row) : null;
+  const mean = currentRun.value?.run.meanNorms[item.site];
+  return size !== null && mean ? (Math.abs(item.scale) * size) / mean : null;
+}
+
+function ItemView({ item }: { item: Item }) {
+  const [error, setError] = useState("");
+  const module = item.kind === "module" ? facts.value?.steering?.modules[item.name] : undefined;
+  const where = module ? [...new Set([...module.prefill.sites, ...module.decode.sites, ...module.prefill.op_sites, ...module.decode.op_sites])] : [item.site];
+  const hasOperations = !!module && module.prefill.op_sites.length + module.decode.op_sites.length > 0;
+  const isFree = item.kind === "local" || (!hasOperations && where.every((site) => { const [layer, hook] = splitSite(site); return facts.value?.layers?.op_hook_points[hook]?.includes(layer); }));
+  const dose = doseOf(item);
+  const forget = async () => {
+    try {
+      if (item.kind === "module") await api.value.post("/v1/steering/modules/unregister", { name: item.name });
+      items.value = items.value.filter((other) => other !== item);
+      await loadFacts();
+    } catch (failed) {
+      setError(failed instanceof Error ? failed.message : String(failed));
+    }
+  };
+  return (
+    <li class="item">
+      <label class="check"><input type="checkbox" checked={item.isOn} onChange={() => change(item, { isOn: !item.isOn })} /><b>{item.name}</b></label>
+      <small>{item.kind === "module" ? "registered" : "in this tab only"}, at {where.slice(0, 4).join(", ")}{where.length > 4 ? ` and ${where.length - 4} more` : ""}{item.about ? `; ${item.about}` : ""}</small>
+      <Field label={`Scale ${item.scale}`}><input type="range" aria-label={`Scale of ${item.name}`} min={-10} max={10} step={0.25} value={item.scale} onInput={(event) => change(item, { scale: Number(event.currentTarget.value), isOn: true })} /></Field>
+      <Choice<Phase> label="Acts on" value={item.phase} onChange={(phase) => change(item, { phase })} options={[{ value: "both", label: "prompt and answer" }, { value: "prompt", label: "the prompt", isOff: !isFree }, { value: "answer", label: "the answer", isOff: !isFree }]} />
+      <span class="dose" title="‖s v‖ / ‖h‖: the length of what is added, relative to the mean length of the stream over the answer that was read last">{dose === null ? "" : `relative dose ${shown(dose)}`}</span>
+      {item.kind === "local" && item.row && <Save item={item} />}
+      <button type="button" class="quiet" onClick={() => void forget()} aria-label={`Forget ${item.name}`}>Forget</button>
+      <Notice kind="error" text={error} />
+    </li>
+  );
+}
+
+function Save({ item }: { item: Item }) {
+  const [error, setError] = useState("");
+  const [layer, hook] = splitSite(item.site);
+  const register = async () => {
+    const body = { name: item.name, vectors: { [hook]: packed(layer, item.row!) } };
+    try {
+      await api.value.post("/v1/steering/modules/register", body);
+      lastRegistered.value = body;
+      items.value = items.value.filter((other) => other !== item);
+      await loadFacts();
+      items.value = items.value.map((other) => (other.kind === "module" && other.name === item.name ? { ...other, isOn: item.isOn, scale: item.scale, row: item.row, about: item.about, hash: facts.value?.steering?.modules[item.name]?.decode.hash ?? null } : other));
+      setError("");
+    } catch (failed) {
+      setError(failed instanceof Error ? failed.message : String(failed));
+    }
+  };
+  const save = () => download(`${item.name.replace(/[^\w.-]+/g, "_")}.safetensors`, writeSafetensors({ [`vectors/${item.site}`]: item.row! }, { "headgate.steering": "1", made_by: "headgate studio" }), "application/octet-stream");
+  return (
+    <>
+      <button type="button" onClick={() => void register()}>Register on the server</button>
+      <button type="button" class="quiet" onClick={save}>Save as a file</button>
+      <Notice kind="error" text={error} />
+    </>
+  );
+}
+
+function OpenFile() {
+  const [error, setError] = useState("");
+  const open = async (file: File | undefined) => {
+    if (!file) return;
+    setError("");
+    try {
+      const { tensors } = readSafetensors(new Uint8Array(await file.arrayBuffer()));
+      const made: Item[] = [];
+      for (const [name, tensor] of Object.entries(tensors)) {
+        const site = /(?:vectors\/)?(\d+\.[a-z_]+)$/.exec(name)?.[1];
+        if (!site || tensor.shape.length !== 1) continue;
+        made.push({ name: `${file.name.replace(/\.safetensors$/, "")} ${site}`, kind: "local", isOn: false, scale: 1, phase: name.startsWith("prefill_") ? "prompt" : name.startsWith("decode_") ? "answer" : "both", site, row: tensor.data as Float32Array, about: "" });
+      }
+      if (!made.length) throw new Error("it has no tensor with the name of a site, such as vectors/12.post_mlp");
+      items.value = [...items.value, ...made];
+    } catch (failed) {
+      setError(`${file.name} could not be opened: ${failed instanceof Error ? failed.message : String(failed)}.`);
+    }
+  };
+  return (
+    <>
+      <Field label="Open a file of vectors (.safetensors)"><input type="file" accept=".safetensors" onChange={(event) => void open(event.currentTarget.files?.[0])} /></Field>
+      <Notice kind="error" text={error} />
+    </>
+  );
+}
+
+const GLAD = ["the weather", "my morning", "my work", "the train ride", "dinner with friends", "a letter from home"];
+
+function Make() {
+  const [toward, setToward] = useState(GLAD.map((topic) => `I feel wonderful and full of joy when I think about ${topic}.`).join("\n"));
+  const [away, setAway] = useState(GLAD.map((topic) => `I feel terrible and full of sorrow when I think about ${topic}.`).join("\n"));
+  const [name, setName] = useState("joy");
+  const [site, setSite] = useState("");
+  const [progress, setProgress] = useState("");
+  const [error, setError] = useState("");
+  const [made, setMade] = useState<{ toward: number[]; away: number[]; site: string } | null>(null);
+  const layers = facts.value?.layers;
+  const possible = Object.entries(sites.value).flatMap(([hook, found]) => found.filter((layer) => layers?.hook_points[hook]?.includes(layer)).map((layer) => `${layer}.${hook}`));
+  const { readLayer, readHook } = settings.value;
+  const chosen = possible.includes(site) ? site : possible.includes(`${readLayer}.${readHook}`) ? `${readLayer}.${readHook}` : (possible[Math.floor(possible.length / 2)] ?? "");
+  if (!inlineName.value || !layers || !possible.length) {
+    return (
+      <section class="panel">
+        <h2>Make a vector</h2>
+        <p>{!layers ? "This server does not steer." : !inlineName.value ? "It takes rows from the answers: the server needs the consumer inline, and your key its permission." : "No site of this server can be both captured and steered."}</p>
+      </section>
+    );
+  }
+  const lines = (text: string) => text.split("\n").map((line) => line.trim()).filter(Boolean);
+  const run = async () => {
+    setError("");
+    setMade(null);
+    try {
+      const lists = [lines(toward), lines(away)] as const;
+      if (!lists[0].length || !lists[1].length) throw new Error("Both lists need a prompt, one on each line.");
+      if (!name.trim()) throw new Error("The vector needs a name.");
+      let done = 0;
+      const rows = await Promise.all(lists.map((list) => inTurn(list, async (prompt) => {
+        const row = await lastRow(prompt, chosen);
+        setProgress(`${++done} of ${lists[0].length + lists[1].length} prompts read`);
+        return row;
+      })));
+      const vector = difference(mean(rows[0]!), mean(rows[1]!));
+      const size = norm(vector);
+      if (!size) throw new Error("Both lists have the same mean row, so there is no direction between them.");
+      const along = (list: Float32Array[]) => list.map((row) => dot(row, vector) / size);
+      setMade({ toward: along(rows[0]!), away: along(rows[1]!), site: chosen });
+      const item: Item = { name: name.trim(), kind: "local", isOn: true, scale: 2, phase: "both", site: chosen, row: vector, about: `of ${lists[0].length} and ${lists[1].length} prompts, norm ${shown(size)}` };
+      items.value = [...items.value.filter((other) => other.kind !== "local" || other.name !== item.name), item];
+    } catch (failed) {
+      setError(failed instanceof Error ? failed.message : String(failed));
+    }
+    setProgress("");
+  };
+  return (
+    <section class="panel">
+      <h2>Make a vector</h2>
+      <p>It is the mean of the last rows of the first prompts, less that of the second ones.</p>
+      <Field label="Prompts that show it, one a line"><textarea rows={6} value={toward} onInput={(event) => setToward(event.currentTarget.value)} /></Field>
+      <Field label="Prompts that show the opposite"><textarea rows={6} value={away} onInput={(event) => setAway(event.currentTarget.value)} /></Field>
+      <div class="bar">
+        <Field label="Name"><input value={name} onInput={(event) => setName(event.currentTarget.value)} /></Field>
+        <Choice label="Site" value={chosen} options={possible.map((value) => ({ value, label: value }))} onChange={setSite} />
+        <button type="button" disabled={!!progress} onClick={() => void run()}>Make it</button>
+      </div>
+      <Notice text={progress} />
+      <Notice kind="error" text={error} />
+      {made && <Separation {...made} />}
+    </section>
+  );
+}
+
+async function lastRow(prompt: string, site: string): Promise<Float32Array> {
+  const [layer, hook] = splitSite(site);
+  const consumer = inlineName.value!;
+  const body = { model: facts.value!.model, messages: [{ role: "user", content: prompt }], max_tokens: 1, temperature: 0, capture: { [consumer]: { hooks: { [hook]: [layer] }, positions: "last_prompt" } } };
+  const found = await api.value.post<{ capture_results: Record<string, CaptureResult> }>("/v1/chat/completions", body);
+  const tensors = rowsOf(found.capture_results[consumer]!);
+  if (typeof tensors === "string") throw new Error(tensors);
+  return tensors[site]!.data as Float32Array;
+}
+
+/** Eight at a time: the server batches them, and a browser opens no more connections anyway. */
+async function inTurn<T>(list: string[], each: (item: string) => Promise<T>): Promise<T[]> {
+  const found = new Array<T>(list.length);
+  let next = 0;
+  const worker = async () => {
+    while (next < list.length) {
+      const index = next++;
+      found[index] = await each(list[index]!);
+    }
+  };
+  await Promise.all(Array.from({ length: Math.min(8, list.length) }, worker));
+  return found;
+}
+
+function mean(rows: Float32Array[]): Float64Array {
+  const sum = new Float64Array(rows[0]!.length);
+  for (const row of rows) for (let i = 0; i < sum.length; i++) sum[i]! += row[i]! / rows.length;
+  return sum;
+}
+
+function difference(a: Float64Array, b: Float64Array): Float32Array {
+  return Float32Array.from(a, (value, i) => value - b[i]!);
+}
+
+function Separation({ toward, away, site }: { toward: number[]; away: number[]; site: string }) {
+  const all = [...toward, ...away];
+  const low = Math.min(...all);
+  const span = Math.max(...all) - low || 1;
+  const dots = (values: number[], kind: string) => values.map((value, i) => <circle key={`${kind}${i}`} cx={10 + ((value - low) / span) * 380} cy={kind === "toward" ? 12 : 28} r={5} class={kind} />);
+  return (
+    <figure class="line">
+      <figcaption>Projections of the prompts’ rows at {site} on the vector: those that show it above, the others below. They are the prompts that it was made of.</figcaption>
+      <svg viewBox="0 0 400 40" role="img" aria-label={`Projections: from ${shown(Math.min(...toward))} to ${shown(Math.max(...toward))} with it, from ${shown(Math.min(...away))} to ${shown(Math.max(...away))} without`}>{dots(toward, "toward")}{dots(away, "away")}</svg>
+    </figure>
+  );
+}

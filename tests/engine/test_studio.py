@@ -1,0 +1,477 @@
+"""The studio in Chromium before a real server: it shows what the API returns, and nobody can put code into it."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect, sync_playwright
+from safetensors.torch import load, load_file
+
+from headgate.capture.engine.access.access_key import digest_of
+from headgate.steering import probes
+from tests.deadlines import patience
+from tests.fakes.server import Server, serving
+from tests.source_tree import ROOT
+
+CHROMIUM = os.environ.get("HEADGATE_CHROMIUM") or shutil.which("chromium")
+SITES = json.dumps({"post_mlp": "all"})
+KEY = "key-of-alice"
+COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
+FLAGS = [
+    *("--served-model-name", "smollm2", "--dtype", "float32", "--enforce-eager", "--block-size", "32"),
+    *("--max-model-len", "1024", "--capture-consumers", "inline:max_bytes=4000000"),
+    *("--capture-sites", SITES, "--enable-steering", "--steering-op-sites", SITES),
+]
+LAYER = 12
+QUESTION = "How was your day?"
+EVIL = '<img src=x onerror="window.bad=1"><script>window.bad=1</script>'
+SIZE = 576
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("studio")
+    keys = folder / "keys.json"
+    alice = {"name": "alice", "sha256": digest_of(KEY), "roles": ["capture", "steer"]}
+    keys.write_text(json.dumps({"keys": [alice]}))
+    keys.chmod(0o600)
+    weight = np.random.default_rng(3).normal(size=(1, SIZE)).astype(np.float32)
+    probes.save(folder / "mood.safetensors", probes.from_direction(weight[0], at=f"{LAYER}.post_mlp", name="mood"))
+    flags = [*FLAGS, "--headgate-keys", str(keys), "--probes", f"mood={folder / 'mood.safetensors'}"]
+    with serving([*COMMAND, str(model_dir), *flags]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        # A test machine's root has no sandbox to enter.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def context(chromium: Browser) -> Iterator[BrowserContext]:
+    found = chromium.new_context(viewport={"width": 1280, "height": 900})
+    found.set_default_timeout(patience(15) * 1000)
+    expect.set_options(timeout=patience(15) * 1000)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def page(context: BrowserContext, server: Server) -> Iterator[Page]:
+    """The studio with the key; whatever it says on its console is an error."""
+    opened = context.new_page()
+    said: list[str] = []
+    opened.on("pageerror", lambda error: said.append(str(error)))
+    opened.on("console", lambda line: said.append(line.text) if "Content Security Policy" in line.text else None)
+    enter(opened, server)
+    yield opened
+    assert opened.evaluate("window.bad") is None
+    assert said == []
+    for name in httpx.get(f"{server.url}/v1/steering/modules").json()["modules"]:
+        call(server, "/v1/steering/modules/unregister", name=name)
+
+
+def enter(page: Page, server: Server) -> None:
+    page.goto(f"{server.url}/headgate/")
+    page.get_by_role("button", name="Keys").click()
+    page.get_by_label("headgate key").fill(KEY)
+    page.get_by_role("button", name="Use these keys").click()
+    expect(page.get_by_label("Layer", exact=True)).to_be_visible()
+
+
+def call(server: Server, path: str, /, **body: Any) -> Any:
+    headers = {"X-Headgate-Key": KEY}
+    answer = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=patience(60))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def chat(server: Server, text: str = QUESTION, **fields: Any) -> Any:
+    messages = [{"role": "user", "content": text}]
+    wanted = {"temperature": 0, "max_tokens": 16, "logprobs": True, "return_token_ids": True, **fields}
+    return call(server, "/v1/chat/completions", model="smollm2", messages=messages, **wanted)
+
+
+def rows_of(answer: Any) -> dict[str, torch.Tensor]:
+    return load(base64.b64decode(answer["capture_results"]["inline"]["payload"]["data"]))
+
+
+def show(page: Page, view: str) -> None:
+    page.get_by_role("navigation").get_by_role("button", name=view, exact=True).click()
+
+
+def prepare(page: Page, tokens: int = 16, layer: int = LAYER) -> None:
+    page.get_by_label("Layer", exact=True).select_option(str(layer))
+    page.get_by_text("Settings").click()
+    page.get_by_label("Tokens at most").fill(str(tokens))
+    page.get_by_label("Tokens at most").press("Tab")
+    page.get_by_text("Settings").click()
+
+
+def ask(page: Page, text: str = QUESTION, runs: int = 1) -> Locator:
+    """Ask, and return the runs of the answer."""
+    page.get_by_label("Your message").fill(text)
+    page.get_by_label("Your message").press("Enter")
+    turn = page.locator("li.turn.assistant").last
+    expect(turn.locator(".run[data-status=done]")).to_have_count(runs, timeout=patience(60) * 1000)
+    return turn.locator(".run")
+
+
+def series_of(run: Locator, name: str) -> list[float]:
+    """A run's numbers, token by token, as the card of each token shows them; NaN where it shows none."""
+    found = []
+    group = run.get_by_role("group").last
+    group.focus()
+    group.press("Escape")
+    for index in range(run.locator(".token").count()):
+        group.press("ArrowRight")
+        expect(run.locator(".token.at")).to_have_attribute("data-i", str(index))
+        cell = run.locator(f'.card [data-series="{name}"] td')
+        found.append(float(cell.get_attribute("data-value") or "nan") if cell.count() else float("nan"))
+    return found
+
+
+def test_every_token_shows_the_numbers_that_the_api_returns(page: Page, server: Server) -> None:
+    page.get_by_label("probe mood").check()
+    prepare(page)
+    (run,) = ask(page).all()
+
+    answer = chat(server, capture={"inline": {"hooks": {"post_mlp": [LAYER]}, "positions": "all"}})
+    (choice,) = answer["choices"]
+    rows = rows_of(answer)[f"{LAYER}.post_mlp"]
+    begin = answer["usage"]["prompt_tokens"]
+    gate = {"name": "watch", "when": {"probe": "mood", "above": 0}, "then": "observe"}
+    trace = chat(server, steering_gates=[gate], return_steering_trace=True)["choices"][0]["steering_trace"]
+    rows_read = zip(trace["positions"], trace["scores"]["mood"], strict=True)
+    answered = [score for position, score in rows_read if position >= begin]
+    assert run.get_by_role("group").last.inner_text().strip() == choice["message"]["content"].strip()
+    norms, surprise, scores = (series_of(run, name) for name in ("norm", "surprise", "score:mood"))
+    assert norms[:-1] == pytest.approx(rows.norm(dim=1)[begin:].tolist(), rel=1e-4)
+    assert np.isnan(norms[-1])  # the last token never passes through the model
+    logprobs = [-token["logprob"] for token in choice["logprobs"]["content"]]
+    assert surprise == pytest.approx(logprobs, abs=2e-3)
+    assert scores[:-1] == pytest.approx(answered, rel=1e-2, abs=0.05)
+
+
+def test_the_grid_shows_norms_and_cosines_of_all_layers(page: Page, server: Server) -> None:
+    prepare(page, tokens=8)
+    ask(page)
+    page.get_by_role("button", name="Layer by layer").click()
+    page.get_by_role("button", name="Read all layers").click()
+    canvas = page.get_by_role("application")
+    expect(canvas).to_be_visible()
+
+    answer = chat(server, max_tokens=9, capture={"inline": {"hooks": {"post_mlp": "all"}, "positions": "all"}})
+    rows = rows_of(answer)
+    canvas.focus()
+    for layer, column in ((0, 0), (1, 1), (2, 2), (3, 3)):
+        for press in ("ArrowRight", "ArrowUp")[: 1 if layer == 0 else 2]:
+            canvas.press(press)
+        here, before = rows[f"{layer}.post_mlp"][column], rows[f"{max(0, layer - 1)}.post_mlp"][column]
+        expect(page.locator(".cell b")).to_have_text(f"{layer}.post_mlp")
+        shown = {
+            name: page.locator(f'.cell [data-value="{name}"] td').get_attribute("data-value")
+            for name in ("norm", "cosine")
+        }
+        assert float(shown["norm"] or "nan") == pytest.approx(float(here.norm()), rel=1e-4)
+        if layer:
+            cosine = float(torch.nn.functional.cosine_similarity(here, before, dim=0))
+            assert float(shown["cosine"] or "nan") == pytest.approx(cosine, abs=1e-4)
+
+
+GLAD = [f"I feel wonderful and full of joy when I think about {topic}." for topic in ("the weather", "my work")]
+SAD = [f"I feel terrible and full of sorrow when I think about {topic}." for topic in ("the weather", "my work")]
+
+
+def make_vector(page: Page, name: str = "joy") -> None:
+    show(page, "Steer")
+    page.get_by_label("Prompts that show it, one a line").fill("\n".join(GLAD))
+    page.get_by_label("Prompts that show the opposite").fill("\n".join(SAD))
+    page.get_by_label("Name").fill(name)
+    page.get_by_label("Site", exact=True).select_option(f"{LAYER}.post_mlp")
+    page.get_by_role("button", name="Make it").click()
+    expect(page.locator("svg circle").first).to_be_visible()
+
+
+def test_a_vector_is_made_saved_registered_and_compared(page: Page, server: Server, tmp_path: Path) -> None:
+    prepare(page)
+    ask(page)
+    make_vector(page)
+    with page.expect_download() as saving:
+        page.get_by_role("button", name="Save as a file").click()
+    saving.value.save_as(tmp_path / "joy.safetensors")
+    page.get_by_role("button", name="Register on the server").click()
+    expect(page.get_by_text("registered, at")).to_be_visible()
+    page.get_by_label("Scale of joy").fill("4")
+    assert "relative dose" in page.locator(".dose").inner_text()
+    show(page, "Chat")
+    page.get_by_role("button", name="New conversation").click()
+    page.get_by_label("cosine to joy").check()
+    plain, steered = ask(page, runs=2).all()
+    expect(steered.get_by_text("nats likelier")).to_be_visible()
+
+    spec = {"inline": {"hooks": {"post_mlp": [LAYER]}, "positions": "last_prompt"}}
+    glad, sad = (
+        torch.stack([rows_of(chat(server, text, max_tokens=1, capture=spec))[f"{LAYER}.post_mlp"][0] for text in texts])
+        for texts in (GLAD, SAD)
+    )
+    expected = glad.mean(0) - sad.mean(0)
+    made = load_file(tmp_path / "joy.safetensors")[f"vectors/{LAYER}.post_mlp"]
+    assert torch.allclose(made, expected, atol=2e-3)
+    told = chat(server, steering_module_ref=["joy", 4.0])
+    (told_plain,) = chat(server)["choices"]
+    assert steered.get_by_role("group").last.inner_text().strip() == told["choices"][0]["message"]["content"].strip()
+    assert plain.get_by_role("group").last.inner_text().strip() == told_plain["message"]["content"].strip()
+    ids = told["choices"][0]["token_ids"]
+    prompt = call(server, "/tokenize", model="smollm2", messages=[{"role": "user", "content": QUESTION}])["tokens"]
+    scored = call(server, "/v1/completions", model="smollm2", prompt=[*prompt, *ids], max_tokens=1, prompt_logprobs=0)[
+        "choices"
+    ][0]["prompt_logprobs"][len(prompt) :]
+    without = [entry[str(token)]["logprob"] for entry, token in zip(scored, ids, strict=True)]
+    with_it = [token["logprob"] for token in told["choices"][0]["logprobs"]["content"]]
+    assert series_of(steered, "difference") == pytest.approx(np.subtract(with_it, without), abs=5e-3)
+    rows = rows_of(chat(server, capture={"inline": {"hooks": {"post_mlp": [LAYER]}, "positions": "all"}}))
+    cosines = torch.nn.functional.cosine_similarity(rows[f"{LAYER}.post_mlp"], made[None])
+    assert series_of(plain, "score:cosine joy")[:-1] == pytest.approx(cosines[len(prompt) :].tolist(), abs=2e-3)
+
+
+def test_a_gate_fires_and_its_trace_is_under_the_answer(page: Page, server: Server) -> None:
+    prepare(page)
+    make_vector(page)
+    page.get_by_role("button", name="Register on the server").click()
+    expect(page.get_by_text("registered, at")).to_be_visible()
+    page.get_by_role("checkbox", name="joy", exact=True).uncheck()
+    show(page, "Dynamic")
+    page.get_by_label("When").select_option("cosine joy")
+    page.get_by_label("Threshold").fill("-1")
+    page.get_by_label("then").select_option("joy")
+    page.get_by_label("times").fill("4")
+    page.get_by_role("button", name="Add the gate").click()
+    when = f"When the cosine to joy at {LAYER}.post_mlp is above -1 at a token"
+    sentence = f"{when}, add joy \N{MULTIPLICATION SIGN} 4 for the rest of the request."
+    expect(page.get_by_text(sentence)).to_be_visible()
+    show(page, "Chat")
+    _, gated = ask(page, runs=2).all()
+
+    when = {"cosine": "joy", "at": f"{LAYER}.post_mlp", "above": -1}
+    gate = {"name": "g", "when": when, "then": {"module": "joy", "scale": 4}, "scope": "rest_of_request"}
+    told = chat(server, steering_gates=[gate], return_steering_trace=True)["choices"][0]
+    assert gated.get_by_role("group").last.inner_text().strip() == told["message"]["content"].strip()
+    applied = sum(value > 0 for value in told["steering_trace"]["gates"]["g"]["applied"])
+    expect(gated.locator("[data-gate]")).to_contain_text(f"steered {applied}")
+    assert applied > 16
+
+
+def test_prompts_answers_and_names_are_never_html(page: Page, server: Server) -> None:
+    row = [1.0] * SIZE
+    call(server, "/v1/steering/modules/register", name=EVIL, vectors={"post_mlp": {str(LAYER): row}})
+    page.reload()
+    prepare(page, tokens=4)
+    ask(page, EVIL)
+    assert page.locator(".turn.user .text").inner_text() == EVIL
+    page.get_by_label("Show the prompt").check()
+    for view in ("Steer", "Dynamic", "Server", "Grid", "Chat"):
+        show(page, view)
+        assert page.locator("main img, main script").count() == 0
+    page.get_by_role("button", name="Take it home").click()
+    assert EVIL in page.locator("dialog pre").inner_text().replace('\\"', '"')
+    page.keyboard.press("Escape")
+    error = {"error": {"message": f"no {EVIL}", "type": "x", "param": EVIL, "code": 400}}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=error))
+    page.get_by_role("button", name="Answer again").click()
+    expect(page.get_by_role("alert")).to_contain_text(EVIL)
+
+
+REFUSED = {
+    400: "The server refuses this request",
+    403: "Your key does not allow this",
+    413: "too large for this server",
+    503: "too busy to answer now",
+}
+
+
+@pytest.mark.parametrize("status", REFUSED)
+def test_refusals_are_sentences(page: Page, status: int) -> None:
+    def refuse(route: Route) -> None:
+        error = {"message": "because of this", "type": "x", "param": None, "code": status}
+        route.fulfill(status=status, json={"error": error}, headers={"retry-after": "7"})
+
+    page.route("**/v1/chat/completions", refuse)
+    page.get_by_label("Your message").fill("Hi")
+    page.get_by_label("Your message").press("Enter")
+    alert = page.get_by_role("alert")
+    expect(alert).to_contain_text(REFUSED[status])
+    expect(alert).to_contain_text("because of this")
+    if status == 503:
+        expect(alert).to_contain_text("Try again in 7 s.")
+
+
+def test_without_a_key_the_page_chats_and_says_what_is_not_allowed(context: BrowserContext, server: Server) -> None:
+    page = context.new_page()
+    page.goto(f"{server.url}/headgate/")
+    expect(page.get_by_role("button", name=QUESTION)).to_be_enabled()
+    assert page.get_by_label("Read rows").count() == 0
+    ask(page, "Hi")
+    show(page, "Server")
+    expect(page.get_by_text("Your key does not allow this, or you have entered none")).to_be_visible()
+    show(page, "Dynamic")
+    expect(page.get_by_text("Your key does not allow this, or you have entered none")).to_be_visible()
+    enter(page, server)
+    other = context.new_page()  # the key stays in its tab
+    other.goto(f"{server.url}/headgate/")
+    expect(other.get_by_role("button", name=QUESTION)).to_be_enabled()
+    assert other.get_by_label("Read rows").count() == 0
+    assert KEY not in page.url
+
+
+def test_a_page_of_another_origin_can_neither_frame_it_nor_use_what_needs_a_role(
+    context: BrowserContext, server: Server, tmp_path: Path
+) -> None:
+    (tmp_path / "index.html").write_text(f"<iframe src='{server.url}/headgate/'></iframe>")
+    handler = partial(_Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as elsewhere:
+        serve = threading.Thread(target=elsewhere.serve_forever)
+        serve.start()
+        try:
+            page = context.new_page()
+            enter(page, server)
+            stranger = context.new_page()
+            stranger.goto(f"http://127.0.0.1:{elsewhere.server_port}/")
+            got = stranger.evaluate(
+                """async (url) => {
+                  const status = async (path, options) => {
+                    try { return (await fetch(url + path, options)).status; } catch { return "blocked"; }
+                  };
+                  const body = JSON.stringify({ name: "strange", vectors: { post_mlp: { 12: Array(576).fill(1) } } });
+                  const json = { method: "POST", headers: { "Content-Type": "application/json" }, body };
+                  return [await status("/v1/capture/consumers"), await status("/v1/steering/modules/register", json)];
+                }""",
+                server.url,
+            )
+            frame = stranger.frames[1]
+            framed = frame.locator("#page").count()
+        finally:
+            elsewhere.shutdown()
+            serve.join()
+
+    assert set(got) <= {403, "blocked"}
+    assert httpx.get(f"{server.url}/v1/steering/modules").json()["modules"] == []
+    assert framed == 0
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def test_a_link_and_a_reload_restore_the_view(page: Page, context: BrowserContext, server: Server) -> None:
+    prepare(page, tokens=4, layer=7)
+    ask(page, "Name a colour.")
+    page.get_by_label("Colour by").select_option("norm")
+    show(page, "Dynamic")
+    begins = base64.urlsafe_b64encode(b'{"v":"dynamic","').decode().rstrip("=")[:-2]
+    expect(page).to_have_url(re.compile(f"#{begins}"))  # the address follows the view
+    for opened in (page, context.new_page()):
+        opened.goto("about:blank") if opened is not page else None
+        opened.goto(page.url)
+        opened.reload()
+        expect(opened.get_by_role("navigation").get_by_role("button", name="Dynamic")).to_have_attribute(
+            "aria-current", "page"
+        )
+        show(opened, "Chat")
+        expect(opened.locator(".turn.user .text")).to_have_text("Name a colour.")
+        expect(opened.locator(".turn.assistant .text")).to_be_visible()
+
+
+def test_a_recording_is_one_file_that_calls_nobody(page: Page, context: BrowserContext, tmp_path: Path) -> None:
+    prepare(page, tokens=6)
+    (run,) = ask(page).all()
+    before = run.get_by_role("group").last.inner_text()
+    norms = series_of(run, "norm")
+    page.get_by_role("button", name="Take it home").click()
+    with page.expect_download() as saving:
+        page.get_by_role("button", name="Save as one HTML file").click()
+    saving.value.save_as(tmp_path / "recording.html")
+
+    assert KEY not in (tmp_path / "recording.html").read_text()
+    recorded = context.new_page()
+    asked: list[str] = []
+    recorded.on("request", lambda request: asked.append(request.url))
+    recorded.goto(f"file://{tmp_path / 'recording.html'}")
+    (again,) = recorded.locator(".run").all()
+    assert again.get_by_role("group").last.inner_text() == before
+    assert series_of(again, "norm") == pytest.approx(norms, rel=1e-4, nan_ok=True)
+    assert [url for url in asked if not url.startswith("file:")] == []
+
+
+def test_a_server_that_is_gone_and_back_is_noticed(page: Page) -> None:
+    def gone(route: Route) -> None:
+        route.abort()
+
+    page.route("**/v1/**", gone)
+    page.get_by_label("Your message").fill("Hi")
+    page.get_by_label("Your message").press("Enter")
+    expect(page.get_by_role("alert").last).to_contain_text("The server does not answer")
+    page.reload()
+    expect(page.get_by_role("alert")).to_contain_text("The server does not answer")
+    page.unroute("**/v1/**", gone)
+    expect(page.get_by_role("alert")).to_have_count(0, timeout=patience(20) * 1000)
+    expect(page.get_by_label("Layer", exact=True)).to_be_visible()
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if shutil.which("npm") is None:
+        pytest.skip("there is no npm to install axe-core with")
+    folder = tmp_path_factory.mktemp("axe")
+    for name in ("package.json", "package-lock.json"):
+        shutil.copy(ROOT / "studio" / name, folder)
+    command = ["npm", "ci", "--silent", "--ignore-scripts", "--no-audit", "--no-fund"]
+    subprocess.run(command, cwd=folder, check=True, timeout=patience(120))
+    return (folder / "node_modules" / "axe-core" / "axe.min.js").read_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_serious_stands_in_the_way_of_screen_readers(page: Page, axe: str, scheme: Any) -> None:
+    page.emulate_media(color_scheme=scheme)
+    prepare(page, tokens=8)
+    page.get_by_label("probe mood").check()
+    ask(page)
+    page.evaluate(axe)
+    look = "async () => (await axe.run(document)).violations.filter((v) => ['serious', 'critical'].includes(v.impact))"
+    found: dict[str, Any] = {}
+    visits: dict[str, Callable[[], None]] = {
+        view: partial(show, page, view) for view in ("Chat", "Grid", "Steer", "Dynamic", "Captures", "Server")
+    }
+    visits["keys"] = lambda: page.get_by_role("button", name="Keys").click()
+    for name, visit in visits.items():
+        visit()
+        violations = page.evaluate(look)
+        if violations:
+            found[name] = [(each["id"], [node["html"] for node in each["nodes"]][:3]) for each in violations]
+
+    assert found == {}

@@ -1,0 +1,49 @@
+"""``headgate studio``: what it adds to the arguments of ``headgate serve``."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headgate.capture.cli import app
+from headgate.capture.engine.commands import studio
+from headgate.capture.engine.commands.studio import DEFAULTS, DEMO, arguments_of
+
+
+def values(arguments: list[str]) -> dict[str, str]:
+    return dict(pairwise(arguments))
+
+
+def test_flags_that_are_not_given_are_set() -> None:
+    arguments = arguments_of(["my/model", "--port", "9000"])
+
+    assert arguments[:3] == ["my/model", "--port", "9000"]
+    assert DEFAULTS.items() <= values(arguments).items()
+
+
+@pytest.mark.parametrize("given", [["--host", "::1"], ["--host=::1"]])
+def test_what_is_given_stays(given: list[str]) -> None:
+    arguments = arguments_of(["my/model", *given, "--capture_consumers", "memory"])
+
+    assert arguments[: 2 + len(given) + 1] == ["my/model", *given, "--capture_consumers", "memory"]
+    assert "127.0.0.1" not in arguments
+    assert DEFAULTS["--capture-consumers"] not in arguments
+
+
+def test_the_demo_serves_its_own_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADGATE_CACHE", str(tmp_path))
+    monkeypatch.setattr(studio, "ensure_model", lambda cache: cache / "smollm2")
+    arguments = arguments_of(["--demo", "--port", "9000"])
+
+    assert arguments[:4] == [str(tmp_path / "smollm2"), "--port", "9000", "--enforce-eager"]
+    assert DEMO.items() <= values(arguments).items()
+
+
+@pytest.mark.parametrize("arguments", [["studio"], ["studio", "--help"]])
+def test_help_says_what_it_sets(arguments: list[str]) -> None:
+    shown = CliRunner().invoke(app, arguments).output
+
+    assert all(flag in shown for flag in (*DEFAULTS, "--demo"))
