@@ -1,9 +1,10 @@
-"""What a capturing request costs the API server: ``python -m tests.benchmarks.bench_front_end [--tokens 2]``.
+"""What a request that captures or steers costs the API server: ``python -m tests.benchmarks.bench_front_end``.
 
 No GPU and no engine. A streamed completion goes through headgate's part of the server, from the fields of its body to
-the last piece of its answer; stand-ins do vLLM's part, but for its `SamplingParams`. The engine's stand-in yields so
-many tokens and has the results ready with the last. Shown are the least and the lower quartile of many turns, in us,
-and into how many pieces the answer comes, each of which takes the server's HTTP layer some 60 us more.
+the last piece of its answer; stand-ins do vLLM's part, but for its `SamplingParams`. The engine's stand-in yields as
+many tokens as ``--tokens`` says, and has the results ready with the last. Shown are the least and the lower quartile of
+many turns, in us, and into how many pieces the answer comes, each of which takes the server's HTTP layer some 60 us
+more.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+
+import msgspec
 
 from headgate.capture.links.messages import Result
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
@@ -24,18 +27,33 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.filesystem import FilesystemConsumer
+from headgate.steering.config import SteeringConfig
+from headgate.steering.documents.request import SteeringReader
 from tests.benchmarks.bench_idle import quiet_gc
+from tests.benchmarks.models import ModelSize
+from tests.benchmarks.operations import encoded_gate, encoded_operations, encoded_vector, op_sites
 
 LAYERS, PROMPT, TURNS = 34, 256, 600
 RESULT = CaptureResult(status="ok", payload={"path": "/tmp/rows/default/cmpl-1.safetensors", "rows": 1})
 CHUNK = (
     'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":" a"}]}\n\n'
 )
-ASKED: Mapping[str, Mapping[str, Any]] = {
-    "nothing": {},
-    "a row of one layer": {"hooks": {"post_mlp": [17]}, "positions": "last_prompt"},
-    "a row of each layer": {"hooks": {"post_mlp": "all"}, "positions": "last_prompt"},
+SIZE = ModelSize(num_layers=LAYERS, hidden=2560, vocabulary=262208)
+
+
+def captured(hooks: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"capture": {"filesystem": {"hooks": hooks, "positions": "last_prompt"}}}
+
+
+ASKED: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+    "nothing": dict,
+    "a row of one layer": lambda: captured({"post_mlp": [17]}),
+    "a row of each layer": lambda: captured({"post_mlp": "all"}),
+    "a vector at one site": lambda: {"steering_vectors": msgspec.json.decode(encoded_vector(1, SIZE))},
+    "a gate": lambda: {"steering_gates": msgspec.json.decode(encoded_gate(1, SIZE, is_loop=False))},
+    "an ablation at 8 sites": lambda: {"steering_ops": msgspec.json.decode(encoded_operations(1, SIZE, 1))},
 }
+"""Fields of the body: new objects in each request, as a parser makes them, with the same content."""
 
 
 class Body:
@@ -43,8 +61,8 @@ class Body:
 
     vllm_xargs, use_beam_search, n = None, False, 1
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        self.model_extra = {"capture": {"filesystem": dict(spec)}} if spec else {}
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.model_extra = dict(fields)
 
     def to_sampling_params(self) -> Any:
         from vllm import SamplingParams
@@ -60,7 +78,12 @@ class Engine:
     def __init__(self, root: str, num_tokens: int) -> None:
         from headgate.capture.engine.frontends import async_llm, input_processor
         from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd
-        from headgate.capture.engine.requests.request_reader import REQUEST_READER, RequestReader
+        from headgate.capture.engine.requests.request_reader import (
+            REQUEST_READER,
+            OpenPart,
+            RequestReader,
+            request_parts,
+        )
         from headgate.capture.links.driver import DriverHost
 
         def no_drivers(hub: Any) -> DriverHost:
@@ -70,8 +93,14 @@ class Engine:
         model = ModelInfo(name="m", num_layers=LAYERS, hidden_size=2560, dtype="bfloat16", sites=sites)
         config = CaptureConsumersConfig(consumers=(CaptureConsumerSpec(name="filesystem", params={"root": root}),))
         consumers = {"filesystem": FilesystemConsumer}
+        steerable = SteeringConfig(op_sites=op_sites(SIZE)).steerable(
+            num_layers=LAYERS, hidden_size=SIZE.hidden, dtype="bfloat16"
+        )
+        parts = {"steering": OpenPart("steering", request_parts()["steering"], SteeringReader(steerable))}
         self.front = FrontEnd(config, model, consumers, num_stages=1, open_drivers=no_drivers)
-        self.input_processor = SimpleNamespace(**{FRONT_END: self.front, REQUEST_READER: RequestReader(self.front)})
+        self.input_processor = SimpleNamespace(
+            **{FRONT_END: self.front, REQUEST_READER: RequestReader(self.front, parts)}
+        )
         sizes = {"data_parallel_size": 1, "data_parallel_size_local": 1, "data_parallel_rank_local": None}
         parallel = SimpleNamespace(local_engines_only=False, **sizes)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
@@ -87,10 +116,12 @@ class Engine:
         request = await self._add(self, request_id, prompt, params)
         for _ in range(self._num_tokens - 1):
             yield SimpleNamespace(finished=False, outputs=[])
-        if extra := request.sampling_params.extra_args:
-            key = extra["headgate"]["capture"]["key"]
+        if "capture" in (wire := (request.sampling_params.extra_args or {}).get("headgate", {})):
+            key = wire["capture"]["key"]
             self.front.hub.deliver(Result(key=key, instance="filesystem", result=RESULT))
-        yield SimpleNamespace(finished=True, outputs=[SimpleNamespace(index=0, finish_reason="length")])
+        yield SimpleNamespace(
+            finished=True, outputs=[SimpleNamespace(index=0, finish_reason="length", stop_reason=None)]
+        )
 
 
 def made_request(processor: object, request_id: str, prompt: Any, params: Any) -> Any:
@@ -123,13 +154,13 @@ class Server:
 
         return chunks()
 
-    async def ask(self, spec: Mapping[str, Any]) -> list[str]:
+    async def ask(self, fields: Mapping[str, Any]) -> list[str]:
         """Return the pieces of the answer."""
         from starlette.requests import Request
 
         headers = [(b"host", b"127.0.0.1:8000")]
         raw = Request({"type": "http", "method": "POST", "headers": headers, "app": SimpleNamespace(state=self._state)})
-        return [piece async for piece in await self._create(self._handler, Body(spec), raw)]
+        return [piece async for piece in await self._create(self._handler, Body(fields), raw)]
 
 
 def server_args() -> Any:
@@ -140,19 +171,20 @@ def server_args() -> Any:
 
 
 async def measure(server: Server) -> None:
-    for name, spec in ASKED.items():
+    for name, make in ASKED.items():
         seconds = []
         for _ in range(TURNS):
+            fields = make()
             start = time.perf_counter()
-            pieces = await server.ask(spec)
+            pieces = await server.ask(fields)
             seconds.append(time.perf_counter() - start)
-        assert ("capture_results" in "".join(pieces)) == bool(spec)
+        assert ("capture_results" in "".join(pieces)) == ("capture" in fields)
         least, quartile = min(seconds), statistics.quantiles(seconds)[0]
         print(f"{name:24}{1e6 * least:9.0f}{1e6 * quartile:9.0f}{len(pieces):9}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a capturing request costs the API server.")
+    parser = argparse.ArgumentParser(description="What a request costs the API server.")
     parser.add_argument("--tokens", type=int, default=2, help="pieces of the answer")
     given = parser.parse_args()
     from headgate.capture.engine.plugin import register

@@ -296,11 +296,17 @@ class Steps:
 
 
 def in_worker(served: Server, wires: Sequence[Any]) -> None:
-    """The step thread's part."""
+    """The step thread's part: with content that is new, and then with the same once more."""
     worker, running = opened_worker(served), deque[int]()
-    steps = Steps(worker)
+    for begin, name in ((0, "joins"), (len(wires), "joins, when its content did before")):
+        join(worker, dict(enumerate(wires, begin)), running, name)
+
+
+def join(worker: WorkerSteering, wires: Mapping[int, Any], running: deque[int], name: str) -> None:
+    """Let requests with these numbers begin one after the other, beside those that run."""
+    steps, num_before = Steps(worker), len(running)
     added, leaves, first, steady = ([] for _ in range(4))  # type: tuple[list[float], ...]
-    for number, wire in enumerate(wires):
+    for number, wire in wires.items():
         if len(running) == IN_FLIGHT:
             clocked(worker.remove, f"request-{running.popleft()}", leaves)
         clocked(partial(worker.add, f"request-{number}", PROMPT), wire, added)
@@ -310,12 +316,12 @@ def in_worker(served: Server, wires: Sequence[Any]) -> None:
         for _ in range(STEADY_STEPS):
             steps.step(running, steady)
     print(f"step thread, {IN_FLIGHT} requests in flight")
-    usual = statistics.median(steady[-1000:])
-    show("joins: it is added", added[IN_FLIGHT:])
-    show("joins: more of its first step", [one - usual for one in first[IN_FLIGHT:]])
-    print(f"  {'joins: launches':44}{max(steps.launches):9.0f}")
+    usual, warm = statistics.median(steady[-1000:]), IN_FLIGHT - num_before
+    show(f"{name}: it is added", added[warm:])
+    show(f"{name}: more of its first step", [one - usual for one in first[warm:]])
+    print(f"  {f'{name}: launches':44}{max(steps.launches):9.0f}")
     show("leaves", leaves)
-    show("steady", steady[STEADY_STEPS * IN_FLIGHT :])
+    show("steady", steady[STEADY_STEPS * warm :])
     print(f"  {'steady: launches':44}{steps.launches[-1]:9.0f}")
 
 
