@@ -48,7 +48,7 @@ def test_counts_are_read_as_they_were_and_nothing_waits() -> None:
     states = torch.zeros(5, NUM_COLUMNS, device="cuda")
     slots, request = GateSlots(5), GatedRequest(2, (), is_counted=True)
     requests = dict.fromkeys("ab", request)
-    places = {req_id: slots.take(req_id)[0] for req_id in requests}
+    places = dict(zip(requests, slots.take([*requests])[0].tolist(), strict=True))
     counts = WrittenCounts(states, PinnedCopies(), slots, requests)
 
     torch.cuda.set_sync_debug_mode("error")

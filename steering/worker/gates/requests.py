@@ -5,16 +5,25 @@ Letters in shape comments: G requests with gates in a step, N their rows, T batc
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from headgate.capture.schema.batch import BatchView, BoolArray, Int32Array, Int64Array
 from headgate.steering.gates.gate import Selection
-from headgate.steering.programs.codes import CODE_MASK, EARLY, GATE_COLUMNS, Code, TokenFlag, change_index, gate_column
+from headgate.steering.programs.codes import (
+    CODE_MASK,
+    EARLY,
+    GATE_COLUMNS,
+    NUM_CODES,
+    Code,
+    TokenFlag,
+    change_index,
+    gate_column,
+)
 from headgate.steering.programs.program import Program
 from headgate.steering.worker.placed_programs import ActingRule
 
@@ -113,10 +122,15 @@ _GATE, _SCORE = int(Code.GATE), int(Code.SCORE)
 
 
 def _columns_of(program: Program, *, has_scores: bool) -> _Columns:
+    return _columns_in(program.codes.tobytes(), has_scores=has_scores or not program.has_gates)
+
+
+@lru_cache(maxsize=256)
+def _columns_in(codes: bytes, *, has_scores: bool) -> _Columns:
+    """Return the columns of programs with these codes; cached, since gates of one form have the same."""
     early: set[int] = set()
     reported: set[int] = set()
-    has_scores = has_scores or not program.has_gates
-    for code, _, _, field in program.codes.tolist():
+    for code, _, _, field in np.frombuffer(codes, np.int32).reshape(-1, NUM_CODES).tolist():
         kind = code & CODE_MASK
         if kind == _GATE:
             reported.update(range(change_index(code), change_index(code) + GATE_COLUMNS))
@@ -155,25 +169,14 @@ class GateRows(NamedTuple):
     @property
     def batch_rows(self) -> Int64Array:
         """The batch row of each of their rows, int64 ``[N]``."""
-        return self._spread(self.starts)
+        return self.starts if self.has_one_each else self.starts.repeat(self.counts) + self.offsets
 
     @property
-    def positions(self) -> Int64Array:
-        """The position of each of their rows, int64 ``[N]``."""
-        return self._spread(self.firsts)
-
-    @property
-    def is_behind(self) -> BoolArray:
-        """Whether each of their rows, ``[N]``, follows another one of its request in this step."""
-        behind: BoolArray = self._spread(np.zeros_like(self.starts)) > 0
-        return behind
-
-    def _spread(self, firsts: Int64Array) -> Int64Array:
-        if self.has_one_each:
-            return firsts
-        before = np.cumsum(self.counts) - self.counts
-        spread: Int64Array = np.repeat(firsts - before, self.counts) + np.arange(int(self.counts.sum()))
-        return spread
+    def offsets(self) -> Int64Array:
+        """How many rows of its request come before each of their rows in this step, int64 ``[N]``."""
+        ends = self.counts.cumsum()
+        found: Int64Array = np.arange(int(ends[-1])) - (ends - self.counts).repeat(self.counts)
+        return found
 
 
 class GateSlots:
@@ -192,21 +195,33 @@ class GateSlots:
     def __init__(self, num_slots: int) -> None:
         self.on_loss: list[Callable[[str], object]] = []
         self._free = list(range(num_slots - 1, NO_SLOT, -1))
-        self._slots: OrderedDict[str, int] = OrderedDict()
-        """The one that had no step for the longest time first."""
+        self._slots: dict[str, int] = {}
+        self._last_taken: Int64Array = np.zeros(num_slots, np.int64)
+        """When each slot was taken last, by the number of the call."""
+        self._num_calls = 0
 
-    def take(self, req_id: str) -> tuple[int, bool]:
-        """Return the slot of a request that has a step, and whether it is a new one."""
-        if (slot := self._slots.get(req_id)) is not None:
-            self._slots.move_to_end(req_id)
-            return slot, False
-        if not self._free:
-            loser = next(iter(self._slots))
-            for call in self.on_loss:
-                call(loser)
-            self._free.append(self._slots.pop(loser))
-        self._slots[req_id] = self._free.pop()
-        return self._slots[req_id], True
+    def take(self, req_ids: Sequence[str]) -> tuple[Int32Array, BoolArray]:
+        """Return the slot of each of the requests that have a step, int32 ``[n]``, and whether it is a new one.
+
+        None of them loses its slot to another.
+        """
+        self._num_calls += 1
+        found = [self._slots.get(req_id, NO_SLOT) for req_id in req_ids]
+        slots = np.array(found, np.int32)
+        is_new: BoolArray = slots == NO_SLOT
+        self._last_taken[slots] = self._num_calls
+        for at in is_new.nonzero()[0].tolist():
+            if not self._free:
+                self._take_away()
+            slots[at] = self._slots[req_ids[at]] = slot = self._free.pop()
+            self._last_taken[slot] = self._num_calls
+        return slots, is_new
+
+    def _take_away(self) -> None:
+        loser = min(self._slots, key=lambda req_id: self._last_taken[self._slots[req_id]])
+        for call in self.on_loss:
+            call(loser)
+        self._free.append(self._slots.pop(loser))
 
     def release(self, req_id: str) -> None:
         """Free the slot of a request, if it has one."""
@@ -235,16 +250,22 @@ def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32
         num_prompt: int64 ``[G]``: tokens of each request's prompt.
         is_new: ``[G]``: requests that got a slot for this step.
     """
-    positions, behind = rows.positions, rows.is_behind
-    lengths = np.repeat(num_prompt, rows.counts)
-    is_generated = positions >= lengths
-    begins = ~behind & np.repeat(is_new | (rows.firsts == 0), rows.counts)
+    flags: Int32Array
+    if rows.has_one_each:
+        flags = _RESETS * (is_new | (rows.firsts == 0))
+        flags |= _ENDS_PROMPT * (rows.firsts == num_prompt - 1)
+        flags |= _IS_GENERATED * (rows.firsts >= num_prompt)
+        return flags
+    offsets, counts = rows.offsets, rows.counts
+    left = (num_prompt - rows.firsts).repeat(counts) - offsets  # rows of the prompt from here on
+    behind, is_generated = offsets > 0, left <= 0
+    begins = (is_new | (rows.firsts == 0)).repeat(counts) & ~behind
     # The states that rows after the first would find are made by this forward, too late for earlier sites.
-    flags: Int32Array = _RESETS * begins
-    flags |= _ENDS_PROMPT * (positions == lengths - 1)
+    flags = _RESETS * begins
+    flags |= _ENDS_PROMPT * (left == 1)
     flags |= _IS_GENERATED * is_generated
     flags |= _IS_REPLAYED * (is_generated & behind)
-    flags |= _IS_SCANNED * np.repeat(rows.counts > 1, rows.counts)
+    flags |= _IS_SCANNED * (counts > 1).repeat(counts)
     return flags
 
 
@@ -262,9 +283,7 @@ class GatedBatch:
         places = [at for at, req_id in enumerate(req_ids) if req_id in requests]
         self.gated_ids = tuple(req_ids[at] for at in places)
         self._places = np.array(places, np.int64)
-        taken = [slots.take(req_id) for req_id in self.gated_ids]
-        self.slots = np.array([slot for slot, _ in taken], np.int32)
-        self._is_new = np.array([is_new for _, is_new in taken], np.bool_)
+        self.slots, self._is_new = slots.take(self.gated_ids)
         self.requests = tuple(requests[req_id] for req_id in self.gated_ids)
         self._num_prompt = np.array([request.num_prompt for request in self.requests], np.int64)
         self.has_early = any(request.early for request in self.requests)

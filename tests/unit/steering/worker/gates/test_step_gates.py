@@ -198,15 +198,27 @@ def test_nothing_is_read_if_nobody_has_gates():
 def test_slots_go_to_those_that_had_a_step_last():
     slots = GateSlots(3)
 
-    first, second = slots.take("a"), slots.take("b")
-    again = slots.take("a")
-    third = slots.take("c")
+    def take(*req_ids: str) -> tuple[list[int], list[bool]]:
+        found, is_new = slots.take(req_ids)
+        return found.tolist(), is_new.tolist()
 
-    assert (first[1], second[1], again) == (True, True, (first[0], False))
-    assert third == (second[0], True)
+    (first, second), are_new = take("a", "b")
+    assert (are_new, take("a")) == ([True, True], ([first], [False]))
+    assert take("c") == ([second], [True])
     slots.release("a")
-    assert slots.take("b") == (first[0], True)
+    assert take("b") == ([first], [True])
     assert slots.num_used == 2
+
+
+def test_a_request_of_the_step_does_not_lose_its_slot_to_another_one_of_it():
+    slots, lost = GateSlots(3), []
+    slots.on_loss.append(lost.append)
+    (first,), _ = slots.take(["a"])
+    slots.take(["b"])
+
+    found, is_new = slots.take(["c", "a"])
+
+    assert (found[1], is_new.tolist(), lost) == (first, [True, False], ["b"])
 
 
 @pytest.mark.parametrize("is_first", [True, False])
