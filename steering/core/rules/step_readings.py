@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.gates.conversations import ConversationLatches, LatchKey
 from headgate.steering.gates.gate import COUNT, FOLLOWING
-from headgate.steering.gates.step_table import ReportedCounts, RequestSignals, StepTable
+from headgate.steering.gates.step_table import ReportedCounts, StepTable
 from headgate.steering.gates.trace import BEFORE, NEVER, GateSource, Note, TraceLog, TraceWriter
 from headgate.steering.vectors.dtypes import Float32Rows
 
@@ -45,45 +45,6 @@ class RowCounts:
         """Count rows that a request's own gates wrote, given in the order of their names."""
         for gate, count in zip(gates, written, strict=True):
             self.gates[self.name_of(gate)] += count
-
-    def add_rules(self, rules: Sequence[KeptRule], signals: Float32Rows) -> None:
-        """Count rows on which the same rules act: float32 ``[rows, columns]``."""
-        strengths = np.nan_to_num(signals[:, [rule.counted_column for rule in rules]])
-        for rule, count in zip(rules, np.count_nonzero(strengths, axis=0).tolist(), strict=True):
-            self.rules[rule.name] += count
-
-
-class Written:
-    """Counts the rows of one request that some gates wrote, where a strength may act on the row after.
-
-    Args:
-        source: The gates.
-        num_prompt: Tokens of its prompt.
-    """
-
-    def __init__(self, source: GateSource, num_prompt: int) -> None:
-        self._source = source
-        self._num_prompt = num_prompt
-        self._last: Float32Rows | None = None
-        """Signals ``[1, columns]`` of the last row."""
-
-    def count(self, rows: RequestSignals) -> list[int]:
-        """Return how many of a step's rows each gate wrote."""
-        signals = rows.signals
-        first = np.zeros_like(signals[:1]) if self._last is None or not rows.first else self._last
-        before, self._last = np.concatenate([first, signals[:-1]]), signals[-1:].copy()
-        num_prompt, source = max(self._num_prompt - rows.first, 0), self._source
-        strengths = [source.applied(column, num_prompt, signals, before) for column in source.columns]
-        return [int(np.count_nonzero(each)) for each in strengths]
-
-    @property
-    def last(self) -> Float32Rows | None:
-        """Signals ``[1, columns]`` of the last row; None before the first."""
-        return self._last
-
-    def follow(self, last: Float32Rows) -> None:
-        """Continue after rows that were counted elsewhere, from the signals ``[1, columns]`` of the last one."""
-        self._last = last
 
 
 class CountedGates:
@@ -131,8 +92,6 @@ class CountedRequest:
         self.num_prompt = num_prompt
         self._columns = self.source.columns
         self.counted = CountedGates([gate.gate.name for gate in source.layout.gates], self._columns)
-        self.apart = None if self.source.is_written_late else Written(self.source, num_prompt)
-        """Counts rows, if what acts is not what is written."""
 
     @property
     def is_countable(self) -> bool:
@@ -140,142 +99,122 @@ class CountedRequest:
         decode = self.source.decode
         return bool(self._columns) and not self.latches and decode.early.isdisjoint(self._columns)
 
-    def written(self, rows: RequestSignals) -> list[int]:
-        """Return how many of a step's rows each gate wrote."""
-        if self.apart is not None:
-            return self.apart.count(rows)
-        signals = rows.signals
-        if len(signals) == 1:
-            return [int(signals[0, column] != 0) for column in self._columns]
-        return [int(count) for count in np.count_nonzero(signals[:, self._columns], axis=0)]
+
+HandedOn = dict[tuple[bytes, int], float]
+"""Strengths that the last row of a request hands on to the next one, by the gate's content and column."""
+
+_NO_END = np.iinfo(np.int64).max
 
 
-class _Places(NamedTuple):
-    """Signals of a step that say what some gates wrote on generated rows.
+class StrengthPlaces:
+    """Where the strengths are found that are written on the rows of one request.
 
-    Attributes:
-        rows: int64 ``[n]``: of the step.
-        columns: int64 ``[n]``.
-        names: int64 ``[n]``: of the gates, by their numbers.
-    """
-
-    rows: Int64Array
-    columns: Int64Array
-    names: Int64Array
-
-    @classmethod
-    def of(cls, places: Sequence[tuple[int, int, int]]) -> _Places:
-        """Make it of row, column and name of each."""
-        return cls(*np.array(places, np.int64).reshape(-1, 3).T)
-
-    def __bool__(self) -> bool:
-        return len(self.rows) > 0
-
-    def values(self, signals: Float32Rows) -> Float32Rows:
-        """Return the strengths, float32 ``[n]``."""
-        found: Float32Rows = signals[self.rows, self.columns]
-        return found
-
-
-class ActingGates(NamedTuple):
-    """Gates of one row of a step: a request's own, or a rule.
+    Args:
+        handed_on: The request's.
 
     Attributes:
-        at: The row.
-        since: Position from which they act.
-        num_prompt: Tokens of the prompt of the row's request.
-        source: The gates.
-        apart: Counts their rows one by one, if what acts is not what is written.
-        rule: The rule; None for a request's own.
+        numbers: int64 ``[n, 7]``: the column of a strength, the first position of rows on which it is written and the
+            one after the last, the position from which its gate or rule acts, the number of its name, whether the row
+            before has it, and whether one that is not a number counts as 0.
+        keys: The gate's or rule's content and column, ``[n]``.
+        handed_on: As given.
     """
 
-    at: int
-    since: int
-    num_prompt: int
-    source: GateSource
-    apart: Written | None
-    rule: KeptRule | None = None
+    def __init__(self, handed_on: HandedOn) -> None:
+        self.handed_on = handed_on
+        self.keys: list[tuple[bytes, int]] = []
+        self._listed: list[tuple[int, ...]] = []
+
+    @cached_property
+    def numbers(self) -> Int64Array:
+        """See the class; to be read once all are added."""
+        return np.array(self._listed, np.int64).reshape(-1, 7)
+
+    def add(self, source: GateSource, column: int, since: int, num_prompt: int, name: int) -> None:
+        """Add a gate: in each phase, what acts on a row is its own strength, or that of the row before, or nothing."""
+        is_late = column in source.prefill.late and column in source.decode.late
+        phases = (source.prefill, since, num_prompt), (source.decode, max(since, num_prompt), _NO_END)
+        for writes, begin, end in ((source.decode, since, _NO_END),) if is_late else phases:
+            is_before = column not in writes.late
+            if not is_before or column in writes.early:
+                self._listed.append((column + FOLLOWING * is_before, begin, end, since, name, is_before, is_before))
+                self.keys.append((source.key, column))
+
+    def add_rule(self, rule: KeptRule, since: int, num_prompt: int, name: int) -> None:
+        """Add a rule that acts from a position on."""
+        if rule.is_counted_apart:
+            for gate in rule.source.layout.gates:
+                self.add(rule.source, gate.column, since, num_prompt, name)
+            return
+        self._listed.append((rule.counted_column, since, _NO_END, since, name, False, True))
+        self.keys.append((rule.source.key, rule.counted_column))
 
 
-class DecodedRows:
-    """Counts what gates and rules wrote on one generated row of each of the same requests, step by step.
+class CountedRows:
+    """Counts what gates and rules write on the rows of the same requests, step by step.
 
     Args:
         ids: The requests.
-        acting: The gates of their rows.
-        counts: Counts of rows.
+        places: Where the strengths of each are found; None if nothing acts on it.
+
+    Attributes:
+        ids: As given.
     """
 
-    def __init__(self, ids: Sequence[str], acting: Sequence[ActingGates], counts: RowCounts) -> None:
-        self._ids = ids
-        self._at = np.array([each.at for each in acting], np.int64)
-        self._since = np.array([max(each.since, each.num_prompt) for each in acting], np.int64)
-        self._apart = [(each.at, each.apart) for each in acting if each.apart is not None]
-        self._rule_counts = counts.rules
-        self._names: dict[tuple[bool, str], int] = {}
-        """By whether it is a rule's, and name."""
-        self._counters: list[tuple[Counter[str], str]] = []
-        late: list[tuple[int, int, int]] = []
-        finite: list[tuple[int, int, int]] = []
-        early: list[tuple[int, int, int]] = []
-        self._handing_on: list[Written] = []
-        """The counter of the rows before, for each place in `early`."""
-        for each in acting:
-            if each.rule is not None and each.apart is None:
-                finite.append((each.at, each.rule.counted_column, self._name(counts.rules, each.rule.name)))
-                continue
-            for gate in each.source.layout.gates:
-                counter, name = counts.rules, each.rule.name if each.rule is not None else ""
-                if each.rule is None:
-                    counter, name = counts.gates, counts.name_of(gate.gate.name)
-                if gate.column in each.source.decode.late:
-                    late.append((each.at, gate.column, self._name(counter, name)))
-                elif gate.column in each.source.decode.early and each.apart is not None:
-                    self._handing_on.append(each.apart)
-                    early.append((each.at, gate.column + FOLLOWING, self._name(counter, name)))
-        self._late, self._finite, self._early = map(_Places.of, (late, finite, early))
-        self._before: Float32Rows | None = None
-        """Signals of the last step, whose strengths may act on the rows of this one."""
-
-    def counts(self, step: StepTable) -> bool:
-        """Whether it counts a step: one of a generated row for each of its requests, on which all gates act."""
-        is_ours = step.has_one_row_each and self._ids == step.ids
-        return is_ours and not np.count_nonzero(step.firsts[self._at] < self._since)
-
-    def count(self, signals: Float32Rows) -> None:
-        """Count a step that it counts, by its signals, which are not changed."""
-        found = [self._late.names[self._late.values(signals) != 0]]
-        if self._finite:
-            found.append(self._finite.names[np.nan_to_num(self._finite.values(signals)) != 0])
-        if self._early:
-            strengths = self._strengths_before() if self._before is None else self._early.values(self._before)
-            found.append(self._early.names[np.nan_to_num(strengths, nan=0.0) != 0])
-        self._before = signals
-        for number, count in enumerate(np.bincount(np.concatenate(found), minlength=len(self._counters)).tolist()):
-            if count:
-                counter, name = self._counters[number]
-                counter[name] += count
+    def __init__(self, ids: tuple[str, ...], places: Sequence[StrengthPlaces | None]) -> None:
+        self.ids = ids
+        self._places = [each for each in places if each is not None]
+        numbers = np.concatenate([np.empty((0, 7), np.int64), *(each.numbers for each in self._places)])
+        self._at = np.array([at for at, each in enumerate(places) if each is not None], np.int64)
+        self._at = self._at.repeat([len(each.keys) for each in self._places])
+        self._column, self._begin, self._end, self._since, self._name, is_before, is_finite = numbers.T
+        self._is_before, self._is_finite = is_before > 0, is_finite > 0
+        (self._handing_on,) = self._is_before.nonzero()
+        self._before: Float32Rows = np.zeros(len(numbers), np.float32)
+        if len(self._handing_on):
+            known = [each.handed_on.get(key, 0.0) for each in self._places for key in each.keys]
+            self._before = np.array(known, np.float32)
 
     def leave(self) -> None:
-        """Let requests go on that others count."""
-        if (before := self._before) is not None:
-            for at, written in self._apart:
-                written.follow(before[at : at + 1].copy())
+        """Let others go on."""
+        if len(self._handing_on):
+            handed_on = ((each.handed_on, key) for each in self._places for key in each.keys)
+            for (known, key), is_before, value in zip(
+                handed_on, self._is_before.tolist(), self._before.tolist(), strict=True
+            ):
+                if is_before:
+                    known[key] = value
 
-    def _name(self, counter: Counter[str], name: str) -> int:
-        """Return the number of a name in a counter."""
-        key = counter is self._rule_counts, name
-        if key not in self._names:
-            self._names[key] = len(self._counters)
-            self._counters.append((counter, name))
-        return self._names[key]
-
-    def _strengths_before(self) -> Float32Rows:
-        """Return the strengths that others found on the row before, float32 ``[n]``: 0 where they found none."""
-        lasts = [written.last for written in self._handing_on]
-        columns = self._early.columns.tolist()
-        found = [0.0 if last is None else last[0, column] for last, column in zip(lasts, columns, strict=True)]
-        return np.array(found, np.float32)
+    def count(self, step: StepTable) -> Int64Array:
+        """Return how many rows of a step were written by the numbers of names, int64 ``[names]``."""
+        firsts, starts, signals = step.firsts[self._at], self._at, step.signals
+        if step.has_one_row_each:
+            lasts, last_positions = starts, firsts
+            (which,) = ((firsts >= self._begin) & (firsts < self._end)).nonzero()
+            offsets = np.zeros(len(which), np.int64)
+        else:
+            sizes = step.counts[self._at]
+            starts = (step.counts.cumsum() - step.counts)[self._at]
+            lasts, last_positions = starts + sizes - 1, firsts + sizes - 1
+            begins = np.maximum(firsts, self._begin)
+            numbers = np.maximum(np.minimum(last_positions + 1, self._end) - begins, 0)
+            which = np.arange(len(numbers)).repeat(numbers)
+            offsets = np.arange(len(which)) + (begins - firsts - numbers.cumsum() + numbers)[which]
+        rows = starts[which] + offsets
+        if len(self._handing_on):
+            is_before = self._is_before[which]
+            # Nothing is handed on within a step to the row from which a rule acts.
+            is_first = (offsets == 0) | (firsts[which] + offsets == self._since[which])
+            rows -= is_before & ~is_first
+            values = signals[rows, self._column[which]]
+            self._before[firsts == 0] = 0.0
+            values = np.where(is_before & is_first, self._before[which], values)
+            ours = self._handing_on[(last_positions >= self._since)[self._handing_on]]
+            self._before[ours] = signals[lasts[ours], self._column[ours]]
+        else:
+            values = signals[rows, self._column[which]]
+        hits = (values != 0) & ~(np.isnan(values) & self._is_finite[which])
+        return np.bincount(self._name[which[hits]])
 
 
 MAX_ENDED = 4096
@@ -301,14 +240,18 @@ class StepCounts:
         """Requests with gates of their own."""
         self._ended: OrderedDict[str, CountedGates] = OrderedDict()
         """The last ones that ended, since what workers have counted of them comes later."""
-        self._apart: dict[str, dict[bytes, Written]] = {}
-        """By request and rule, for rules whose strength may act on the row after."""
+        self._handed_on: dict[str, HandedOn] = {}
+        """By request; another request with the same id has another object."""
         self._since: dict[str, int] = {}
         """Positions from which the present rules act, of requests that met a change."""
         self._known = object()
         """Another one whenever a request is added or forgotten, on whatever thread, and whenever rules change."""
-        self._decoded: tuple[object, DecodedRows] | None = None
-        """`_known`, and whatever counts steps of generated rows, of the last step if that was one."""
+        self._places: dict[str, StrengthPlaces] = {}
+        """Places of the requests that had a step, as gates and rules act on them now."""
+        self._names: dict[tuple[bool, str], int] = {}
+        """Numbers of names, by whether it is a rule's."""
+        self._counting: tuple[object, CountedRows] | None = None
+        """`_known`, and what counts steps of the requests of the last step."""
 
     @property
     def counts(self) -> RowCounts:
@@ -355,15 +298,20 @@ class StepCounts:
     def change_rules(self, firsts: Mapping[str, int]) -> None:
         """Let the present rules act on each request from a position on."""
         self._known = object()
+        self._leave()
         acting = {rule.source.key for rule in self._rules.all()}
-        for known in self._apart.values():
-            for key in known.keys() - acting:
+        for req_id, known in self._handed_on.items():
+            own = self._own.get(req_id)
+            kept = acting if own is None else acting | {own.source.key}
+            for key in [each for each in known if each[0] not in kept]:
                 del known[key]
+        self._places = {}
         self._since.update(firsts)
 
     def begin_again(self, req_id: str) -> None:
         """Let the present rules act on a request from its first row on."""
         if self._since.pop(req_id, None) is not None:
+            self._places.pop(req_id, None)
             self._known = object()
 
     def forget(self, req_id: str) -> None:
@@ -374,7 +322,8 @@ class StepCounts:
             if len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
         self._known = object()
-        self._apart.pop(req_id, None)
+        self._places.pop(req_id, None)
+        self._handed_on.pop(req_id, None)
         self._since.pop(req_id, None)
 
     def take(self, step: StepTable) -> None:
@@ -385,57 +334,39 @@ class StepCounts:
                 self.settle()
 
     def _count(self, step: StepTable) -> None:
-        """Count what gates and rules wrote; a step of one row each costs little, since it comes for each token."""
-        known = self._known
-        if self._decoded is not None and not (self._decoded[0] is known and self._decoded[1].counts(step)):
-            self._decoded[1].leave()
-            self._decoded = None
-        if self._decoded is None and step.has_one_row_each:
-            decoded = DecodedRows(step.ids, [*self._acting(step.ids)], self._counts)
-            self._decoded = (known, decoded) if decoded.counts(step) else None
-        if self._decoded is not None:
-            self._decoded[1].count(step.signals)
-            return
-        for rows in step.rows(self._own):
-            if (own := self._own.get(rows.req_id)) is not None and len(rows.signals):
-                self._counts.add_gates(own.counted.names, own.written(rows))
-        if self._rules.all():
-            self._count_rules(step)
+        """Count what gates and rules wrote; steps mostly have the requests of the step before."""
+        known, counting = self._known, self._counting
+        if counting is None or counting[0] is not known or counting[1].ids != step.ids:
+            self._leave()
+            counting = self._counting = known, CountedRows(step.ids, list(map(self._places_of, step.ids)))
+        found = counting[1].count(step).tolist()
+        for (is_rule, name), count in zip(self._names, found, strict=False):  # those of the last names may be missing
+            if count:
+                (self._counts.rules if is_rule else self._counts.gates)[name] += count
 
-    def _acting(self, req_ids: Sequence[str]) -> Iterator[ActingGates]:
-        """Yield the gates and rules of the rows of a step in which each request has one."""
-        for at, req_id in enumerate(req_ids):
-            if (own := self._own.get(req_id)) is not None:
-                yield ActingGates(at, 0, own.num_prompt, own.source, own.apart)
-            for rule in self._rules.acting(req_id):
-                since, num_prompt = self._since.get(req_id, 0), self._rules.num_prompt(req_id)
-                apart = self._written(rule, req_id) if rule.is_counted_apart else None
-                yield ActingGates(at, since, num_prompt, rule.source, apart, rule)
+    def _leave(self) -> None:
+        if self._counting is not None:
+            self._counting[1].leave()
+            self._counting = None
 
-    def _count_rules(self, step: StepTable) -> None:
-        """Count the rows of a step; those computed again from before a change are passed over, one by one."""
-        groups: dict[int, tuple[tuple[KeptRule, ...], list[RequestSignals]]] = {}
-        end = 0
-        for req_id, first, count in zip(step.ids, step.firsts.tolist(), step.counts.tolist(), strict=True):
-            end += count
-            rules, since = self._rules.acting(req_id), max(self._since.get(req_id, 0), first)
-            if rules and since < first + count:
-                reported = RequestSignals(req_id, since, step.signals[end - (first + count - since) : end])
-                groups.setdefault(id(rules), (rules, []))[1].append(reported)
-        for rules, members in groups.values():
-            are_all = sum(len(reported.signals) for reported in members) == len(step.signals)
-            rows = step.signals if are_all else np.concatenate([reported.signals for reported in members])
-            self._counts.add_rules([rule for rule in rules if not rule.is_counted_apart], rows)
-            for rule in (rule for rule in rules if rule.is_counted_apart):
-                for reported in members:
-                    self._counts.rules[rule.name] += sum(self._written(rule, reported.req_id).count(reported))
+    def _places_of(self, req_id: str) -> StrengthPlaces | None:
+        if (known := self._places.get(req_id)) is not None:
+            return known
+        own, rules = self._own.get(req_id), self._rules.acting(req_id)
+        if own is None and not rules:
+            return None
+        places = self._places[req_id] = StrengthPlaces(self._handed_on.setdefault(req_id, {}))
+        if own is not None:
+            for gate in own.source.layout.gates:
+                name = self._number(self._counts.name_of(gate.gate.name), is_rule=False)
+                places.add(own.source, gate.column, 0, own.num_prompt, name)
+        for rule in rules:
+            since, num_prompt = self._since.get(req_id, 0), self._rules.num_prompt(req_id)
+            places.add_rule(rule, since, num_prompt, self._number(rule.name, is_rule=True))
+        return places
 
-    def _written(self, rule: KeptRule, req_id: str) -> Written:
-        """Return the counter of a request's rows for a rule whose strength may act on the row after."""
-        known = self._apart.setdefault(req_id, {})
-        if (written := known.get(rule.source.key)) is None:
-            written = known[rule.source.key] = Written(rule.source, self._rules.num_prompt(req_id))
-        return written
+    def _number(self, name: str, *, is_rule: bool) -> int:
+        return self._names.setdefault((is_rule, name), len(self._names))
 
 
 class DecodedTraces:

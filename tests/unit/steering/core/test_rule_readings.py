@@ -268,6 +268,49 @@ def test_steps_of_single_rows_are_counted_and_traced_as_others_are(
     assert alone.counts.gates["gate0"] > 0
 
 
+@given(
+    scope=st.sampled_from(["this_token", "next_token", "from before", "rest_of_request"]),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60)
+def test_rows_are_counted_on_which_a_strength_acts_however_steps_divide_them(
+    scope: str, sizes: list[int], seed: int
+) -> None:
+    rng, rules = np.random.default_rng(seed), Rules()
+    rules.on("rule", **scoped(scope))
+    steps = RequestReadings(rules.state.rules)
+    add_all(rules, (steps,), [scope])
+    signals = rng.choice([0.0, 1.0], (sum(sizes), COLUMNS)).astype(np.float32)
+    first = 0
+    for size in sizes:
+        steps.take(readings(("0", first, [dict(enumerate(each)) for each in signals[first : first + size]])), ())
+        first += size
+
+    before = np.concatenate([np.zeros((1, COLUMNS), np.float32), signals[:-1]])
+    own, rule = steps._counting.own("0"), rules.state.rules.find("rule")
+    assert own is not None
+    assert rule is not None
+    for source, found in ((own.source, steps.counts.gates["gate0"]), (rule.source, steps.counts.rules["rule"])):
+        applied = source.applied(source.columns[0], 4, signals, before)
+        assert found == np.count_nonzero(applied)
+
+
+def test_a_step_of_requests_that_have_ended_leaves_nothing_behind(rules: Rules, steps: RequestReadings) -> None:
+    rules.on("rule", **scoped("from before"))
+    add_all(rules, (steps,), ["from before", "this_token"])
+    told = readings(("0", 0, [{}]), ("1", 0, [{}, {}]))
+    steps.take(told, ())
+    for req_id in ("0", "1"):
+        steps.settle()
+        steps.forget(req_id)
+        rules.state.rules.forget(req_id)
+    steps.take(told, {"0", "1"})
+    steps.settle()
+
+    assert (steps._counting._places, steps._counting._handed_on) == ({}, {})
+
+
 def test_names_of_gates_in_one_step_are_limited(rules: Rules, steps: RequestReadings, monkeypatch: Any) -> None:
     monkeypatch.setattr(step_readings, "MAX_NAMES", 1)
     gate = {key: value for key, value in document().items() if key != "applies_to"}
