@@ -189,6 +189,18 @@ def test_what_the_training_examples_print_becomes_a_picture(tmp_path: Path, prin
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.extended  # the guide, which `make test` runs, does the same
+@pytest.mark.engine
+def test_a_lens_shows_when_a_token_rises_and_steers_toward_another(model_dir: Path) -> None:
+    printed = run_example("examples/lens.py", str(model_dir))
+
+    ranks = [int(found) for found in re.findall(r"' Tokyo' is number (\d+)", printed)]
+    assert (len(ranks), ranks[-1]) == (11, 1)
+    assert "as it is:              ' Tokyo" in printed
+    assert "steered toward Paris:  ' Paris" in printed
+    assert len((ROOT / "examples/lens.py").read_text().splitlines()) < 80
+
+
 @pytest.mark.engine
 def test_a_gate_acts_on_the_angry_user_alone(model_dir: Path) -> None:
     printed = run_example("examples/gate.py", str(model_dir))

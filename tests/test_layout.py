@@ -89,7 +89,7 @@ HOST_PACKAGES = {
         "uvicorn",
         "prometheus_client",
     ),
-    "typing_extensions",
+    *("prometheus_client", "typing_extensions"),
 }
 """Packages that come with the user's own vLLM; the last is for type checkers alone."""
 

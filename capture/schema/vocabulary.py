@@ -73,6 +73,21 @@ def read_token(value: object, vocabulary: Vocabulary, field: str) -> int:
     raise RequestError(field, f"{shown(value)} is {len(tokens)} tokens, {shown(list(tokens))}; give one{hint}")
 
 
+def read_tokens(value: object, vocabulary: Vocabulary, field: str) -> tuple[int, ...]:
+    """Read a prompt: a text, or token ids.
+
+    Raises:
+        RequestError: For `field`, if it is neither.
+    """
+    if isinstance(value, str) and not vocabulary.has_texts:
+        raise RequestError(field, f"the engine was started without a tokenizer: give token ids, not {shown(value)}")
+    if isinstance(value, str):
+        value = list(vocabulary.encode(value, is_prompt=True))
+    if not isinstance(value, list) or not value or not all(is_token(token, vocabulary) for token in value):
+        raise RequestError(field, f"expected a text or a non-empty list of token ids, got {shown(value)}")
+    return tuple(value)
+
+
 def word_like(vocabulary: Vocabulary) -> BoolArray:
     """Which tokens are like words: letters alone, at least `WORD_LETTERS`, but for spaces around them. ``[size]``."""
     texts = (vocabulary.shown(token).strip() for token in range(vocabulary.size))

@@ -26,7 +26,7 @@ from headgate.capture.schema.errors import OverloadedError, RequestError, shown
 from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.results import FindKept, KeptRequest
 from headgate.capture.schema.sites import Site
-from headgate.capture.schema.vocabulary import is_token, read_token
+from headgate.capture.schema.vocabulary import read_token, read_tokens
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.control.openapi import patch_sweep
 from headgate.steering.documents.operations import REQUEST_FIELDS, RowSource, float32_row, read_at, read_source
@@ -150,7 +150,7 @@ def read_sweep(document: Mapping[str, Any], steerable: Steerable, find: FindKept
     if not 0 < alpha <= 1:
         raise RequestError("alpha", f"lies above 0 and at most at 1, got {alpha}")
     sites = _sites(document, steerable)
-    prompt = _tokens(document.get("prompt"), vocabulary, "prompt")
+    prompt = read_tokens(document.get("prompt"), vocabulary, "prompt")
     source = _source(document.get("source"))
     kept = find(source.request, source.sample, "source")
     clean = tuple(kept.prompt_token_ids.tolist())
@@ -299,14 +299,6 @@ def _metric(document: Mapping[str, Any], vocabulary: Vocabulary) -> tuple[str, t
         if scored[0] == scored[1]:
             raise RequestError("foil", "is the answer's own token")
     return metric, tuple(scored)
-
-
-def _tokens(value: object, vocabulary: Vocabulary, where: str) -> tuple[int, ...]:
-    if isinstance(value, str):
-        value = list(vocabulary.encode(value, is_prompt=True))
-    if not isinstance(value, list) or not value or not all(is_token(token, vocabulary) for token in value):
-        raise RequestError(where, f"expected a text or a non-empty list of token ids, got {shown(value)}")
-    return tuple(value)
 
 
 def _source(value: object) -> RowSource:

@@ -77,4 +77,5 @@ def test_every_route_is_described(description: Any) -> None:
         "POST /v1/steering/rules/unregister",
         "GET /v1/capture/consumers",
         "GET /v1/capture/{consumer}",
+        "POST /v1/capture/{consumer}",
     }

@@ -305,6 +305,7 @@ def test_the_description_has_every_route_with_examples(server: Server) -> None:
         ("/v1/steering/rules/unregister", "post"),
         ("/v1/capture/consumers", "get"),
         ("/v1/capture/{consumer}", "get"),
+        ("/v1/capture/{consumer}", "post"),
     }
     for found in ours.values():
         for operation in found.values():

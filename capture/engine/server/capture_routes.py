@@ -11,10 +11,12 @@ from fastapi import APIRouter, Depends, HTTPException, Request
 
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.capture_request import capturing_key, check_consumer
-from headgate.capture.schema.errors import CaptureFileError
+from headgate.capture.engine.server.openai_routes import plain_result
+from headgate.capture.schema.errors import CaptureFileError, OverloadedError
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.results import ReportContext, StateReporter
 from headgate.capture.schema.sites import site_map
+from headgate.capture.schema.vocabulary import read_tokens
 
 if TYPE_CHECKING:
     from headgate.capture.engine.server.plugin_routes import RouteServices
@@ -67,6 +69,41 @@ _REPORT_EXAMPLE = {
 }
 
 
+_READ_BODY = {
+    "schema": {
+        "type": "object",
+        "properties": {
+            "prompt": {
+                "oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}],
+                "description": "A text, which begins with the model's special tokens, or token ids.",
+            },
+        },
+        "required": ["prompt"],
+        "additionalProperties": True,
+        "description": "The other fields are those of the consumer.",
+    },
+    "example": {"prompt": "The capital of France is", "lens": "logit", "layers": [12, 20], "tokens": [" Paris"]},
+}
+_READ_EXAMPLE = {
+    "prompt_token_ids": [504, 3575],
+    "tokens": ["The", " capital"],
+    "status": "ok",
+    "payload": {
+        "lens": "logit",
+        "positions": [0, 1],
+        "layers": {
+            "12": {
+                "ids": [[198], [282]],
+                "tokens": [["\n"], [" of"]],
+                "logprobs": [[-0.1], [-0.2]],
+                "token_logprobs": [[-33.0], [-31.5]],
+                "token_ranks": [[6616], [5839]],
+            }
+        },
+    },
+}
+
+
 def open_routes(services: RouteServices) -> APIRouter:
     """The router of ``/v1/capture``."""
     router = APIRouter(prefix="/v1/capture", tags=["capture"], dependencies=[Depends(services.require_key)])
@@ -85,8 +122,49 @@ def open_routes(services: RouteServices) -> APIRouter:
         """The consumers that the operator configured, without their parameters, which may hold secrets."""
         return described(_front_end(services))
 
+    _add_reading(router, services)
     _add_state(router, services)
     return router
+
+
+def _add_reading(router: APIRouter, services: RouteServices) -> None:
+    @router.post(
+        "/{consumer}",
+        summary="What a consumer, such as a lens, makes of a prompt, without an answer to it",
+        response_model=None,
+        responses={
+            200: {
+                "description": "Done; `status` and `error` are the result's.",
+                "content": {"application/json": {"schema": {"type": "object"}, "example": _READ_EXAMPLE}},
+            },
+            400: {"description": "A field is wrong; `param` names it."},
+            403: {"description": "The request lacks the role `capture`, or its key does not allow this consumer."},
+            404: {"description": "The server was started without capture."},
+            503: {"description": "Too many requests wait."},
+        },
+        openapi_extra={"requestBody": {"required": True, "content": {"application/json": _READ_BODY}}},
+    )
+    async def read(consumer: str, request: Request) -> dict[str, Any]:
+        """Run a prompt and return what a consumer makes of it: `lens`, `features`, `attention`, `probe`, `inline`, ...
+
+        The body has ``prompt``, a text or token ids, and the fields that a request has under ``capture[consumer]``;
+        `positions` is ``all_prompt`` if absent. One token is generated and thrown away.
+        """
+        _front_end(services)
+        with services.client_errors():
+            document = await services.read_object(request)
+            prompt = document.pop("prompt", None)
+            vocabulary = await services.vocabulary()
+            tokens = read_tokens(prompt, vocabulary, "prompt")
+            try:
+                result = await services.read_prompt(tokens, consumer, {"positions": "all_prompt", **document})
+            except OverloadedError as error:
+                raise HTTPException(503, str(error)) from None
+        return {
+            "prompt_token_ids": list(tokens),
+            "tokens": [vocabulary.shown(token) for token in tokens],
+            **plain_result(consumer, result),
+        }
 
 
 def _add_state(router: APIRouter, services: RouteServices) -> None:

@@ -45,7 +45,7 @@ from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.schema.batch import Document
 from headgate.capture.schema.config import server_config
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.results import KeptRequest
+from headgate.capture.schema.results import CaptureResult, KeptRequest
 
 SCORED = "logprob_token_ids"
 """Field of vLLM's `SamplingParams`: tokens whose logprobs are returned, whatever their rank."""
@@ -93,6 +93,25 @@ async def score(engine: Any, prompt: Sequence[int], token_ids: Sequence[int], fi
         raise RuntimeError(f"a scored request ended without a token ({reason})")
     step = last.outputs[0].logprobs[0]
     return [float(step[token].logprob) for token in token_ids]
+
+
+async def read_prompt(engine: Any, prompt: Sequence[int], instance: str, spec: object) -> CaptureResult:
+    """Return what a consumer makes of a prompt; see `RouteServices.read_prompt`."""
+    SamplingParams = vllm_names.SAMPLING_PARAMS.get()
+
+    most = engine.vllm_config.model_config.max_model_len
+    if len(prompt) >= most:
+        raise RequestError("prompt", f"has {len(prompt)} tokens; the model takes {most - 1} and one more")
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    params.capture, params.capture_wait = {instance: spec}, True
+    outputs = engine.generate({"prompt_token_ids": list(prompt)}, params, f"read-{secrets.token_hex(8)}")
+    last = None
+    async for output in outputs:
+        last = output
+    if last is None or instance not in last.capture_results:
+        raise RuntimeError("a prompt was read without a result")
+    result: CaptureResult = last.capture_results[instance]
+    return result
 
 
 logger = logging.getLogger("headgate")
@@ -266,6 +285,20 @@ class RouteServices:
             OverloadedError: If too many others want the same.
         """
         return await score(self.engine(), prompt, token_ids, fields)
+
+    async def read_prompt(self, prompt: Sequence[int], instance: str, spec: object) -> CaptureResult:
+        """Run a prompt, of which one token more is generated and thrown away, and return what a consumer makes of it.
+
+        Args:
+            prompt: Tokens.
+            instance: The consumer's name in requests.
+            spec: What it gets of the prompt, as a request has it.
+
+        Raises:
+            RequestError: As a request with that spec.
+            OverloadedError: If too many others want the same.
+        """
+        return await read_prompt(self.engine(), prompt, instance, spec)
 
     def client_errors(self) -> AbstractContextManager[None]:
         """Make a context in which each `RequestError` becomes an answer with status 400."""

@@ -20,9 +20,12 @@ from headgate.capture.engine.server.capture_routes import open_routes
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
+from headgate.capture.schema.errors import OverloadedError, RequestError
+from headgate.capture.schema.results import CaptureResult
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from headgate.consumers.moments import MomentsConsumer
 from tests.fakes.clients import show
+from tests.fakes.heads import Letters
 
 
 @pytest.fixture
@@ -57,8 +60,24 @@ def client(root: Path) -> Iterator[TestClient]:
     async def answer_wrong(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"param": getattr(error, "parameter", None)}, 400)
 
+    async def read_object(request: Request) -> Any:
+        return await request.json()
+
+    async def vocabulary() -> Letters:
+        return Letters(30)
+
+    async def read_prompt(prompt: Any, instance: str, spec: Any) -> CaptureResult:
+        if spec.get("top") == 0:
+            raise RequestError(f"capture.{instance}.top", "is 0")
+        if spec.get("top") == 1:
+            raise OverloadedError("too many wait")
+        return CaptureResult(status="ok", payload={"prompt": list(prompt), "name": instance, "spec": spec})
+
     services: Any = SimpleNamespace(
         require_key=require_key,
+        read_object=read_object,
+        vocabulary=vocabulary,
+        read_prompt=read_prompt,
         client_errors=as_client_error,
         engine=lambda: SimpleNamespace(input_processor=SimpleNamespace(**{FRONT_END: front})),
     )
@@ -98,6 +117,36 @@ def test_others_have_no_state(client: TestClient, name: str) -> None:
 
     assert answer.status_code == 404
     assert "those that have one: spread" in answer.text
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [("bcd", [1, 2, 3]), ([7, 8], [7, 8])])
+def test_a_prompt_is_read_without_an_answer(client: TestClient, prompt: Any, tokens: list[int]) -> None:
+    answer = client.post("/v1/capture/lens", json={"prompt": prompt, "top": 5})
+
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert found["payload"] == {"prompt": tokens, "name": "lens", "spec": {"positions": "all_prompt", "top": 5}}
+    assert (found["status"], found["prompt_token_ids"]) == ("ok", tokens)
+    assert found["tokens"] == [Letters(30).shown(token) for token in tokens]
+    chosen = client.post("/v1/capture/lens", json={"prompt": prompt, "positions": [0]}).json()
+    assert chosen["payload"]["spec"] == {"positions": [0]}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "prompt"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [30]}, 400, "prompt"),
+        ({"prompt": "b", "top": 0}, 400, "capture.lens.top"),
+        ({"prompt": "b", "top": 1}, 503, None),
+    ],
+    ids=str,
+)
+def test_a_prompt_that_cannot_be_read_is_refused(client: TestClient, body: Any, status: int, param: str) -> None:
+    answer = client.post("/v1/capture/lens", json=body)
+
+    assert (answer.status_code, answer.json().get("param")) == (status, param)
 
 
 def test_the_list_of_consumers_is_no_state(client: TestClient) -> None:
