@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headgate.capture.schema.action_sink import Submitted, encode_action
 from headgate.steering.controllers import Action, SetGlobal, SetScale, SetSteering, StepReadings
 from headgate.steering.gates.trace import join_notes
 from headgate.steering.spec import SteeringSpec, to_wire
@@ -76,3 +77,16 @@ def test_a_request_whose_prompt_begins_again_ends_for_controllers_and_begins_ane
         (PROMPT, {"set_steering": {"scale": 1.0}, "compose": True}),
         (PROMPT, {"set_scale": "a", "scale": 1.0}),
     ]
+
+
+def test_what_a_consumer_set_on_a_request_stays_when_its_prompt_begins_again(opened: Callable[..., Core]) -> None:
+    core = opened(controllers=[], from_consumers=True)
+    core.start()
+    core.add("a")
+    action = SetSteering("a", module="m", scale=0.5)
+    core.services.submitted.append(Submitted("reader", encode_action(action), 0))
+    assert [change.value for change in core.step(["a"])] == [0.5]
+
+    core.core.begin_again("a")
+
+    assert core.step(["a"]) == []
