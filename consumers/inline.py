@@ -26,14 +26,17 @@ from headgate.capture.schema.consumer import (
     RowSpan,
     SpecContext,
     StreamingConsumer,
+    parse_client_spec,
 )
-from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, shown
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.captured_rows import rows_at
 from headgate.consumers.filesystem.formats.layout import POSITIONS, TOKEN_IDS, sidecar_of
 
 TAG = "inline"
+ROUTED_EXPERTS = "routed_experts"
+"""The layout, and its one tensor: the experts of all layers as trainers replay them."""
 MAX_CALLS = 4096
 """Calls that are remembered beside the calls with running requests."""
 
@@ -53,7 +56,9 @@ class InlineConsumer(StreamingConsumer):
     """Returns each sample's rows in the answer: ``{"format": "safetensors", "num_bytes", "data": base64}``.
 
     Decoded, `data` is a file as the filesystem consumer writes it in its layout ``request``: a tensor a site,
-    ``[rows, width]`` in the site's dtype, ``positions`` and ``token_ids``. `InlineParams` lists the parameters.
+    ``[rows, width]`` in the site's dtype, ``positions`` and ``token_ids``. `InlineParams` lists the parameters. With
+    ``"layout": "routed_experts"`` the sites, all of them `HookPoint.EXPERTS`, are one tensor of that name, int16
+    ``[rows, layers, k]``.
     """
 
     location = "driver"
@@ -70,8 +75,14 @@ class InlineConsumer(StreamingConsumer):
 
     @classmethod
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
-        spec = super().validate_client_spec(raw, context)
-        return replace(spec, options={"tag": TAG, "request_id": context.client_request_id})
+        spec = parse_client_spec(raw, context, options=("layout",))
+        field, layout = f"{context.field}.layout", spec.options.get("layout")
+        if layout not in (None, ROUTED_EXPERTS):
+            raise RequestError(field, f"expected {ROUTED_EXPERTS!r}, or no layout, got {shown(layout)}")
+        others = [site.name for site in spec.sites if site.hook is not HookPoint.EXPERTS]
+        if layout is not None and others:
+            raise RequestError(field, f"{ROUTED_EXPERTS} has the hook point experts alone, not {shown(others[0])}")
+        return replace(spec, options={**spec.options, "tag": TAG, "request_id": context.client_request_id})
 
     def begin(self, request: RequestInfo) -> None:
         self._sizes.begin(request)
@@ -190,6 +201,9 @@ def encode(captured: CapturedRequest, context: ConsumerContext) -> bytes:
         name=captured.request.client_request_id,
     )
     tensors = {POSITIONS: torch.from_numpy(captured.positions), TOKEN_IDS: torch.from_numpy(captured.token_ids)}
+    if captured.request.spec.options.get("layout") == ROUTED_EXPERTS:
+        tensors[ROUTED_EXPERTS] = torch.stack([captured.rows[site] for site in captured.sites], dim=1)
+        return bytes(save(tensors, metadata=sidecar.to_strings()))
     for site in captured.sites:
         # A copy: sites may be views of one block, and the library refuses tensors that share memory.
         tensors[site.name] = captured.rows[site].reshape(num_rows, model.shape(site).width).clone()
@@ -215,6 +229,10 @@ class InlineRows:
         self.sites = tuple(Site.parse(name) for name in msgspec.json.decode(about["sites"]))
         self.positions: Int64Array = tensors.pop(POSITIONS).numpy()
         self.token_ids: Int64Array = tensors.pop(TOKEN_IDS).numpy()
+        if ROUTED_EXPERTS in tensors:
+            tensors |= {
+                site.name: rows for site, rows in zip(self.sites, tensors[ROUTED_EXPERTS].unbind(1), strict=True)
+            }
         self._rows: dict[Site, torch.Tensor] = {site: tensors[site.name] for site in self.sites}
 
     def __len__(self) -> int:

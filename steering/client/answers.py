@@ -18,6 +18,9 @@ from headgate.steering.vectors.dtypes import STORAGE, StoredType, widen
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+_INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2"}
+"""Element types of positions, tokens and numbers of experts, by the names of the format."""
+
 
 def inline_rows(result: CaptureResult, sample: int = 0) -> dict[str, Array]:
     """Return the arrays that the consumer `inline` sent back: one for each site, ``"positions"`` and ``"token_ids"``.
@@ -62,8 +65,8 @@ def hidden_state(value: Any) -> Array | None:
 
 
 def _array(tensor: Tensor) -> Array:
-    if tensor.dtype == "I64":
-        return np.frombuffer(tensor.data, "<i8").reshape(tensor.shape)
+    if tensor.dtype in _INTEGERS:
+        return np.frombuffer(tensor.data, _INTEGERS[tensor.dtype]).reshape(tensor.shape)
     if tensor.dtype not in FORMAT_NAMES:
         raise ValueError(f"cannot read rows of type {tensor.dtype}")
     dtype = FORMAT_NAMES[tensor.dtype]

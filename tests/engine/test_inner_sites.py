@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load
 
 from headgate.capture.schema.sites import READ_ONLY, HookPoint, Site
+from headgate.consumers.inline import fetch_rows
+from headgate.consumers.reader import open_captures
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import Reference, Steering, own_process, relative_error
 from tests.engine.inner_reference import inner_rows
@@ -32,6 +37,7 @@ ACTING = {
     "qwen2_moe": (HookPoint.Q, HookPoint.ROUTER_LOGITS, HookPoint.MLP_ACT),
     "deepseek_v3": (HookPoint.KV_LATENT, HookPoint.ROUTER_LOGITS, HookPoint.MLP_ACT),
 }
+LAYOUTS = ("request", "shards", "raw")
 FIRST_WITH_EXPERTS = {"deepseek_v3": 1}
 """DeepSeek is served without vLLM's rotary kernel for CPUs, which rotates some of its queries wrongly."""
 
@@ -45,6 +51,7 @@ class Served(NamedTuple):
 
     family: str
     hooks: list[HookPoint]
+    folder: Path
     plain: list[Any]
     plain_references: list[Reference]
     steered: list[Any]
@@ -68,19 +75,23 @@ def served(
     with pytest.MonkeyPatch.context() as environment:
         if is_compiled:
             environment.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
-        return serve(family, references, enforce_eager=not is_compiled)
+        return serve(family, references, tmp_path_factory.mktemp("rows"), enforce_eager=not is_compiled)
 
 
-def serve(family: str, references: ProcessPoolExecutor, **settings: Any) -> Served:
+def serve(family: str, references: ProcessPoolExecutor, folder: Path, **settings: Any) -> Served:
     """Start an engine, have `PROMPTS` answered plainly and steered, stop it; ask Hugging Face the same."""
     hooks = FAMILIES[family]
     sites = {hook.value: layers_of(family, hook) for hook in hooks}
     steered = {hook.value: layers_of(family, hook) for hook in hooks if hook not in READ_ONLY}
+    consumers: list[Any] = [{"name": "memory"}, {"name": "inline"}]
+    consumers += [
+        {"name": "filesystem", "instance_name": name, "params": {"root": str(folder / name), "layout": name}}
+        for name in LAYOUTS
+    ]
+    capture = {"consumers": consumers, "sites": sites}
     llm = start_llm(
         model=tiny_model(family),
-        additional_config={
-            "headgate": {"capture": {"consumers": [{"name": "memory"}], "sites": sites}, "steering": {"sites": steered}}
-        },
+        additional_config={"headgate": {"capture": capture, "steering": {"sites": steered}}},
         dtype="float32",
         skip_tokenizer_init=True,
         max_model_len=128,
@@ -106,7 +117,7 @@ def serve(family: str, references: ProcessPoolExecutor, **settings: Any) -> Serv
         for prompt, output, each in zip(PROMPTS * 2, [*plain, *steered], acting, strict=True)
     ]
     found = references.submit(inner_rows, tiny_model(family), family, torch.float32, requests).result()
-    return Served(family, hooks, plain, found[: len(PROMPTS)], steered, found[len(PROMPTS) :])
+    return Served(family, hooks, folder, plain, found[: len(PROMPTS)], steered, found[len(PROMPTS) :])
 
 
 def generate(llm: Any, sites: dict[str, Any], vectors: list[dict[Site, torch.Tensor]]) -> list[Any]:
@@ -116,6 +127,9 @@ def generate(llm: Any, sites: dict[str, Any], vectors: list[dict[Site, torch.Ten
     for each in vectors:
         made = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT)
         made.capture = {"memory": {"hooks": sites}}
+        if "experts" in sites:
+            made.capture |= {name: {"hooks": sites} for name in LAYOUTS}
+            made.capture["inline"] = {"hooks": {"experts": "all"}, "layout": "routed_experts"}
         field: dict[str, Any] = {}
         for site, vector in each.items():
             field.setdefault(site.hook.value, {})[site.layer] = vector.tolist()
@@ -158,3 +172,29 @@ def test_vectors_act_as_in_hugging_faces_model(served: Served) -> None:
     ):
         check(served, output, reference)
         assert relative_error(reference.rows[last][-1:], plain.rows[last][-1:]) > 1e-3
+
+
+def test_the_experts_of_all_layers_come_as_one_tensor(served: Served) -> None:
+    if HookPoint.EXPERTS not in served.hooks:
+        return
+    for output in served.plain:
+        payload, rows = output.capture_results["inline"].payload, output.capture_results["memory"].payload.rows
+        [found] = [found for name, found in load(base64.b64decode(payload["data"])).items() if "experts" in name]
+        layers = layers_of(served.family, HookPoint.EXPERTS)
+        expected = torch.stack([rows[Site(layer, HookPoint.EXPERTS)] for layer in layers], dim=1)
+
+        assert found.dtype == torch.int16
+        assert torch.equal(found, expected)
+        assert torch.equal(fetch_rows(payload)[f"{layers[-1]}.experts"], expected[:, -1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_hold_numbers_of_experts_as_integers(served: Served, layout: str) -> None:
+    if HookPoint.EXPERTS not in served.hooks:
+        return
+    captures = {each.metadata["client_request_id"]: each for each in open_captures(served.folder / layout)}
+    for output in served.plain:
+        for site, expected in output.capture_results["memory"].payload.rows.items():
+            found = captures[output.request_id].tensor(site.name)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected), site

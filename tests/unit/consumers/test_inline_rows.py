@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
-from headgate.capture.schema.consumer import ConsumerContext
-from headgate.capture.schema.errors import CaptureFileError
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.consumer import ConsumerContext, ModelInfo, SpecContext
+from headgate.capture.schema.errors import CaptureFileError, RequestError
+from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.sites import Site, SiteShape
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from headgate.consumers.inline import InlineConsumer, fetch_rows
+from headgate.steering.client import inline_rows
 from tests.fakes.capturing import HOOKS, spec_context
 
 
@@ -66,3 +69,36 @@ def test_a_payload_that_was_cut_is_refused(payload: Any) -> None:
 
     with pytest.raises(CaptureFileError, match="expected a payload"):
         fetch_rows({**payload, "data": base64.b64encode(data[:-1]).decode()})
+
+
+EXPERTS = ModelInfo(
+    name="m",
+    num_layers=4,
+    hidden_size=4,
+    dtype="bfloat16",
+    sites=tuple(Site.parse(name) for name in ("1.experts", "3.experts", "3.post_mlp")),
+    shapes={Site.parse(name): SiteShape(2, "int16") for name in ("1.experts", "3.experts")},
+)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "layout", "why"),
+    [
+        ({"experts": "all"}, "raw", "expected 'routed_experts', or no layout, got 'raw'"),
+        ({"experts": "all", "post_mlp": [3]}, "routed_experts", "has the hook point experts alone, not '3.post_mlp'"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(hooks: Any, layout: str, why: str) -> None:
+    context = SpecContext(instance_name="inline", model=EXPERTS, params={}, client_request_id="r")
+    with pytest.raises(RequestError, match=f"capture.inline.layout: .*{why}"):
+        InlineConsumer.validate_client_spec({"hooks": hooks, "layout": layout}, context)
+    spec = InlineConsumer.validate_client_spec({"hooks": {"experts": "all"}, "layout": "routed_experts"}, context)
+    assert [site.name for site in spec.sites] == ["1.experts", "3.experts"]
+
+
+def test_the_python_client_reads_numbers_of_experts() -> None:
+    data = base64.b64encode(save({"routed_experts": torch.arange(12, dtype=torch.int16).view(2, 3, 2)})).decode()
+    payload = {"format": "safetensors", "data": data}
+    result = CaptureResult(status="ok", num_rows=2, num_bytes=24, dropped_rows=0, error=None, payload=payload)
+
+    assert inline_rows(result)["routed_experts"].tolist() == torch.arange(12).view(2, 3, 2).tolist()
