@@ -6,6 +6,7 @@ The words are the same for every model family.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -40,6 +41,8 @@ class HookPoint(str, Enum):
     """The compressed row, after its norm, that latent attention (MLA) keeps in place of keys and values."""
     HOOK_Z = "hook_z"
     """Input of attention's output projection: the heads' results, concatenated."""
+    ATTN_OUT_PRE = "attn_out_pre"
+    """Attention's result in front of a norm of its own, before it is added to the stream."""
     ATTN_OUT = "attn_out"
     """Attention branch as it is added to the stream: after any post-norm and multiplier."""
     MLP_IN = "mlp_in"
@@ -52,6 +55,8 @@ class HookPoint(str, Enum):
     """Weights of the chosen experts in the order of `EXPERTS`, float32."""
     MLP_ACT = "mlp_act"
     """Input of the MLP's down projection: its neurons; of an MoE layer those of the shared expert."""
+    MLP_OUT_PRE = "mlp_out_pre"
+    """The MLP's result in front of a norm of its own, before it is added to the stream."""
     MLP_OUT = "mlp_out"
     """MLP branch as it is added to the stream: after any post-norm and multiplier."""
     FINAL_NORM = "final_norm"
@@ -81,13 +86,17 @@ BEFORE_MLP_OUT = (
     HookPoint.EXPERTS,
     HookPoint.EXPERT_WEIGHTS,
     HookPoint.MLP_ACT,
+    HookPoint.MLP_OUT_PRE,
 )
 """Hook points that reach the stream through the MLP's result alone, in the forward's order."""
 
 READ_ONLY = frozenset({HookPoint.EXPERTS, HookPoint.EXPERT_WEIGHTS})
 """Hook points whose values follow from those of `HookPoint.ROUTER_LOGITS`, and cannot be steered."""
 
-INNER_HOOKS = frozenset({*BEFORE_KERNEL, *BEFORE_MLP_OUT}) - {HookPoint.ATTN_IN, HookPoint.MLP_IN}
+INNER_HOOKS = frozenset({*BEFORE_KERNEL, HookPoint.ATTN_OUT_PRE, *BEFORE_MLP_OUT}) - {
+    HookPoint.ATTN_IN,
+    HookPoint.MLP_IN,
+}
 """Hook points within attention and the MLP that not every layer has; their rows have widths of their own."""
 
 ALIASES: dict[str, HookPoint] = {
@@ -96,8 +105,34 @@ ALIASES: dict[str, HookPoint] = {
     "post_block": HookPoint.POST_MLP,
     "resid_post": HookPoint.POST_MLP,
     "last_hidden_state": HookPoint.FINAL_NORM,
+    "hook_resid_pre": HookPoint.PRE_ATTN,
+    "hook_resid_mid": HookPoint.POST_ATTN,
+    "hook_resid_post": HookPoint.POST_MLP,
+    "hook_attn_out": HookPoint.ATTN_OUT,
+    "hook_mlp_out": HookPoint.MLP_OUT,
+    "attn.hook_q": HookPoint.Q_PRE,
+    "attn.hook_k": HookPoint.K_PRE,
+    "attn.hook_rot_q": HookPoint.Q,
+    "attn.hook_rot_k": HookPoint.K,
+    "attn.hook_v": HookPoint.V,
+    "attn.hook_z": HookPoint.HOOK_Z,
+    "mlp.hook_post": HookPoint.MLP_ACT,
+    "hook_q": HookPoint.Q_PRE,
+    "hook_k": HookPoint.K_PRE,
+    "hook_rot_q": HookPoint.Q,
+    "hook_rot_k": HookPoint.K,
+    "hook_v": HookPoint.V,
+    "hook_post": HookPoint.MLP_ACT,
+    "input_layernorm.output": HookPoint.ATTN_IN,
+    "self_attn.o_proj.input": HookPoint.HOOK_Z,
+    "mlp.input": HookPoint.MLP_IN,
+    "mlp.down_proj.input": HookPoint.MLP_ACT,
+    "mlp.gate.output": HookPoint.ROUTER_LOGITS,
 }
-"""Names of other tools that are accepted wherever a hook point is read; answers use our own."""
+"""Names of TransformerLens, nnsight and others that are accepted wherever a hook point is read; answers use our own."""
+
+EMBEDDING_NAMES = frozenset({"embed", "hook_embed"})
+"""Names of the stream in front of the first layer, ``0.pre_attn``, behind the model's own scaling; without a layer."""
 
 _UNDERSCORED: dict[str, HookPoint] = {**{hook.value: hook for hook in HookPoint}, **ALIASES}
 
@@ -106,6 +141,10 @@ HOOK_NAMES: dict[str, HookPoint] = {
     **{name.replace("_", "-"): hook for name, hook in _UNDERSCORED.items()},
 }
 """Every name of a hook point that is read: with underscores, or with hyphens (``post-mlp``)."""
+
+
+_SITE = re.compile(r"(?:blocks\.|(?:model\.)?(?:language_model\.)?layers\.)?([0-9]+)\.(.+)")
+"""A layer and a name of `HOOK_NAMES`, also as ``blocks.5.hook_resid_pre`` and ``model.layers.5.mlp.input``."""
 
 
 class Site(NamedTuple):
@@ -126,18 +165,20 @@ class Site(NamedTuple):
 
     @classmethod
     def parse(cls, name: object) -> Site:
-        """Read what `name` writes; aliases are accepted.
+        """Read what `name` writes; aliases are accepted, with the layer as other tools write it.
 
         Raises:
             ValueError: If `name` is neither ``LAYER.HOOK`` nor ``final_norm``.
         """
-        layer, dot, hook = name.rpartition(".") if isinstance(name, str) else ("", "", "")
-        point = HOOK_NAMES.get(hook)
-        if point is HookPoint.FINAL_NORM and not dot:
+        if isinstance(name, str) and HOOK_NAMES.get(name) is HookPoint.FINAL_NORM:
             return FINAL_NORM_SITE
-        if point is None or point is HookPoint.FINAL_NORM or not layer.isdecimal():
+        if isinstance(name, str) and name in EMBEDDING_NAMES:
+            return cls(0, HookPoint.PRE_ATTN)
+        found = _SITE.fullmatch(name) if isinstance(name, str) else None
+        point = HOOK_NAMES.get(found[2]) if found else None
+        if found is None or point is None or point is HookPoint.FINAL_NORM:
             raise ValueError(f"not a site: {name!r}; expected LAYER.HOOK such as 12.post_mlp, or final_norm")
-        return cls(int(layer), point)
+        return cls(int(found[1]), point)
 
 
 FINAL_NORM_SITE = Site(-1, HookPoint.FINAL_NORM)
@@ -186,7 +227,7 @@ def parse_hook(name: object, field: str) -> HookPoint:
     """
     point = HOOK_NAMES.get(name) if isinstance(name, str) else None
     if point is None:
-        raise RequestError(field, f"unknown hook point {shown(name)}; known: {', '.join(sorted(_UNDERSCORED))}")
+        raise RequestError(field, f"unknown hook point {shown(name)}; known: {', '.join(sorted(HookPoint))}")
     return point
 
 
@@ -196,7 +237,7 @@ def parse_sites(hooks: object, num_layers: int, field: str) -> tuple[Site, ...]:
     Args:
         hooks: Mapping of hook point to layers. Layers are ``"all"``, one int, a list of ints (negative
             from the last layer), or ``{"layers": [...], "ranges": [[start, stop], ...]}`` with `stop`
-            exclusive. For ``final_norm`` the value is ``"all"``, ``True``, ``None`` or ``[]``.
+            exclusive. For ``final_norm`` and ``embed`` the value is ``"all"``, ``True``, ``None`` or ``[]``.
         num_layers: Number of decoder layers of the model.
         field: Path of `hooks` in the user's document, for errors.
 
@@ -206,12 +247,16 @@ def parse_sites(hooks: object, num_layers: int, field: str) -> tuple[Site, ...]:
     if not isinstance(hooks, Mapping) or not hooks:
         raise RequestError(field, f"expected a non-empty object of hook point to layers, got {shown(hooks)}")
     if len(hooks) > len(HOOK_NAMES):
-        raise RequestError(field, f"{len(hooks)} hook points; known: {', '.join(sorted(HOOK_NAMES))}")
+        raise RequestError(field, f"{len(hooks)} hook points; known: {', '.join(sorted(HookPoint))}")
     sites: set[Site] = set()
     for name, layers in hooks.items():
+        if name in EMBEDDING_NAMES:
+            _check_no_layers(layers, f"{field}.{name}", "embed")
+            sites.add(Site(0, HookPoint.PRE_ATTN))
+            continue
         hook = parse_hook(name, f"{field}.{name}")
         if hook is HookPoint.FINAL_NORM:
-            _check_final_norm(layers, f"{field}.{name}")
+            _check_no_layers(layers, f"{field}.{name}", "final_norm")
             sites.add(FINAL_NORM_SITE)
         else:
             sites.update(Site(layer, hook) for layer in parse_layers(layers, num_layers, f"{field}.{name}"))
@@ -245,7 +290,7 @@ def parse_configured(hooks: object, field: str, *, num_layers: int, sites: Seque
 
 
 def _expand_all(name: object, layers: object, sites: Sequence[Site], field: str) -> object:
-    if layers != "all":
+    if layers != "all" or name in EMBEDDING_NAMES:
         return layers
     hook = parse_hook(name, f"{field}.{name}")
     configured = [site.layer for site in sites if site.hook is hook and site.layer >= 0]
@@ -264,6 +309,7 @@ _FLOW = {
             HookPoint.PRE_ATTN,
             *BEFORE_KERNEL,
             HookPoint.HOOK_Z,
+            HookPoint.ATTN_OUT_PRE,
             HookPoint.ATTN_OUT,
             HookPoint.POST_ATTN,
             *BEFORE_MLP_OUT,
@@ -358,7 +404,7 @@ def _bound(bound: object, num_layers: int, field: str) -> int:
     return int(bound) if bound >= 0 else int(bound) + num_layers
 
 
-def _check_final_norm(layers: object, field: str) -> None:
+def _check_no_layers(layers: object, field: str, name: str) -> None:
     is_empty_list = _is_list(layers) and not layers
     if not (layers is None or layers is True or is_empty_list or (isinstance(layers, str) and layers == "all")):
-        raise RequestError(field, f'final_norm has no layers: expected "all", true, null or [], got {shown(layers)}')
+        raise RequestError(field, f'{name} has no layers: expected "all", true, null or [], got {shown(layers)}')

@@ -10,26 +10,17 @@ import re
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.features.tensors import FeatureFileError
 
-_NAMES: dict[str, HookPoint] = {
-    "hook_resid_pre": HookPoint.PRE_ATTN,
+_NAMES: dict[str, HookPoint] = {  # beside those that `Site.parse` reads
     "ln1.hook_in": HookPoint.PRE_ATTN,
     "input": HookPoint.PRE_ATTN,
     "attn.hook_in": HookPoint.ATTN_IN,
-    "input_layernorm.output": HookPoint.ATTN_IN,
-    "attn.hook_z": HookPoint.HOOK_Z,
-    "self_attn.o_proj.input": HookPoint.HOOK_Z,
-    "hook_attn_out": HookPoint.ATTN_OUT,
-    "hook_resid_mid": HookPoint.POST_ATTN,
     "ln2.hook_in": HookPoint.POST_ATTN,
     "mlp.hook_in": HookPoint.MLP_IN,
-    "mlp.input": HookPoint.MLP_IN,
     "pre_feedforward_layernorm.output": HookPoint.MLP_IN,
-    "hook_mlp_out": HookPoint.MLP_OUT,
     "mlp.hook_out": HookPoint.MLP_OUT,
     "mlp": HookPoint.MLP_OUT,
     "mlp.output": HookPoint.MLP_OUT,
     "post_feedforward_layernorm.output": HookPoint.MLP_OUT,
-    "hook_resid_post": HookPoint.POST_MLP,
     "": HookPoint.POST_MLP,
     "output": HookPoint.POST_MLP,
 }

@@ -268,7 +268,7 @@ def _read(reading: Reading) -> Iterator[tuple[str, str]]:
         yield reading.weight.module, f"{reading.where}.{'cosine' if reading.is_cosine else 'weight'}"
 
 
-_ATTENTION = (*BEFORE_KERNEL, HookPoint.HOOK_Z, HookPoint.ATTN_OUT)
+_ATTENTION = (*BEFORE_KERNEL, HookPoint.HOOK_Z, HookPoint.ATTN_OUT_PRE, HookPoint.ATTN_OUT)
 _MLP = (*BEFORE_MLP_OUT, HookPoint.MLP_OUT)
 """Branches that some models compute side by side, in an order of their own."""
 

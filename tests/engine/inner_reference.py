@@ -30,6 +30,12 @@ class InnerReference(HFReference):
                 stack.callback(attention.register_forward_pre_hook(lambda *_, at=index: running.append(at)).remove)
                 if hasattr(attention, "kv_a_layernorm"):
                     taps.at_output(stack, attention.kv_a_layernorm, Site(index, HookPoint.KV_LATENT))
+                for hook, path in (
+                    (HookPoint.ATTN_OUT_PRE, self.anatomy.attn_out),
+                    (HookPoint.MLP_OUT_PRE, self.anatomy.mlp_out),
+                ):
+                    if path.endswith("norm"):
+                        taps.at_input(stack, layer.get_submodule(path), Site(index, hook))
                 self._watch_mlp(stack, taps, layer.get_submodule(self.anatomy.mlp_in), index)
             functions = sys.modules[type(layers[0].get_submodule(self.anatomy.attn)).__module__]
             kernel = self._watched(taps, running, functions.eager_attention_forward, [*"qkv"], first=1)

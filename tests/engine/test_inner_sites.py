@@ -27,12 +27,13 @@ PROMPTS = [[3 + (7 * i) % 500 for i in range(40)], [9], [3 + (11 * i) % 500 for 
 NUM_OUTPUT = 5
 FAMILIES: dict[str, list[HookPoint]] = {
     "qwen3": [*HEADS, HookPoint.MLP_ACT],
-    "gemma3": [*HEADS, HookPoint.MLP_ACT],
+    "gemma3": [*HEADS, HookPoint.MLP_ACT, HookPoint.ATTN_OUT_PRE, HookPoint.MLP_OUT_PRE],
     "mixtral": [*HEADS, *ROUTED],
     "qwen2_moe": [*HEADS, *ROUTED, HookPoint.MLP_ACT],
     "deepseek_v3": [HookPoint.Q, HookPoint.KV_LATENT, *ROUTED, HookPoint.MLP_ACT],
 }
 ACTING = {
+    "gemma3": (HookPoint.K_PRE, HookPoint.ATTN_OUT_PRE, HookPoint.MLP_OUT_PRE),
     "mixtral": (HookPoint.Q_PRE, HookPoint.V, HookPoint.ROUTER_LOGITS),
     "qwen2_moe": (HookPoint.Q, HookPoint.ROUTER_LOGITS, HookPoint.MLP_ACT),
     "deepseek_v3": (HookPoint.KV_LATENT, HookPoint.ROUTER_LOGITS, HookPoint.MLP_ACT),

@@ -159,9 +159,15 @@ def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerLay
 
 
 def _with_inner_places(layout: LayerLayout, layer: nn.Module) -> LayerLayout:
-    """Add the places within the layer's attention, or why they can be no sites."""
+    """Add the places within the layer's attention and MLP, or why they can be no sites."""
     found = inner_places(layer, layout.attn, layout.attn_input)
-    return replace(layout, inner=found.places, absent=found.absent, hooks=layout.hooks | frozenset(found.places))
+    plain = {HookPoint.ATTN_OUT_PRE, HookPoint.MLP_OUT_PRE} - layout.inner.keys()
+    return replace(
+        layout,
+        inner={**layout.inner, **found.places},
+        absent={**found.absent, **dict.fromkeys(plain, "no norm is behind that branch")},
+        hooks=layout.hooks | frozenset(found.places),
+    )
 
 
 class _Reading:
@@ -233,6 +239,7 @@ class _Reading:
         layout = replace(layout, mid=call.module, mid_input=keys[0], mid_residual=keys[1], mid_norm=norm)
         layout = replace(layout, hooks=layout.hooks | {HookPoint.POST_ATTN})
         layout = self._with_mlp_input(self._with_attention_input(layout, attention), mlp[0])
+        layout = self._with_post_norms(layout, attention, rest)
         is_whole = len(mlp) == len(rest) and (self._carry is None or self._carry.numbers == mid)
         if self._is_pair:
             layout = replace(layout, first_norm=self._first_norm(call, keys[1], mid))
@@ -279,6 +286,17 @@ class _Reading:
         is_output = bool(source and source.module and source.element == 0 and source.module == layout.mid_norm)
         layout = replace(layout, mlp=call.module, mlp_input=key, mlp_in_is_norm_output=is_output)
         return replace(layout, hooks=layout.hooks | {HookPoint.MLP_IN})
+
+    def _with_post_norms(self, layout: LayerLayout, attention: list[Atom], mlp: list[Atom]) -> LayerLayout:
+        """Add the inputs of the norms whose results are the branches."""
+        found = {}
+        for hook, branches in ((HookPoint.ATTN_OUT_PRE, attention), (HookPoint.MLP_OUT_PRE, mlp)):
+            call = self._by_output.get(branches[0].number) if len(branches) == 1 else None
+            if call is None or not is_norm(call.module) or not self._is_called_once(call.module):
+                continue
+            if len(call.inputs) == 1:
+                found[hook] = HookPlace(module=call.module, value=next(iter(call.inputs)))
+        return replace(layout, inner=found, hooks=layout.hooks | frozenset(found))
 
     def _pair_branches(
         self, layout: LayerLayout, call: SymbolicCall, attention: set[int], is_whole: bool
@@ -382,7 +400,12 @@ def _agreed(layouts: Sequence[LayerLayout], where: str) -> LayerLayout:
     if _differ(layouts, "attn_branch", "mlp_branch", "branch_scale"):
         agreed = replace(agreed, attn_branch=None, mlp_branch=None, branch_scale=None)
         hooks -= {HookPoint.ATTN_OUT, HookPoint.MLP_OUT}
-    return replace(agreed, mlp_in_is_norm_output=is_output, hooks=hooks)
+    inner = dict(agreed.inner)
+    for hook, place in agreed.inner.items():
+        if any(layout.inner.get(hook) != place for layout in layouts):
+            del inner[hook]
+    hooks -= agreed.inner.keys() - inner.keys()
+    return replace(agreed, mlp_in_is_norm_output=is_output, inner=inner, hooks=hooks)
 
 
 def _differ(layouts: Sequence[LayerLayout], *names: str) -> bool:

@@ -278,7 +278,7 @@ def _check_shapes(where: str, layout: LayerLayout, shapes: Mapping[HookPoint, Si
         UnsupportedError: If they differ.
     """
     for hook, shape in shapes.items():
-        if (place := layout.inner.get(hook)) is None:
+        if (place := layout.inner.get(hook)) is None or not place.width:
             continue
         is_split = bool(place.whole_width) and place.width != place.whole_width
         whole = place.whole_width or shape.width

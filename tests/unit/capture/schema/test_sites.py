@@ -15,6 +15,7 @@ from headgate.capture.schema.sites import (
     FINAL_NORM_SITE,
     HookPoint,
     Site,
+    parse_configured,
     parse_layers,
     parse_sites,
     site_map,
@@ -154,6 +155,35 @@ def test_an_alias_chooses_the_same_sites(alias: str, hook: HookPoint) -> None:
 def test_hyphens_are_read_as_underscores(name: str, hook: str) -> None:
     assert parse_sites({name: [1]}, 2, "hooks") == parse_sites({hook: [1]}, 2, "hooks")
     assert Site.parse(f"1.{name}") == Site.parse(f"1.{hook}")
+
+
+@pytest.mark.parametrize(
+    ("name", "site"),
+    [
+        ("blocks.5.hook_resid_pre", "5.pre_attn"),
+        ("blocks.5.attn.hook_z", "5.hook_z"),
+        ("5.attn.hook_v", "5.v"),
+        ("5.hook_rot_q", "5.q"),
+        ("blocks.5.mlp.hook_post", "5.mlp_act"),
+        ("model.layers.5.self_attn.o_proj.input", "5.hook_z"),
+        ("model.language_model.layers.5.mlp.down_proj.input", "5.mlp_act"),
+        ("embed", "0.pre_attn"),
+        ("hook_embed", "0.pre_attn"),
+    ],
+)
+def test_a_site_may_have_the_name_that_another_tool_gives_it(name: str, site: str) -> None:
+    assert Site.parse(name).name == site
+
+
+def test_the_embedding_is_the_stream_in_front_of_the_first_layer() -> None:
+    assert parse_sites({"embed": "all", "mlp.hook_post": [1]}, 2, "hooks") == (
+        Site(0, HookPoint.PRE_ATTN),
+        Site(1, HookPoint.MLP_ACT),
+    )
+    configured = (Site(0, HookPoint.PRE_ATTN), Site(1, HookPoint.PRE_ATTN))
+    assert parse_configured({"embed": "all"}, "hooks", num_layers=2, sites=configured) == configured[:1]
+    with pytest.raises(RequestError, match=r"^hooks\.embed: embed has no layers"):
+        parse_sites({"embed": [0]}, 2, "hooks")
 
 
 def test_a_hook_point_named_twice_gives_each_site_once() -> None:

@@ -24,6 +24,8 @@ SITES = {
     "model.layers.12.self_attn.o_proj.input": "12.hook_z",
     "model.layers.12.input_layernorm.output": "12.attn_in",
     "layers.12": "12.post_mlp",
+    "blocks.12.attn.hook_rot_q": "12.q",
+    "model.layers.12.mlp.down_proj.input": "12.mlp_act",
     "layers.12.mlp": "12.mlp_out",
     "blocks.0.hook_embed": "0.pre_attn",
     "hook_embed": "0.pre_attn",
@@ -35,7 +37,7 @@ REFUSED = {
     "blocks.12.ln1.hook_normalized": "the norm's output before its gain",
     "blocks.12.hook_attn_in": "before the attention's norm",
     "model.layers.12.post_attention_layernorm.output": "the attention's branch in Gemma and the MLP's input in Llama",
-    "blocks.12.attn.hook_q": "no known place; name it: --site LAYER.HOOK",
+    "blocks.12.attn.hook_pattern": "no known place; name it: --site LAYER.HOOK",
     "transformer.h.12": "no known place",
     "": "no known place",
 }

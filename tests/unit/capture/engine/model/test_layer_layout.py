@@ -15,6 +15,7 @@ from headgate.capture.schema.sites import INNER_HOOKS, HookPoint
 
 ALL = frozenset(HookPoint) - INNER_HOOKS - {HookPoint.FINAL_NORM, HookPoint.HOOK_Z}
 """Of a class alone: `hook_z` and the inner ones are read from the modules of a layer."""
+BEFORE_POST_NORMS = frozenset({HookPoint.ATTN_OUT_PRE, HookPoint.MLP_OUT_PRE})
 BOUNDARIES = frozenset({HookPoint.PRE_ATTN, HookPoint.POST_MLP})
 
 
@@ -77,7 +78,7 @@ def test_post_norms_belong_to_the_branch() -> None:
     assert (layout.mid, layout.mid_input, layout.mid_residual) == ("pre_feedforward_layernorm", 0, "residual")
     assert (layout.mlp, layout.mlp_input) == ("mlp", "x")
     assert layout.first_norm == "input_layernorm"
-    assert layout.hooks == ALL
+    assert layout.hooks == ALL | BEFORE_POST_NORMS
 
 
 class Rescaled(Layer):
@@ -177,7 +178,12 @@ def test_without_a_norm_the_mlp_reads_the_mid_stream() -> None:
     assert (layout.mid, layout.mid_norm, layout.mlp, layout.mlp_in_is_norm_output) == ("mlp", None, "mlp", False)
     assert (layout.attn_branch, layout.mlp_branch) == ("post_attention_layernorm", "post_feedforward_layernorm")
     assert (layout.attn, layout.attn_input) == ("self_attn", 0)
-    assert layout.hooks == ALL
+    assert layout.hooks == ALL | BEFORE_POST_NORMS
+    places = {hook.value: (place.module, place.value) for hook, place in layout.inner.items()}
+    assert places == {
+        "attn_out_pre": ("post_attention_layernorm", 0),
+        "mlp_out_pre": ("post_feedforward_layernorm", 0),
+    }
 
 
 class Parallel(Layer):
