@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, TypedDict
 
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
-from headgate.steering.gates.gate import Gate, GatesWire, gates_from_wire, gates_to_wire
+from headgate.steering.gates.gate import Gate, GatesWire, gates_from_wire, gates_key, gates_to_wire
 from headgate.steering.programs.feature_edits import FeatureEdit, FeatureEditsWire, edits_from_wire, edits_to_wire
 from headgate.steering.programs.operations import (
     Operation,
@@ -209,6 +209,7 @@ class SteeringWire(TypedDict, total=False):
         decode_features: The same for the decode phase, unless they are those of the prefill phase.
         are_features_shared: True if they are.
         gates: Gates on the way to the engine core.
+        gates_key: `gates_key` of these, which is the same for all requests that bring them.
         rules: Names of rules, as of the spec.
         prefill_programs: As `prefill_parts`, for the modules' operations, in the order in which they act.
         decode_programs: The same for the decode phase.
@@ -233,6 +234,7 @@ class SteeringWire(TypedDict, total=False):
     decode_features: FeatureEditsWire
     are_features_shared: bool
     gates: GatesWire
+    gates_key: bytes
     rules: list[str]
     prefill_programs: list[list[Any]]
     decode_programs: list[list[Any]]
@@ -267,6 +269,7 @@ def to_wire(spec: SteeringSpec) -> SteeringWire:
         wire["decode_features"] = edits_to_wire(spec.decode_features)
     if spec.gates:
         wire["gates"] = gates_to_wire(spec.gates)
+        wire["gates_key"] = gates_key(wire["gates"])
     if spec.rules is not None:
         wire["rules"] = list(spec.rules)
     return wire
@@ -287,7 +290,7 @@ def programs_to_wire(prefill: Program | None, decode: Program | None) -> Steerin
 PROGRAM_KEYS = frozenset(
     (
         *("prefill_program", "decode_program", "is_program_shared", "prefill_ops", "decode_ops", "are_ops_shared"),
-        *("prefill_features", "decode_features", "are_features_shared", "gates"),
+        *("prefill_features", "decode_features", "are_features_shared", "gates", "gates_key"),
     )
 )
 """Keys of a `SteeringWire` that the engine core replaces where it makes the programs."""

@@ -34,6 +34,7 @@ from headgate.steering.gates.gate import (
     NamedProbe,
     Rule,
     gates_from_wire,
+    gates_key,
     gates_to_wire,
 )
 from headgate.steering.gates.lowering import GatedPrograms, Own, lower_gates
@@ -84,9 +85,9 @@ class KnownGates(NamedTuple):
     """Gates as a request brought them.
 
     Attributes:
-        key: SHA-256 of their wire form.
+        key: Their content key.
         gates: The gates.
-        num_bytes: Length of the wire form, which they hold.
+        num_bytes: Length of their wire form, which they hold.
     """
 
     key: bytes
@@ -100,13 +101,11 @@ class GateCache:
     def __init__(self) -> None:
         self._kept: KeptPrograms[tuple[KnownGates, LoweredGates | None]] = KeptPrograms()
 
-    def read(self, wire: GatesWire) -> KnownGates:
-        """Return the gates of a wire form."""
-        content = msgspec.msgpack.encode(wire)
-        key = hashlib.sha256(content).digest()
+    def read(self, wire: GatesWire, key: bytes) -> KnownGates:
+        """Return the gates of a wire form, with their content key."""
         if (found := self._kept.find(key)) is not None:
             return found[0]
-        known = KnownGates(key, gates_from_wire(wire), len(content))
+        known = KnownGates(key, gates_from_wire(wire), len(msgspec.msgpack.encode(wire)))
         self._kept.keep(key, (known, None), known.num_bytes)
         return known
 
@@ -312,7 +311,10 @@ def gated(
     if keys or any(gate.then.attenuate is not None for gate in gates):
         made = lower_gates(gates, content, content.dtype, _own(static), owned.latched(keys))
     else:
-        lowered = _lowered(known or owned.cache.read(gates_to_wire(gates)), content, limits, num_prompt, owned.cache)
+        if known is None:
+            wire = gates_to_wire(gates)
+            known = owned.cache.read(wire, gates_key(wire))
+        lowered = _lowered(known, content, limits, num_prompt, owned.cache)
         if static.is_nothing:
             return lowered.alone if lowered.num_prompt == num_prompt else for_prompt(lowered.alone, num_prompt)
         made = lowered.made

@@ -139,7 +139,7 @@ class SteeringCore:
             name: self._payloads.shared(value) if name in ("prefill", "decode") else value
             for name, value in wire.items()
         }
-        gates = self.state.gates.read(wire["gates"]) if "gates" in wire else None
+        gates = self.state.gates.read(wire["gates"], wire["gates_key"]) if "gates" in wire else None
         spec = from_wire(shared, None if gates is None else gates.gates)
         self.state.rules.add(req_id, spec.rules, num_prompt)
         try:

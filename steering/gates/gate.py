@@ -10,6 +10,7 @@ front end that reads a trace and the engine core that lowers the gates need not 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -526,6 +527,11 @@ def gates_to_wire(gates: Sequence[Gate]) -> GatesWire:
         }
         for gate in gates
     ]
+
+
+def gates_key(wire: GatesWire) -> bytes:
+    """Return the content key of gates in wire form, 32 bytes."""
+    return hashlib.sha256(msgspec.msgpack.encode(wire)).digest()
 
 
 def gates_from_wire(wire: Iterable[dict[str, Any]]) -> tuple[Gate, ...]:
