@@ -121,7 +121,7 @@ REFUSED = {
     "one head": ({"hook_head_index": 3}, "an SAE of one attention head"),
     "hook_mlp_in": ({"metadata": {"hook_name": "blocks.3.hook_mlp_in"}}, "before the MLP's norm in TransformerLens"),
     "ln2": ({"metadata": {"hook_name": "blocks.3.ln2.hook_normalized"}}, "the norm's output before its gain"),
-    "unknown": ({"metadata": {"hook_name": "blocks.3.hook_q"}}, "no known place; name it: --site"),
+    "unknown": ({"metadata": {"hook_name": "blocks.3.attn.hook_pattern"}}, "no known place; name it: --site"),
     "k": ({"architecture": "topk", "k": 2.5}, "k: expected a whole number, got 2.5"),
     "large k": ({"architecture": "topk", "k": FEATURES + 1}, f"expected k from 1 to {FEATURES}"),
     "d_sae": ({"d_sae": FEATURES + 1}, "d_in, d_sae of cfg.json"),
