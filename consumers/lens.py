@@ -404,6 +404,10 @@ class LensConsumer(StreamingConsumer):
         parse_params(params)
 
     @classmethod
+    def offers(cls, params: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
+        return {LENS: parse_params(params).names}
+
+    @classmethod
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
         return parse_request(raw, context)
 

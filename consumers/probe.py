@@ -159,6 +159,10 @@ class ProbeConsumer(StreamingConsumer):
         parse_params(params)
 
     @classmethod
+    def offers(cls, params: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
+        return {PROBES: list(params[PROBES])}
+
+    @classmethod
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
         return parse_request(raw, context)
 

@@ -478,6 +478,17 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
             raise ConfigError(f"{cls.__name__} takes no parameters, got {sorted(params)}")
 
     @classmethod
+    def offers(cls, params: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
+        """Name what requests may choose from, by the field of a request that names it. By default nothing.
+
+        ``GET /v1/capture/consumers`` reports it to clients, which get no parameters.
+
+        Args:
+            params: Checked ones.
+        """
+        return {}
+
+    @classmethod
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
         """Check and resolve what a request wrote under ``capture[instance]``.
 

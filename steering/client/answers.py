@@ -198,6 +198,7 @@ class Consumer(msgspec.Struct, frozen=True, kw_only=True):
         location: ``worker`` or ``driver``.
         reads_client_spec: Whether requests can name it.
         overload: Policy for rows that come faster than the consumer reads them: ``block``, ``drop`` or ``spill``.
+        offers: Names that requests may choose from, by the field that names them.
     """
 
     name: str
@@ -205,6 +206,7 @@ class Consumer(msgspec.Struct, frozen=True, kw_only=True):
     location: str
     reads_client_spec: bool
     overload: str
+    offers: dict[str, list[str]] = {}
 
 
 class Capturable(msgspec.Struct, frozen=True, kw_only=True):

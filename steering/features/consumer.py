@@ -425,6 +425,10 @@ class FeaturesConsumer(StreamingConsumer):
         parse_params(params)
 
     @classmethod
+    def offers(cls, params: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
+        return {"sae": list(params["saes"])}
+
+    @classmethod
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
         return parse_request(raw, context)
 

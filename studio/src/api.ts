@@ -1,6 +1,6 @@
 // Calls of the server: headgate's documented routes and vLLM's own, on the page's own origin and nowhere else.
 
-export interface Consumer { name: string; consumer: string; location: string; reads_client_spec: boolean; overload: string }
+export interface Consumer { name: string; consumer: string; location: string; reads_client_spec: boolean; overload: string; offers?: Record<string, string[]> }
 export interface Capturable { consumers: Consumer[]; sites: Record<string, number[]> }
 export interface Layers { hook_points: Record<string, number[]>; op_hook_points: Record<string, number[]>; num_layers: number; hidden_size: number; dtype: string }
 export interface Content { hash: string | null; sites: string[]; op_sites: string[] }

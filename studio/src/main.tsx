@@ -6,11 +6,13 @@ import { render } from "preact";
 import { useState } from "preact/hooks";
 import { Dialog, Field, Notice } from "./parts";
 import { keepHash, openRecording, restore } from "./share";
-import { branches, facts, featuresName, attentionName, gates, isRecorded, items, keys, loadFacts, setKeys, settings, turns, unreachable, type View, view, watched } from "./state";
+import { branches, facts, attentionName, featuresName, gates, isRecorded, items, keys, loadFacts, setKeys, settings, turns, unreachable, type View, view, watched } from "./state";
 import { TakeHome } from "./takehome";
+import { AttentionView } from "./views/attention";
 import { Captures } from "./views/captures";
 import { Chat } from "./views/chat";
 import { DynamicView } from "./views/dynamic";
+import { FeaturesView } from "./views/features";
 import { GridView } from "./views/grid";
 import { ServerView } from "./views/server";
 import { Steer } from "./views/steer";
@@ -18,6 +20,8 @@ import { Steer } from "./views/steer";
 const VIEWS: { view: View; label: string; show: () => preact.JSX.Element; isThere?: () => boolean }[] = [
   { view: "chat", label: "Chat", show: () => <Chat /> },
   { view: "grid", label: "Grid", show: () => <GridView /> },
+  { view: "attention", label: "Attention", show: () => <AttentionView />, isThere: () => !isRecorded.value && !!attentionName.value },
+  { view: "features", label: "Features", show: () => <FeaturesView />, isThere: () => isRecorded.value || !!featuresName.value },
   { view: "steer", label: "Steer", show: () => <Steer /> },
   { view: "dynamic", label: "Dynamic", show: () => <DynamicView /> },
   { view: "captures", label: "Captures", show: () => <Captures /> },
@@ -90,7 +94,6 @@ function start(): void {
     setInterval(() => { if (!document.hidden && (unreachable.value || !facts.value)) void loadFacts(); }, 3000);
     addEventListener("hashchange", () => { if (restore(location.hash)) void loadFacts(); });
   }
-  void [featuresName, attentionName];
   const page = document.getElementById("page")!;
   page.textContent = "";
   render(<App />, page);

@@ -25,6 +25,8 @@ export function steeringFields(chosen: readonly Item[]): Json {
   for (const [phase, prefix] of [["both", ""], ["prompt", "prefill_"], ["answer", "decode_"]] as const) {
     const own = sumBySite(chosen.filter((item) => item.kind === "local" && item.phase === phase));
     if (own) fields[`${prefix}steering_vectors`] = own;
+    const edits = chosen.filter((item) => item.kind === "feature" && item.phase === phase && item.scale !== 0);
+    if (edits.length) fields[`${prefix}steering_features`] = edits.map((item) => ({ sae: item.sae, feature: item.feature, add: item.scale }));
   }
   return fields;
 }
@@ -106,10 +108,11 @@ function watchGates(): Json[] {
 }
 
 function captureFields(): Json {
-  const { reads, readHook, readLayer } = settings.value;
-  if (!inlineName.value || reads === "none") return {};
-  const layers = reads === "all" ? "all" : [readLayer];
-  return { capture: { [inlineName.value]: { hooks: { [readHook]: layers }, positions: "all" } } };
+  const { reads, readHook, readLayer, sae } = settings.value;
+  const capture: Json = {};
+  if (inlineName.value && reads !== "none") capture[inlineName.value] = { hooks: { [readHook]: reads === "all" ? "all" : [readLayer] }, positions: "all" };
+  if (featuresName.value && sae) capture[featuresName.value] = { sae, positions: "all", top: 20 };
+  return Object.keys(capture).length ? { capture, capture_wait: true } : {};
 }
 
 export function chatBody(messages: Message[], kind: Run["kind"]): Json {
@@ -141,7 +144,7 @@ export function isSteering(): boolean {
 // ---- answers
 
 function newRun(kind: Run["kind"], body: Json): Run {
-  return { kind, status: "waiting", error: "", notice: "", path: "/v1/chat/completions", body, prompt: [], answer: [], series: {}, gates: Object.create(null) as Run["gates"], grid: null, meanNorms: {}, seconds: 0 };
+  return { kind, status: "waiting", error: "", notice: "", path: "/v1/chat/completions", body, prompt: [], answer: [], text: "", series: {}, gates: Object.create(null) as Run["gates"], grid: null, features: null, attention: null, meanNorms: {}, seconds: 0 };
 }
 
 let stopping = new AbortController();
@@ -160,15 +163,11 @@ export async function answer(turn: Turn): Promise<void> {
   const signal = stopping.signal;
   const prompt = promptTokens(messages).catch(() => [] as Token[]);
   await Promise.all(turn.runs.map((run) => follow(run, prompt, signal)));
-  turn.text = textOf(turn.runs[turn.chosen]!);
+  turn.text = turn.runs[turn.chosen]!.text;
   turns.value = [...turns.value];
   const steered = turn.runs.find((run) => run.kind === "steered" && run.status === "done");
   if (steered && settings.value.compares) await scorePlain(steered, signal);
   changed();
-}
-
-export function textOf(run: Run): string {
-  return run.answer.map((token) => token.text).join("");
 }
 
 async function promptTokens(messages: Message[]): Promise<Token[]> {
@@ -221,6 +220,7 @@ async function settled(promise: Promise<unknown>): Promise<boolean> {
 function takeChoice(run: Run, chunk: Chunk, traces: Trace[]): void {
   const choice = chunk.choices[0];
   if (!choice) return;
+  run.text += choice.delta?.content ?? "";
   const listed = choice.logprobs?.content ?? [];
   const ids = choice.token_ids ?? [];
   if (listed.length) run.answer.push(...listed.map((each, i) => tokenOf(each, ids[i] ?? null)));
@@ -307,7 +307,31 @@ async function scorePlain(run: Run, signal: AbortSignal): Promise<void> {
 
 // ---- rows
 
+function takeFeatures(run: Run, result: CaptureResult): void {
+  const found = result.payload as Run["features"];
+  if (!found?.positions) {
+    run.notice = `The features did not come with the answer: ${result.error ?? "the server gives no reason"}.`;
+    return;
+  }
+  run.features = found;
+  const total = run.prompt.length + run.answer.length;
+  run.series["strongest"] = { label: `strongest feature of ${found.sae}`, values: placed(found.values.map((each) => each?.[0] ?? (each ? 0 : NaN)), found.positions, total) };
+}
+
+/** The activations of one feature by position; 0 where it is not among the strongest of a token. */
+export function activationsOf(run: Run, feature: number): number[] {
+  const found = run.features;
+  const values = filled(run.prompt.length + run.answer.length);
+  found?.positions.forEach((position, i) => {
+    const place = found.ids[i]?.indexOf(feature) ?? -1;
+    if (found.ids[i]) values[position] = place < 0 ? 0 : found.values[i]![place]!;
+  });
+  return values;
+}
+
 function takeCaptures(run: Run, results: Record<string, CaptureResult>): void {
+  const features = featuresName.value ? results[featuresName.value] : undefined;
+  if (features) takeFeatures(run, features);
   const inline = inlineName.value ? results[inlineName.value] : undefined;
   if (!inline) return;
   const tensors = rowsOf(inline);
@@ -422,6 +446,25 @@ export async function readGrid(run: Run, progress: (text: string) => void): Prom
   changed();
 }
 
+export function attentionBody(ids: number[], layer: number): Json {
+  const wanted = { layers: [layer], heads: "all", queries: "all_prompt" };
+  return { model: facts.value?.model ?? "", prompt: ids, max_tokens: 1, temperature: 0, capture: { [attentionName.value ?? "attention"]: wanted }, capture_wait: true };
+}
+
+/** Reads the attention patterns of a run's tokens at one layer, without steering. */
+export async function readAttention(run: Run, layer: number): Promise<void> {
+  const ids = [...run.prompt, ...run.answer].map((token) => token.id);
+  if (ids.some((id) => id === null)) throw new ApiError("The ids of these tokens are not known, so they cannot be read again.", null);
+  const found = await api.value.post<{ capture_results: Record<string, CaptureResult> }>("/v1/completions", attentionBody(ids as number[], layer));
+  const tensors = rowsOf(found.capture_results[attentionName.value!]!);
+  if (typeof tensors === "string") throw new ApiError(tensors, null);
+  const tensor = tensors[`${layer}.attention`];
+  const queries = Array.from(tensors["queries"]?.data ?? [], Number);
+  if (!tensor || tensor.shape.length !== 3) throw new ApiError("The answer has no attention of this layer.", null);
+  run.attention = { layer, queries, numHeads: tensor.shape[1]!, numKeys: tensor.shape[2]!, values: tensor.data as Float32Array };
+  changed();
+}
+
 function mergeGrid(into: Grid, from: Grid, start: number, stopAt: number): void {
   from.layers.forEach((layer, i) => {
     const row = into.layers.indexOf(layer);
@@ -456,4 +499,3 @@ function takePromptLogprobs(run: Run, listed: (Record<string, { logprob: number 
   });
 }
 
-export { attentionName, featuresName };

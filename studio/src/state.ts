@@ -32,6 +32,12 @@ export interface Grid {
   lens: Lens | null;
 }
 
+/** Patterns of one layer: values are [queries][heads][keys]. */
+export interface Attention { layer: number; queries: number[]; numHeads: number; numKeys: number; values: Float32Array }
+
+/** Strongest features of each row; ids and values are null where the row is not finite. */
+export interface Features { sae: string; positions: number[]; ids: (number[] | null)[]; values: (number[] | null)[]; labels: Record<string, string> }
+
 export interface Lens { name: string; layers: Record<string, { ids: number[][]; tokens: string[][]; logprobs: number[][]; token_logprobs?: number[][]; token_ranks?: number[][] }>; positions: number[]; tokens: string[] }
 
 export interface Run {
@@ -43,9 +49,13 @@ export interface Run {
   body: Record<string, unknown>;
   prompt: Token[];
   answer: Token[];
+  /** The answer as the conversation goes on with it: without special tokens, and without the reasoning. */
+  text: string;
   series: Record<string, Series>;
   gates: Record<string, { strength: number[]; applied: number[] }>;
   grid: Grid | null;
+  features: Features | null;
+  attention: Attention | null;
   /** Mean norm of the stream over the answer, by site, where rows were read. */
   meanNorms: Record<string, number>;
   seconds: number;
@@ -54,7 +64,7 @@ export interface Run {
 export interface Turn { id: number; parent: number; role: "system" | "user" | "assistant"; text: string; runs: Run[]; chosen: number }
 
 export type Phase = "both" | "prompt" | "answer";
-export interface Item { name: string; kind: "module" | "local"; isOn: boolean; scale: number; phase: Phase; site: string; row: Float32Array | null; about: string; /** Of the registered content that `row` is; another content of the name has another. */ hash?: string | null }
+export interface Item { name: string; kind: "module" | "local" | "feature"; isOn: boolean; scale: number; phase: Phase; site: string; row: Float32Array | null; about: string; /** Of an item that is a feature. */ sae?: string; feature?: number; /** Of the registered content that `row` is; another content of the name has another. */ hash?: string | null }
 
 export interface GateSpec {
   name: string;
@@ -87,6 +97,8 @@ export const settings = signal({
   showsPrompt: false,
   lens: "",
   lensToken: "",
+  sae: "",
+  attentionLayer: -1,
 });
 export const items = signal<Item[]>([]);
 export const gates = signal<GateSpec[]>([]);
@@ -175,6 +187,14 @@ function consumerOf(kind: string): string | null {
   return facts.value?.capture?.consumers.find((each) => each.consumer === kind && each.reads_client_spec)?.name ?? null;
 }
 
+/** Layers whose attention can be read: both q and k are captured. */
+export const attentionLayers = computed(() => (sites.value["q"] ?? []).filter((layer) => sites.value["k"]?.includes(layer)));
+
+/** Names that requests of a consumer may choose from. */
+export function offered(kind: string, field: string): string[] {
+  return facts.value?.capture?.consumers.find((each) => each.consumer === kind)?.offers?.[field] ?? [];
+}
+
 /** Hook points that can be captured, and their layers. */
 export const sites = computed(() => facts.value?.capture?.sites ?? {});
 
@@ -224,9 +244,10 @@ function settle(): void {
   const hook = hooks.includes(settings.value.readHook) ? settings.value.readHook : (hooks.find((name) => name === "post_mlp") ?? hooks[0] ?? "post_mlp");
   const layers = sites.value[hook] ?? [];
   const layer = layers.includes(settings.value.readLayer) ? settings.value.readLayer : (layers[Math.floor(layers.length / 2)] ?? -1);
-  set({ readHook: hook, readLayer: layer, reads: inlineName.value ? settings.value.reads : settings.value.reads });
+  const known = (kind: string, field: string, chosen: string) => (offered(kind, field).includes(chosen) ? chosen : "");
+  set({ readHook: hook, readLayer: layer, lens: known("lens", "lens", settings.value.lens), sae: known("features", "sae", settings.value.sae) });
   const modules = facts.value?.steering?.modules ?? {};
-  const kept = items.value.filter((item) => item.kind === "local" || item.name in modules);
+  const kept = items.value.filter((item) => item.kind !== "module" || item.name in modules);
   for (const module of Object.values(modules)) {
     const known = kept.findIndex((item) => item.kind === "module" && item.name === module.name);
     if (known >= 0) {

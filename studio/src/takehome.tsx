@@ -2,7 +2,7 @@
 
 import { useState } from "preact/hooks";
 import { Dialog, Notice } from "./parts";
-import { readBody } from "./run";
+import { attentionBody, readBody } from "./run";
 import { type Call, curl, download, headgate, link, openai, recording } from "./share";
 import { currentRun, isRecorded, view } from "./state";
 import { lastRegistered } from "./views/steer";
@@ -16,6 +16,11 @@ function callsOf(): Call[] {
       const ids = found ? [...found.run.prompt, ...found.run.answer].map((token) => token.id) : [];
       if (!ids.length || ids.some((id) => id === null)) return [];
       return [{ title: "All layers of these tokens", method: "POST", path: "/v1/completions", body: readBody(ids as number[], 0, ids.length) }];
+    }
+    case "attention": {
+      const ids = found ? [...found.run.prompt, ...found.run.answer].map((token) => token.id) : [];
+      if (!ids.length || ids.some((id) => id === null) || !found?.run.attention) return [];
+      return [{ title: "Attention of these tokens", method: "POST", path: "/v1/completions", body: attentionBody(ids as number[], found.run.attention.layer) }];
     }
     case "steer":
       return [...(lastRegistered.value ? [{ title: "Register the vector", method: "POST" as const, path: "/v1/steering/modules/register", body: lastRegistered.value }] : []), ...chat];

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect, sync_playwright
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save_file
 
 from headgate.capture.engine.access.access_key import digest_of
 from headgate.steering import probes
@@ -34,8 +35,7 @@ KEY = "key-of-alice"
 COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
 FLAGS = [
     *("--served-model-name", "smollm2", "--dtype", "float32", "--enforce-eager", "--block-size", "32"),
-    *("--max-model-len", "1024", "--capture-consumers", "inline:max_bytes=4000000"),
-    *("--capture-sites", SITES, "--enable-steering", "--steering-op-sites", SITES),
+    *("--max-model-len", "1024", "--capture-sites", SITES, "--enable-steering", "--steering-op-sites", SITES),
 ]
 LAYER = 12
 QUESTION = "How was your day?"
@@ -57,9 +57,33 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     keys.chmod(0o600)
     weight = np.random.default_rng(3).normal(size=(1, SIZE)).astype(np.float32)
     probes.save(folder / "mood.safetensors", probes.from_direction(weight[0], at=f"{LAYER}.post_mlp", name="mood"))
-    flags = [*FLAGS, "--headgate-keys", str(keys), "--probes", f"mood={folder / 'mood.safetensors'}"]
+    sae = save_sae(folder)
+    consumers = ["inline:max_bytes=4000000", "lens", f"features:saes={json.dumps({'words': str(sae)})}"]
+    files = ["--probes", f"mood={folder / 'mood.safetensors'}", "--saes", f"words={sae}"]
+    flags = [*FLAGS, "--headgate-keys", str(keys), *files, "--capture-consumers", *consumers]
     with serving([*COMMAND, str(model_dir), *flags]) as running:
         yield running
+
+
+def save_sae(folder: Path) -> Path:
+    """An SAE of random directions in SAELens' format, imported, with a hostile label."""
+    decoder = torch.nn.functional.normalize(torch.randn(64, SIZE, generator=torch.Generator().manual_seed(0)), dim=1)
+    biases = {"b_enc": torch.full((64,), -3.0), "b_dec": torch.zeros(SIZE)}
+    about = {"architecture": "standard", "d_in": SIZE, "d_sae": 64, "dtype": "float32", "apply_b_dec_to_input": True}
+    about |= {"normalize_activations": "none", "metadata": {"hook_name": f"blocks.{LAYER}.hook_resid_post"}}
+    (folder / "words").mkdir()
+    save_file(
+        {"W_enc": decoder.T.contiguous(), "W_dec": decoder, **biases}, folder / "words" / "sae_weights.safetensors"
+    )
+    (folder / "words" / "cfg.json").write_text(json.dumps(about))
+    (folder / "labels.jsonl").write_text(
+        "".join(json.dumps({"id": i, "text": f"{i} {EVIL}"}) + "\n" for i in range(64))
+    )
+    target = folder / "words.safetensors"
+    for arguments in (["import", folder / "words", "--to", target], ["labels", target, folder / "labels.jsonl"]):
+        command = [sys.executable, "-c", COMMAND[1], "sae", *map(str, arguments)]
+        subprocess.run(command, check=True, timeout=patience(120))
+    return target
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +201,28 @@ def test_every_token_shows_the_numbers_that_the_api_returns(page: Page, server: 
     assert scores[:-1] == pytest.approx(answered, rel=1e-2, abs=0.05)
 
 
+def test_a_conversation_goes_on_with_the_answers_text_and_branches_stay(page: Page, server: Server) -> None:
+    prepare(page)
+    ask(page, "What is the capital of France?")
+    (run,) = ask(page, "And of Italy?").all()
+
+    first = chat(server, "What is the capital of France?")["choices"][0]
+    assert first["finish_reason"] == "stop"  # its last token is a special one, which is shown and is no text
+    texts = ["What is the capital of France?", first["message"]["content"], "And of Italy?"]
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    body = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 16}
+    told = call(server, "/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+    assert run.get_by_role("group").last.inner_text().removesuffix("<|im_end|>").strip() == told.strip()
+    page.get_by_role("button", name="Edit").first.click()
+    page.get_by_label("Edit your message").fill("Name a colour.")
+    page.get_by_role("button", name="Send as a new branch").click()
+    expect(page.locator(".run[data-status=done]")).to_have_count(1)
+    expect(page.locator(".turn.user .text")).to_have_text("Name a colour.")
+    page.get_by_role("button", name="Branch before").click()
+    expect(page.locator(".turn.user .text")).to_have_text(["What is the capital of France?", "And of Italy?"])
+
+
 def test_the_grid_shows_norms_and_cosines_of_all_layers(page: Page, server: Server) -> None:
     prepare(page, tokens=8)
     ask(page)
@@ -201,6 +247,67 @@ def test_the_grid_shows_norms_and_cosines_of_all_layers(page: Page, server: Serv
         if layer:
             cosine = float(torch.nn.functional.cosine_similarity(here, before, dim=0))
             assert float(shown["cosine"] or "nan") == pytest.approx(cosine, abs=1e-4)
+
+
+def test_the_lens_shows_what_its_consumer_answers(page: Page, server: Server) -> None:
+    prepare(page, tokens=4)
+    ask(page, "What is the capital of France?")
+    page.get_by_role("button", name="Layer by layer").click()
+    page.get_by_label("Lens").select_option("logit")
+    page.get_by_label("Rank of the token").fill(" Paris")
+    page.get_by_label("Rank of the token").press("Tab")
+    page.get_by_role("button", name="Read all layers").click()
+    canvas = page.get_by_role("application")
+    expect(canvas).to_be_visible()
+    expect(page.get_by_label("Shows").locator("option")).to_have_count(4)
+
+    wanted = {"lens": "logit", "layers": "all", "positions": "all", "top": 5, "tokens": [" Paris"]}
+    told = chat(server, "What is the capital of France?", max_tokens=4, capture={"lens": wanted})
+    lens = told["capture_results"]["lens"]["payload"]
+    canvas.focus()
+    for layer in range(6):
+        canvas.press("ArrowUp" if layer else "ArrowRight")
+        expect(page.locator(".cell b")).to_have_text(f"{layer}.post_mlp")
+        expected = lens["layers"][str(layer)]
+        shown = page.locator(".cell li")
+        logprobs = [float(each.get_attribute("data-logprob") or "nan") for each in shown.all()]
+        assert logprobs == pytest.approx(expected["logprobs"][0], abs=1e-3)
+        assert page.locator('.cell [data-value="rank"] td').inner_text() == str(expected["token_ranks"][0][0])
+
+
+def test_features_are_those_of_the_consumer_and_one_of_them_steers(page: Page, server: Server) -> None:
+    page.get_by_label("Features of").select_option("words")
+    prepare(page, tokens=6)
+    ask(page)
+    show(page, "Features")
+    rows = page.locator("[data-feature]")
+    found = {
+        int(row.get_attribute("data-feature") or -1): float(row.locator("[data-most]").get_attribute("data-most") or 0)
+        for row in rows.all()
+    }
+
+    told = chat(server, max_tokens=6, capture={"features": {"sae": "words", "positions": "all", "top": 20}})
+    payload = told["capture_results"]["features"]["payload"]
+    expected: dict[int, float] = {}
+    for ids, values in list(zip(payload["ids"], payload["values"], strict=True))[1:]:
+        for feature, value in zip(ids, values, strict=True):
+            expected[feature] = max(value, expected.get(feature, 0.0))
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert EVIL in rows.first.inner_text()
+    page.get_by_label("Search labels").fill("7 <img")
+    expect(rows).to_have_count(sum(str(feature).endswith("7") for feature in expected))
+    rows.first.get_by_role("button", name="Steer with it").click()
+    page.get_by_role("slider").fill("60")
+    show(page, "Chat")
+    _, steered = ask(page, runs=2).all()
+    feature = next(feature for feature in sorted(expected, key=expected.__getitem__, reverse=True) if feature % 10 == 7)
+    edit = {"sae": "words", "feature": feature, "add": 60}
+    user = {"role": "user", "content": QUESTION}
+    before = {"role": "assistant", "content": told["choices"][0]["message"]["content"]}
+    messages = [user, before, user]
+    body = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 6, "steering_features": [edit]}
+    answer = call(server, "/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+    assert steered.get_by_role("group").last.inner_text().strip() == answer.strip()
 
 
 GLAD = [f"I feel wonderful and full of joy when I think about {topic}." for topic in ("the weather", "my work")]
@@ -294,7 +401,7 @@ def test_prompts_answers_and_names_are_never_html(page: Page, server: Server) ->
     ask(page, EVIL)
     assert page.locator(".turn.user .text").inner_text() == EVIL
     page.get_by_label("Show the prompt").check()
-    for view in ("Steer", "Dynamic", "Server", "Grid", "Chat"):
+    for view in ("Features", "Steer", "Dynamic", "Server", "Grid", "Chat"):
         show(page, view)
         assert page.locator("main img, main script").count() == 0
     page.get_by_role("button", name="Take it home").click()
@@ -465,7 +572,8 @@ def test_nothing_serious_stands_in_the_way_of_screen_readers(page: Page, axe: st
     look = "async () => (await axe.run(document)).violations.filter((v) => ['serious', 'critical'].includes(v.impact))"
     found: dict[str, Any] = {}
     visits: dict[str, Callable[[], None]] = {
-        view: partial(show, page, view) for view in ("Chat", "Grid", "Steer", "Dynamic", "Captures", "Server")
+        view: partial(show, page, view)
+        for view in ("Chat", "Grid", "Features", "Steer", "Dynamic", "Captures", "Server")
     }
     visits["keys"] = lambda: page.get_by_role("button", name="Keys").click()
     for name, visit in visits.items():

@@ -174,6 +174,7 @@ def test_consumers_are_listed_without_their_parameters(server: Server) -> None:
         "location": "worker",
         "reads_client_spec": True,
         "overload": "block",
+        "offers": {},
     }
     assert answer.json()["sites"] == {"post_mlp": [3, 5]}
     assert "size" not in answer.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -13,13 +13,13 @@ from headgate.capture.engine.commands.serve import serve_model
 
 INLINE_BYTES = 64 << 20
 DEFAULTS = {
-    "--host": "127.0.0.1",
-    "--capture-consumers": f"inline:max_bytes={INLINE_BYTES}",
-    "--steering-op-sites": '{"post_mlp": "all"}',
+    "--host": ["127.0.0.1"],
+    "--capture-consumers": [f"inline:max_bytes={INLINE_BYTES}", "lens"],
+    "--steering-op-sites": ['{"post_mlp": "all"}'],
 }
 """Flags of `headgate serve` that the studio sets where the user has not."""
 
-DEMO = {**DEFAULTS, "--served-model-name": "smollm2", "--dtype": "float32", "--max-model-len": "4096"}
+DEMO = {**DEFAULTS, "--served-model-name": ["smollm2"], "--dtype": ["float32"], "--max-model-len": ["4096"]}
 """Flags that `--demo` sets; its model is small enough for any CPU."""
 
 HELP = f"""Serve a model with the studio, a page in the browser: headgate studio MODEL, or headgate studio --demo.
@@ -57,10 +57,10 @@ def arguments_of(given: Sequence[str]) -> list[str]:
     return with_defaults([str(ensure_model(cache_folder())), *rest, "--enforce-eager"], DEMO)
 
 
-def with_defaults(given: Sequence[str], defaults: dict[str, str]) -> list[str]:
+def with_defaults(given: Sequence[str], defaults: Mapping[str, Sequence[str]]) -> list[str]:
     """Return arguments with those of `defaults` whose flags are not among them, in any of their spellings."""
     flags = {argument.partition("=")[0].replace("_", "-") for argument in given if argument.startswith("--")}
-    return [*given, *(part for flag, value in defaults.items() if flag not in flags for part in (flag, value))]
+    return [*given, *(part for flag, values in defaults.items() if flag not in flags for part in (flag, *values))]
 
 
 def cache_folder() -> Path:

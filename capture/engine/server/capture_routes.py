@@ -30,8 +30,13 @@ _CONSUMER = {
         "location": {"type": "string", "enum": ["worker", "driver"]},
         "reads_client_spec": {"type": "boolean", "description": "Whether requests can name it."},
         "overload": {"type": "string", "enum": ["block", "drop", "spill"]},
+        "offers": {
+            "type": "object",
+            "additionalProperties": {"type": "array", "items": _TEXT},
+            "description": "Names that requests may choose from, by the field that names them: {lens: [logit]}.",
+        },
     },
-    "required": ["name", "consumer", "location", "reads_client_spec", "overload"],
+    "required": ["name", "consumer", "location", "reads_client_spec", "overload", "offers"],
 }
 _SCHEMA = {
     "type": "object",
@@ -54,6 +59,7 @@ _EXAMPLE = {
             "location": "worker",
             "reads_client_spec": True,
             "overload": "block",
+            "offers": {},
         }
     ],
     "count": 1,
@@ -249,6 +255,7 @@ def described(front: FrontEnd) -> dict[str, object]:
                 "location": consumer.location,
                 "reads_client_spec": consumer.reads_client_spec,
                 "overload": spec.overload,
+                "offers": consumer.offers(spec.params),
             }
         )
     return {"consumers": found, "count": len(found), "sites": site_map(sites)}

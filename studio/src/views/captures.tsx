@@ -42,7 +42,7 @@ function Opened({ name, tensors, metadata }: { name: string; tensors: Tensors; m
     const positions = positionsOf(tensors);
     const tokens = Array.from({ length: total }, () => ({ text: "?", id: null as number | null, logprob: null, top: [] }));
     positions.forEach((position, i) => (tokens[position] = { text: `#${ids[i] ?? "?"}`, id: ids[i] ?? null, logprob: null, top: [] }));
-    const run: Run = { kind: "plain", status: "done", error: "", notice: "", path: "", body: {}, prompt: tokens, answer: [], series: {}, gates: {}, grid: gridOf(tensors, hook, total), meanNorms: {}, seconds: 0 };
+    const run: Run = { kind: "plain", status: "done", error: "", notice: "", path: "", body: {}, prompt: tokens, answer: [], text: "", series: {}, gates: {}, grid: gridOf(tensors, hook, total), features: null, attention: null, meanNorms: {}, seconds: 0 };
     const id = Math.max(0, ...turns.value.map((turn) => turn.id)) + 1;
     turns.value = [...turns.value, { id, parent: 0, role: "assistant", text: name, runs: [run], chosen: 0 }];
     branches.value = { ...branches.value, 0: id };

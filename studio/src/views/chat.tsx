@@ -3,8 +3,8 @@
 import { useState } from "preact/hooks";
 import { scaleOf, shown } from "../colour";
 import { Choice, ColourChoice, Field, Legend, Notice, Tokens } from "../parts";
-import { answer, isSteering, stop, textOf, watchable } from "../run";
-import { addTurn, branches, facts, inlineName, isRecorded, path, type Run, selected, set, settings, siblings, sites, tick, turns, type Turn, view, watched } from "../state";
+import { answer, isSteering, stop, watchable } from "../run";
+import { addTurn, branches, facts, featuresName, inlineName, isRecorded, offered, path, type Run, selected, set, settings, siblings, sites, tick, turns, type Turn, view, watched } from "../state";
 import { LiveTrace } from "./trace";
 
 /** Whether an answer is still being read; its comparison with the plain model may follow. */
@@ -33,6 +33,7 @@ export function Chat() {
         <ColourChoice runs={shownRuns} />
         <Watched />
         <Reading />
+        <FeaturesOf />
         <Sampling />
         {path.value.length > 0 && !isRecorded.value && (
           <button type="button" class="quiet" onClick={() => { stop(); turns.value = []; branches.value = {}; selected.value = null; }}>
@@ -94,6 +95,12 @@ function Watched() {
       ))}
     </fieldset>
   );
+}
+
+function FeaturesOf() {
+  const found = offered("features", "sae");
+  if (!found.length || !featuresName.value) return null;
+  return <Choice label="Features of" value={settings.value.sae} options={[{ value: "", label: "no SAE" }, ...found.map((name) => ({ value: name, label: name }))]} onChange={(sae) => set({ sae })} />;
 }
 
 function Reading() {
@@ -235,7 +242,7 @@ function RunView({ run, turn, index, scale, difference }: { run: Run; turn: Turn
       {run.status === "done" && !isRecorded.value && (
         <p class="actions">
           <button type="button" class="quiet" onClick={() => { pick(0); view.value = "grid"; }}>Layer by layer</button>
-          {isCompared && turn.chosen !== index && <button type="button" class="quiet" onClick={() => { turn.chosen = index; turn.text = textOf(run); turns.value = [...turns.value]; }}>Go on from this answer</button>}
+          {isCompared && turn.chosen !== index && <button type="button" class="quiet" onClick={() => { turn.chosen = index; turn.text = run.text; turns.value = [...turns.value]; }}>Go on from this answer</button>}
           {isCompared && turn.chosen === index && <small>the conversation goes on from this answer</small>}
         </p>
       )}

@@ -4,7 +4,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { cellColour, scaleOf, type Scale, shown } from "../colour";
 import { Choice, Field, GridLegend, Notice } from "../parts";
 import { readGrid } from "../run";
-import { currentRun, type Grid, inlineName, isRecorded, lensName, type Run, set, settings, sites, tick, type Token } from "../state";
+import { currentRun, type Grid, inlineName, isRecorded, lensName, offered, type Run, set, settings, sites, tick, type Token } from "../state";
 import { visible } from "../tokens";
 
 export type Shows = "norm" | "cosine" | "lens" | "rank";
@@ -65,8 +65,8 @@ export function GridView() {
         {!isRecorded.value && hooks.length > 0 && <Choice label="Hook point" value={settings.value.readHook} options={hooks.map((name) => ({ value: name, label: name }))} onChange={(readHook) => set({ readHook, readLayer: (sites.value[readHook] ?? [])[0] ?? -1 })} />}
         {!isRecorded.value && lensName.value && (
           <>
-            <Field label="Lens" hint="empty: none"><input value={settings.value.lens} placeholder="logit" onChange={(event) => set({ lens: event.currentTarget.value.trim() })} /></Field>
-            <Field label="Rank of the token"><input value={settings.value.lensToken} onChange={(event) => set({ lensToken: event.currentTarget.value })} /></Field>
+            <Choice label="Lens" value={settings.value.lens} options={[{ value: "", label: "none" }, ...offered("lens", "lens").map((name) => ({ value: name, label: name }))]} onChange={(lens) => set({ lens })} />
+            {settings.value.lens && <Field label="Rank of the token"><input value={settings.value.lensToken} placeholder="such as “ Paris”" onChange={(event) => set({ lensToken: event.currentTarget.value })} /></Field>}
           </>
         )}
         {!isRecorded.value && (inlineName.value || lensName.value) && <button type="button" disabled={!!progress} onClick={() => void read()}>{grid ? "Read all layers again" : "Read all layers"}</button>}
@@ -93,25 +93,27 @@ const LEFT = 44;
 
 function Canvas({ grid, run, values, scale, cell, onCell, shows }: CanvasProps) {
   const canvas = useRef<HTMLCanvasElement>(null);
+  const axis = useRef<HTMLCanvasElement>(null);
   const box = useRef<HTMLDivElement>(null);
   const [width, setWidth] = useState(0);
   const tokens = tokensOf(run);
   const layers = grid.layers.length;
   const isText = shows === "lens" && layers > 0;
-  const cellWidth = Math.max(isText ? 64 : 1, Math.min(isText ? 90 : 26, Math.floor((width - LEFT - 8) / Math.max(1, grid.numTokens))));
+  const cellWidth = Math.max(isText ? 64 : 1, Math.min(isText ? 90 : 26, Math.floor((width - LEFT - 60) / Math.max(1, grid.numTokens))));
   const cellHeight = isText ? 18 : Math.max(4, Math.min(18, Math.floor(520 / Math.max(1, layers))));
   useEffect(() => {
     const watcher = new ResizeObserver(() => setWidth(box.current?.clientWidth ?? 0));
     watcher.observe(box.current!);
     return () => watcher.disconnect();
   }, []);
-  const total = { width: LEFT + cellWidth * grid.numTokens + 8, height: TOP + cellHeight * layers + 4 };
+  const total = { width: cellWidth * grid.numTokens + 60, height: TOP + cellHeight * layers + 4 };
   useEffect(() => {
+    drawAxis(axis.current!, grid.layers, cellHeight, total.height);
     draw(canvas.current!, { grid, tokens, values, scale, cell, cellWidth, cellHeight, isText, total });
   });
   const place = (event: MouseEvent): { row: number; column: number } | null => {
     const from = canvas.current!.getBoundingClientRect();
-    const column = Math.floor((event.clientX - from.left - LEFT) / cellWidth);
+    const column = Math.floor((event.clientX - from.left) / cellWidth);
     const row = layers - 1 - Math.floor((event.clientY - from.top - TOP) / cellHeight);
     return column >= 0 && column < grid.numTokens && row >= 0 && row < layers ? { row, column } : null;
   };
@@ -124,6 +126,7 @@ function Canvas({ grid, run, values, scale, cell, onCell, shows }: CanvasProps) 
   };
   return (
     <div class="canvas" ref={box} tabIndex={0} role="application" aria-label={`${LABELS[shows]} by layer and token, ${layers} layers, ${grid.numTokens} tokens. Use the arrow keys to step through cells.`} onKeyDown={key}>
+      <canvas ref={axis} class="axis" aria-hidden="true" />
       <canvas ref={canvas} onMouseMove={(event) => { const at = place(event); if (at) onCell(at); }} onClick={(event) => { const at = place(event); if (at) onCell(at); }} />
     </div>
   );
@@ -131,14 +134,32 @@ function Canvas({ grid, run, values, scale, cell, onCell, shows }: CanvasProps) 
 
 interface Drawing { grid: Grid; tokens: Token[]; values: number[][]; scale: Scale; cell: { row: number; column: number } | null; cellWidth: number; cellHeight: number; isText: boolean; total: { width: number; height: number } }
 
-function draw(canvas: HTMLCanvasElement, { grid, tokens, values, scale, cell, cellWidth, cellHeight, isText, total }: Drawing): void {
-  const ratio = total.width * devicePixelRatio > 16000 ? 1 : devicePixelRatio;
-  canvas.width = Math.min(32000, total.width * ratio);
-  canvas.height = total.height * ratio;
-  canvas.style.width = `${total.width}px`;
-  canvas.style.height = `${total.height}px`;
+/** A canvas of that size, empty, in the text's colour. */
+function cleared(canvas: HTMLCanvasElement, width: number, height: number): CanvasRenderingContext2D {
+  const ratio = width * devicePixelRatio > 16000 ? 1 : devicePixelRatio;
+  canvas.width = Math.min(32000, width * ratio);
+  canvas.height = height * ratio;
+  canvas.style.width = `${canvas.width / ratio}px`;
+  canvas.style.height = `${height}px`;
   const context = canvas.getContext("2d")!;
   context.scale(ratio, ratio);
+  const style = getComputedStyle(canvas);
+  context.fillStyle = style.color;
+  context.strokeStyle = style.color;
+  context.font = `11px ${style.fontFamily}`;
+  return context;
+}
+
+/** Numbers of layers; they stay where they are while tokens are scrolled. */
+function drawAxis(canvas: HTMLCanvasElement, layers: number[], cellHeight: number, height: number): void {
+  const context = cleared(canvas, LEFT, height);
+  context.textAlign = "right";
+  const every = Math.max(1, Math.ceil(14 / cellHeight));
+  layers.forEach((layer, row) => { if (row % every === 0) context.fillText(String(layer), LEFT - 6, TOP + cellHeight * (layers.length - row) - cellHeight / 2 + 4); });
+}
+
+function draw(canvas: HTMLCanvasElement, { grid, tokens, values, scale, cell, cellWidth, cellHeight, isText, total }: Drawing): void {
+  const context = cleared(canvas, total.width, total.height);
   const layers = grid.layers.length;
   const image = new ImageData(Math.max(1, grid.numTokens), Math.max(1, layers));
   for (let row = 0; row < layers; row++) {
@@ -151,18 +172,12 @@ function draw(canvas: HTMLCanvasElement, { grid, tokens, values, scale, cell, ce
   small.height = image.height;
   small.getContext("2d")!.putImageData(image, 0, 0);
   context.imageSmoothingEnabled = false;
-  context.drawImage(small, LEFT, TOP, cellWidth * grid.numTokens, cellHeight * layers);
-  const style = getComputedStyle(canvas);
-  context.fillStyle = style.color;
-  context.font = `11px ${style.fontFamily}`;
-  context.textAlign = "right";
-  const every = Math.max(1, Math.ceil(14 / cellHeight));
-  grid.layers.forEach((layer, row) => { if (row % every === 0) context.fillText(String(layer), LEFT - 6, TOP + cellHeight * (layers - row) - cellHeight / 2 + 4); });
+  context.drawImage(small, 0, TOP, cellWidth * grid.numTokens, cellHeight * layers);
   if (cellWidth >= 11) {
     context.textAlign = "left";
     tokens.forEach((token, column) => {
       context.save();
-      context.translate(LEFT + cellWidth * (column + 0.5) + 3, TOP - 5);
+      context.translate(cellWidth * (column + 0.5) + (isText ? 0 : 3), TOP - 5);
       context.rotate(isText ? 0 : -Math.PI / 3);
       context.textAlign = isText ? "center" : "left";
       context.fillText(visible(token.text).slice(0, 12), 0, 0);
@@ -171,9 +186,8 @@ function draw(canvas: HTMLCanvasElement, { grid, tokens, values, scale, cell, ce
   }
   if (isText) drawLens(context, grid, values, scale, cellWidth, cellHeight);
   if (cell) {
-    context.strokeStyle = style.color;
     context.lineWidth = 2;
-    context.strokeRect(LEFT + cellWidth * cell.column, TOP + cellHeight * (layers - 1 - cell.row), cellWidth, cellHeight);
+    context.strokeRect(cellWidth * cell.column, TOP + cellHeight * (layers - 1 - cell.row), cellWidth, cellHeight);
   }
 }
 
@@ -185,7 +199,7 @@ function drawLens(context: CanvasRenderingContext2D, grid: Grid, values: number[
       const [red, green, blue] = cellColour(values[row]?.[position] ?? NaN, scale);
       context.fillStyle = red * 0.3 + green * 0.59 + blue * 0.11 > 130 ? "#111" : "#fff";
       const text = visible(found?.tokens[i]?.[0] ?? "");
-      context.fillText(text.slice(0, Math.floor(cellWidth / 7)), LEFT + cellWidth * (position + 0.5), TOP + cellHeight * (grid.layers.length - row) - 5);
+      context.fillText(text.slice(0, Math.floor(cellWidth / 7)), cellWidth * (position + 0.5), TOP + cellHeight * (grid.layers.length - row) - 5);
     });
   });
 }
@@ -203,12 +217,12 @@ function Cell({ grid, run, row, column }: { grid: Grid; run: Run; row: number; c
         <tbody>
           <tr data-value="norm"><th scope="row">norm</th><td data-value={grid.norms[row]?.[column]}>{shown(grid.norms[row]?.[column])}</td></tr>
           <tr data-value="cosine"><th scope="row">cosine to the layer before</th><td data-value={grid.cosines[row]?.[column]}>{shown(grid.cosines[row]?.[column])}</td></tr>
-          {lens?.token_ranks && at >= 0 && grid.lens!.tokens.map((name, i) => <tr key={name} data-value="rank"><th scope="row">rank of “{visible(name)}”</th><td>{lens.token_ranks![at]?.[i] ?? "–"}</td></tr>)}
+          {lens?.token_ranks && at >= 0 && grid.lens!.tokens.map((name, i) => <tr key={name} data-value="rank"><th scope="row">rank of “{visible(name)}”</th><td data-value={lens.token_ranks![at]?.[i]}>{lens.token_ranks![at]?.[i] ?? "–"}</td></tr>)}
         </tbody>
       </table>
       {lens && at >= 0 && (
         <ol class="alternatives">
-          {lens.tokens[at]?.map((text, i) => <li key={i}><i style={{ width: `${Math.exp(lens.logprobs[at]![i]!) * 6}em` }} /><span>{visible(text)}</span> <small>{(Math.exp(lens.logprobs[at]![i]!) * 100).toFixed(1)} %</small></li>)}
+          {lens.tokens[at]?.map((text, i) => <li key={i} data-logprob={lens.logprobs[at]![i]}><i style={{ width: `${Math.exp(lens.logprobs[at]![i]!) * 6}em` }} /><span>{visible(text)}</span> <small>{(Math.exp(lens.logprobs[at]![i]!) * 100).toFixed(1)} %</small></li>)}
         </ol>
       )}
     </div>

@@ -47,9 +47,9 @@ export function doseOf(item: Item): number | null {
 function ItemView({ item }: { item: Item }) {
   const [error, setError] = useState("");
   const module = item.kind === "module" ? facts.value?.steering?.modules[item.name] : undefined;
-  const where = module ? [...new Set([...module.prefill.sites, ...module.decode.sites, ...module.prefill.op_sites, ...module.decode.op_sites])] : [item.site];
+  const where = item.kind === "feature" ? [] : module ? [...new Set([...module.prefill.sites, ...module.decode.sites, ...module.prefill.op_sites, ...module.decode.op_sites])] : [item.site];
   const hasOperations = !!module && module.prefill.op_sites.length + module.decode.op_sites.length > 0;
-  const isFree = item.kind === "local" || (!hasOperations && where.every((site) => { const [layer, hook] = splitSite(site); return facts.value?.layers?.op_hook_points[hook]?.includes(layer); }));
+  const isFree = item.kind !== "module" || (!hasOperations && where.every((site) => { const [layer, hook] = splitSite(site); return facts.value?.layers?.op_hook_points[hook]?.includes(layer); }));
   const dose = doseOf(item);
   const forget = async () => {
     try {
@@ -63,8 +63,8 @@ function ItemView({ item }: { item: Item }) {
   return (
     <li class="item">
       <label class="check"><input type="checkbox" checked={item.isOn} onChange={() => change(item, { isOn: !item.isOn })} /><b>{item.name}</b></label>
-      <small>{item.kind === "module" ? "registered" : "in this tab only"}, at {where.slice(0, 4).join(", ")}{where.length > 4 ? ` and ${where.length - 4} more` : ""}{item.about ? `; ${item.about}` : ""}</small>
-      <Field label={`Scale ${item.scale}`}><input type="range" aria-label={`Scale of ${item.name}`} min={-10} max={10} step={0.25} value={item.scale} onInput={(event) => change(item, { scale: Number(event.currentTarget.value), isOn: true })} /></Field>
+      <small>{item.kind === "feature" ? `feature ${item.feature} of ${item.sae}` : `${item.kind === "module" ? "registered" : "in this tab only"}, at ${where.slice(0, 4).join(", ")}`}{where.length > 4 ? ` and ${where.length - 4} more` : ""}{item.about ? `; ${item.about}` : ""}</small>
+      <Field label={`Scale ${item.scale}`}><input type="range" aria-label={`Scale of ${item.name}`} min={item.kind === "feature" ? -100 : -10} max={item.kind === "feature" ? 100 : 10} step={0.25} value={item.scale} onInput={(event) => change(item, { scale: Number(event.currentTarget.value), isOn: true })} /></Field>
       <Choice<Phase> label="Acts on" value={item.phase} onChange={(phase) => change(item, { phase })} options={[{ value: "both", label: "prompt and answer" }, { value: "prompt", label: "the prompt", isOff: !isFree }, { value: "answer", label: "the answer", isOff: !isFree }]} />
       <span class="dose" title="‖s v‖ / ‖h‖: the length of what is added, relative to the mean length of the stream over the answer that was read last">{dose === null ? "" : `relative dose ${shown(dose)}`}</span>
       {item.kind === "local" && item.row && <Save item={item} />}

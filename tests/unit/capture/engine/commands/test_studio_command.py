@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,15 +13,16 @@ from headgate.capture.engine.commands import studio
 from headgate.capture.engine.commands.studio import DEFAULTS, DEMO, arguments_of
 
 
-def values(arguments: list[str]) -> dict[str, str]:
-    return dict(pairwise(arguments))
+def has(arguments: list[str], flag: str, values: Sequence[str]) -> bool:
+    place = arguments.index(flag) + 1
+    return arguments[place : place + len(values)] == [*values]
 
 
 def test_flags_that_are_not_given_are_set() -> None:
     arguments = arguments_of(["my/model", "--port", "9000"])
 
     assert arguments[:3] == ["my/model", "--port", "9000"]
-    assert DEFAULTS.items() <= values(arguments).items()
+    assert all(has(arguments, flag, values) for flag, values in DEFAULTS.items())
 
 
 @pytest.mark.parametrize("given", [["--host", "::1"], ["--host=::1"]])
@@ -30,7 +31,7 @@ def test_what_is_given_stays(given: list[str]) -> None:
 
     assert arguments[: 2 + len(given) + 1] == ["my/model", *given, "--capture_consumers", "memory"]
     assert "127.0.0.1" not in arguments
-    assert DEFAULTS["--capture-consumers"] not in arguments
+    assert DEFAULTS["--capture-consumers"][0] not in arguments
 
 
 def test_the_demo_serves_its_own_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def test_the_demo_serves_its_own_model(monkeypatch: pytest.MonkeyPatch, tmp_path
     arguments = arguments_of(["--demo", "--port", "9000"])
 
     assert arguments[:4] == [str(tmp_path / "smollm2"), "--port", "9000", "--enforce-eager"]
-    assert DEMO.items() <= values(arguments).items()
+    assert all(has(arguments, flag, values) for flag, values in DEMO.items())
 
 
 @pytest.mark.parametrize("arguments", [["studio"], ["studio", "--help"]])

@@ -45,6 +45,8 @@ def root(tmp_path: Path) -> Path:
 def client(root: Path) -> Iterator[TestClient]:
     consumers = (
         CaptureConsumerSpec(name="logging"),
+        CaptureConsumerSpec(name="lens"),
+        CaptureConsumerSpec(name="probe", params={"probes": {"anger": str(root / "anger.safetensors")}}),
         CaptureConsumerSpec(name="moments", instance_name="spread", params={"root": str(root)}),
     )
     front = SimpleNamespace(config=CaptureConsumersConfig(consumers=consumers), model=EXAMPLE_MODEL)
@@ -150,7 +152,7 @@ def test_a_prompt_that_cannot_be_read_is_refused(client: TestClient, body: Any, 
 
 
 def test_the_list_of_consumers_is_no_state(client: TestClient) -> None:
-    assert client.get("/v1/capture/consumers").json()["count"] == 2
+    assert client.get("/v1/capture/consumers").json()["count"] == 4
 
 
 def test_a_damaged_state_is_an_error_that_names_the_file(client: TestClient, root: Path) -> None:
@@ -160,3 +162,11 @@ def test_a_damaged_state_is_an_error_that_names_the_file(client: TestClient, roo
 
     assert answer.status_code == 500
     assert "moments-0.safetensors" in answer.text
+
+
+def test_names_that_requests_may_choose_from_are_listed_and_parameters_are_not(client: TestClient) -> None:
+    answer = client.get("/v1/capture/consumers", headers={"x-headgate-key": "mine"})
+
+    offers = {each["name"]: each["offers"] for each in answer.json()["consumers"]}
+    assert offers == {"logging": {}, "lens": {"lens": ["logit"]}, "probe": {"probes": ["anger"]}, "spread": {}}
+    assert "safetensors" not in answer.text
