@@ -29,6 +29,7 @@ from headgate.capture.schema.consumer import (
     RowSpan,
     StreamingConsumer,
 )
+from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, SiteShape, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 
@@ -80,14 +81,14 @@ class ExampleRequest:
             request_id=request_id,
             client_request_id=f"client-{request_id}",
             prompt_token_ids=token_ids[:prompt],
-            spec=replace(spec, positions=spec.positions.resolve(prompt, "positions")),
+            spec=spec.with_positions(lambda selector: selector.resolve(prompt, "positions")),
         )
 
-    def wanted(self, start: int = 0, stop: int | None = None) -> Int64Array:
-        """The positions from `start` up to `stop`, by default the request's end, that its selector selects."""
+    def wanted(self, start: int = 0, stop: int | None = None, selector: PositionSelector | None = None) -> Int64Array:
+        """The positions from `start` up to `stop`, by default the request's end, that a selector of its selects."""
         positions = np.arange(start, self.final.num_rows if stop is None else stop, dtype=np.int64)
         num_prompt = np.full(len(positions), self.info.num_prompt_tokens, dtype=np.int64)
-        return positions[self.info.spec.positions.mask(positions, num_prompt)]
+        return positions[(selector or self.info.spec.positions).mask(positions, num_prompt)]
 
     def rows(self, site: Site, positions: Int64Array) -> Tensor:
         """``[len(positions), width]`` in the site's dtype."""
@@ -149,9 +150,10 @@ class Feed:
         """
         groups: dict[tuple[Site, ...], list[tuple[ExampleRequest, Int64Array]]] = {}
         for request, (start, stop) in spans.items():
-            positions = request.wanted(start, stop)
-            if len(positions):
-                groups.setdefault(request.info.spec.sites, []).append((request, positions))
+            for sites, selector in request.info.spec.selections:
+                positions = request.wanted(start, stop, selector)
+                if len(positions):
+                    groups.setdefault(sites, []).append((request, positions))
         blocks = [
             self._read_out(make_block(sites[first : first + (sites_per_block or len(sites))], group))
             for alike, group in groups.items()

@@ -7,6 +7,7 @@ cheap, and they still shrink, since the first alternative of every choice is the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,7 +49,9 @@ def site_sets(sites: Sequence[Site] = SITES) -> st.SearchStrategy[tuple[Site, ..
 
 def specs(sites: Sequence[Site] = SITES) -> st.SearchStrategy[CaptureSpec]:
     """What one consumer wants of one request, not resolved."""
-    return st.builds(CaptureSpec, sites=site_sets(sites), positions=selectors())
+    hooks = st.sampled_from(sorted({site.hook for site in sites}))
+    own = st.just({}) | st.dictionaries(hooks, selectors(), max_size=2)
+    return st.builds(CaptureSpec, sites=site_sets(sites), positions=selectors(), hook_positions=own)
 
 
 def profiles(sites: Sequence[Site] = SITES) -> st.SearchStrategy[list[Specs]]:
@@ -61,11 +64,8 @@ def resolved(profile: Specs, num_prompt: int) -> dict[int, CaptureSpec]:
     """`profile` for a prompt of that length; what such a prompt cannot serve is left out."""
     found = {}
     for bit, spec in profile.items():
-        try:
-            positions = spec.positions.resolve(num_prompt, "positions")
-        except RequestError:
-            continue
-        found[bit] = CaptureSpec(sites=spec.sites, positions=positions)
+        with suppress(RequestError):
+            found[bit] = spec.with_positions(lambda selector: selector.resolve(num_prompt, "positions"))
     return found
 
 

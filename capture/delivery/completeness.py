@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class RowTotals:
         dropped: Wanted positions that overload has cost.
         surplus: Deliveries that were not requested, or that came twice: above 0 only if headgate has a bug.
         outdated: Wanted positions that were delivered before what acts on the model changed: they were computed again.
+        by_selection: Complete positions of each of the spec's selections.
     """
 
     wanted: int
@@ -43,6 +44,7 @@ class RowTotals:
     dropped: int
     surplus: int
     outdated: int = 0
+    by_selection: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def missing(self) -> int:
@@ -98,11 +100,14 @@ class DeliveryAudit:
         num_rows = final.num_rows
         positions = np.arange(num_rows, dtype=np.int64)
         num_prompt = np.full(num_rows, self._request.num_prompt_tokens, dtype=np.int64)
-        is_wanted = self._request.spec.positions.mask(positions, num_prompt)
+        selections = [
+            (len(sites), selector.mask(positions, num_prompt)) for sites, selector in self._request.spec.selections
+        ]
+        expected = np.sum([num_sites * is_selected for num_sites, is_selected in selections], axis=0)
+        is_wanted = np.any([is_selected for _, is_selected in selections], axis=0)
         delivered = np.zeros(num_rows, dtype=np.int64)
         counted = self._num_sites[:num_rows]
         delivered[: len(counted)] = counted
-        expected = np.where(is_wanted, len(self._request.spec.sites), 0)
         is_complete = is_wanted & (delivered == expected)
         lost = np.unique(np.concatenate(self._dropped)) if self._dropped else positions[:0]
         lost = lost[lost < num_rows]
@@ -112,6 +117,7 @@ class DeliveryAudit:
             dropped=int((is_wanted & ~is_complete)[lost].sum()),
             surplus=int(np.maximum(delivered - expected, 0).sum()),
             outdated=int(np.count_nonzero(delivered[: final.num_outdated])),
+            by_selection=tuple(int((is_complete & is_selected).sum()) for _, is_selected in selections),
         )
 
     def _count_in(self, start: int, stop: int, num_sites: int) -> None:
@@ -155,7 +161,8 @@ class ConsumerRequest:
 
     def __init__(self, info: RequestInfo) -> None:
         self.info = info
-        self.first_site = info.spec.sites[0] if info.spec.sites else None
+        sites, own = info.spec.sites, info.spec.hook_positions
+        self.first_site = next((site for site in sites if site.hook not in own), sites[0] if sites else None)
         self.audit = DeliveryAudit(info)
         self.failure: str | None = None
         self.drop_reason = ""
@@ -179,7 +186,10 @@ def result_of(
     result = CaptureResult(
         status="ok",
         num_rows=totals.complete,
-        num_bytes=totals.complete * model.position_bytes(request.info.spec.sites, request.info.readouts),
+        num_bytes=sum(
+            count * model.position_bytes(sites, request.info.readouts)
+            for count, (sites, _) in zip(totals.by_selection, request.info.spec.selections, strict=True)
+        ),
         dropped_rows=totals.dropped,
     )
     if totals.surplus:

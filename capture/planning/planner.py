@@ -36,7 +36,7 @@ WINDOW = 64
 
 _Wanted = range | Int64Array
 _Asked = tuple[tuple[int, tuple[Site, ...], _Wanted], ...]
-"""``((consumer bit, its sites, wanted positions), ...)``, by bit; of one bit, no position twice."""
+"""``((consumer bit, its sites, wanted positions), ...)``, by bit; of one bit, no position of a site twice."""
 _Terms = dict[object, tuple[_Wanted, dict[int, int]]]
 """Wanted positions and ``{site id: bits of the consumers}``, by the range, or by the identity of the list: lists may be
 long, and two equal ones of a request cost no more than two different ones."""
@@ -141,7 +141,7 @@ class SelectionShape:
         Args:
             is_hit: bool ``[T, N]``: which rows each term selects.
         """
-        # A consumer is in one term only, or in terms without a common position: the sum over terms is the union.
+        # A consumer wants a site by one term only, or by terms without a common position: their sum is the union.
         for site_set, masks in zip(self.covers, self.bits @ is_hit, strict=True):
             picks = np.flatnonzero(masks)
             if len(picks):
@@ -210,9 +210,10 @@ class RequestPlanReader:
         """
         asked = tuple(
             [
-                (bit, spec.sites, part.wanted(num_prompt))
+                (bit, sites, part.wanted(num_prompt))
                 for bit, spec in sorted(specs.items())
-                for part in parts_of(spec.positions)
+                for sites, positions in spec.selections
+                for part in parts_of(positions)
             ]
         )
         if any(not isinstance(wanted, range) for _, _, wanted in asked):

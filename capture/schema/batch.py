@@ -68,11 +68,12 @@ class BatchView:
         return int(self.num_scheduled.sum())
 
 
-class _ArgumentsWire(TypedDict, total=False):
+class _OptionalSpecWire(TypedDict, total=False):
     arguments: list[int]
+    hook_positions: dict[str, object]
 
 
-class SpecWire(_ArgumentsWire):
+class SpecWire(_OptionalSpecWire):
     """A `CaptureSpec` as plain values.
 
     Attributes:
@@ -80,6 +81,7 @@ class SpecWire(_ArgumentsWire):
         positions: The selector, as `PositionSelector.to_wire` writes it.
         options: The consumer's own.
         arguments: Of its readouts; absent if there are none.
+        hook_positions: Other selectors, by hook point; absent if there are none.
     """
 
     sites: dict[str, list[int]]

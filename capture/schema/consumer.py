@@ -430,6 +430,26 @@ class SpecContext:
         return self.memo.parsed(raw, f"{self.field}.{name}", alike)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestLengths:
+    """How long a prompt and its answers may be.
+
+    Attributes:
+        num_prompt: Tokens of the prompt.
+        max_tokens: Tokens that may be generated.
+        num_samples: The request's ``n``.
+    """
+
+    num_prompt: int
+    max_tokens: int
+    num_samples: int
+
+    @property
+    def num_rows(self) -> int:
+        """Positions that have a row, at most."""
+        return self.num_prompt + self.max_tokens - 1
+
+
 class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the two kinds below)
     """The base of every consumer; subclass `BatchedConsumer` or `StreamingConsumer`.
 
@@ -498,6 +518,19 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
             RequestError: Naming the field; the client gets HTTP 400.
         """
         return parse_client_spec(raw, context, options=())
+
+    @classmethod  # noqa: B027  (optional)
+    def check_lengths(cls, spec: CaptureSpec, context: SpecContext, lengths: RequestLengths) -> None:
+        """Check a request that names this consumer again, now that its prompt is known.
+
+        Args:
+            spec: As `validate_client_spec` returned it, resolved.
+            context: Without the request's id.
+            lengths: Of the request; this is not called while ``max_tokens`` is unknown.
+
+        Raises:
+            RequestError: Naming the field, if its result could be too large.
+        """
 
     @classmethod
     def own_names(cls, spec: CaptureSpec, context: SpecContext, num_samples: int) -> Sequence[str]:

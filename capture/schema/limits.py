@@ -71,18 +71,24 @@ def use_of(
         model: The model that is served.
         readouts: By consumer, if it has any, and site.
     """
-    num_rows = {
-        instance: num_samples * count_rows(spec.positions, num_prompt, num_prompt + max_tokens - 1)
+    num_positions = num_prompt + max_tokens - 1
+    counted = {
+        instance: [
+            (sites, num_samples * count_rows(positions, num_prompt, num_positions))
+            for sites, positions in spec.selections
+        ]
         for instance, spec in specs.items()
     }
+    num_rows = {instance: max(count for _, count in counts) for instance, counts in counted.items()}
     num_bytes = {
-        instance: num_rows[instance] * model.position_bytes(spec.sites, readouts.get(instance))
-        for instance, spec in specs.items()
+        instance: sum(count * model.position_bytes(sites, readouts.get(instance)) for sites, count in counts)
+        for instance, counts in counted.items()
     }
     num_listed = {
         instance: num_samples * len(part.values)
         for instance, spec in specs.items()
-        for part in parts_of(spec.positions)
+        for positions in spec.selectors
+        for part in parts_of(positions)
         if isinstance(part, Indices)
     }
     return CaptureUse(num_rows=num_rows, num_bytes=num_bytes, num_listed=num_listed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -25,6 +25,8 @@ class CaptureSpec:
     Attributes:
         sites: In the order of the forward pass, each once.
         positions: Which positions of the request.
+        hook_positions: Other positions in place of these, at all sites of a hook point.
+        positions_field: Field of the client's spec that chose the positions, for errors; does not travel.
         options: The consumer's own part of the client's spec (tag, layout, ...): str, number, bool, None,
             list or dict only, since it travels to the worker as msgpack.
         arguments: Integers that the consumer's readouts get beside each of the rows; see `RowArguments`.
@@ -32,8 +34,39 @@ class CaptureSpec:
 
     sites: tuple[Site, ...]
     positions: PositionSelector
+    hook_positions: Mapping[HookPoint, PositionSelector] = field(default_factory=dict)
+    positions_field: str = field(default="positions", compare=False)
     options: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[int, ...] = ()
+
+    @property
+    def selectors(self) -> tuple[PositionSelector, ...]:
+        """All of them: `positions`, and those of hook points."""
+        return (self.positions, *self.hook_positions.values())
+
+    def positions_at(self, site: Site) -> PositionSelector:
+        """Return the positions that are wanted at a site."""
+        return self.hook_positions.get(site.hook, self.positions)
+
+    @property
+    def selections(self) -> list[tuple[tuple[Site, ...], PositionSelector]]:
+        """The sites, and the positions that are wanted there; no site twice."""
+        if not self.hook_positions:
+            return [(self.sites, self.positions)]
+        others = tuple(site for site in self.sites if site.hook not in self.hook_positions)
+        own = [
+            (tuple(site for site in self.sites if site.hook is hook), positions)
+            for hook, positions in self.hook_positions.items()
+        ]
+        return [(others, self.positions), *own]
+
+    def with_positions(self, change: Callable[[PositionSelector], PositionSelector]) -> CaptureSpec:
+        """Return the spec with other selectors; itself if `change` returns the ones that it gets."""
+        changed = {hook: change(positions) for hook, positions in self.hook_positions.items()}
+        positions = change(self.positions)
+        if positions is self.positions and all(changed[hook] is self.hook_positions[hook] for hook in changed):
+            return self
+        return replace(self, positions=positions, hook_positions=changed)
 
     def to_wire(self) -> SpecWire:
         """A msgpack-able form that `from_wire` reads back."""
@@ -44,6 +77,8 @@ class CaptureSpec:
         }
         if self.arguments:
             wire["arguments"] = list(self.arguments)
+        if self.hook_positions:
+            wire["hook_positions"] = {hook.value: each.to_wire() for hook, each in self.hook_positions.items()}
         return wire
 
     @classmethod
@@ -53,6 +88,9 @@ class CaptureSpec:
         return cls(
             sites=sort_sites(sites),
             positions=selector_from_wire(wire["positions"]),
+            hook_positions={
+                HookPoint(hook): selector_from_wire(each) for hook, each in wire.get("hook_positions", {}).items()
+            },
             options=wire["options"],
             arguments=tuple(wire.get("arguments", ())),
         )
@@ -72,24 +110,22 @@ class SpecReader:
 
     def read(self, wire: SpecWire) -> CaptureSpec:
         """Read `CaptureSpec.to_wire`'s form."""
-        is_long = isinstance(wire["positions"], bytes) and len(wire["positions"]) > MAX_KNOWN_BYTES
-        key = b"" if is_long else msgspec.msgpack.encode((wire["sites"], wire["positions"]))
+        selectors = wire["positions"], wire.get("hook_positions", {})
+        is_long = any(
+            isinstance(each, bytes) and len(each) > MAX_KNOWN_BYTES for each in (selectors[0], *selectors[1].values())
+        )
+        key = b"" if is_long else msgspec.msgpack.encode((wire["sites"], *selectors))
         known = self._known.get(key)
         if known is None:
             known = CaptureSpec.from_wire(wire)
-            known = CaptureSpec(
-                sites=tuple(site for site in known.sites if site in self._sites), positions=known.positions
+            known = replace(
+                known, sites=tuple(site for site in known.sites if site in self._sites), options={}, arguments=()
             )
             if 0 < len(key) <= MAX_KNOWN_BYTES:
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
                 self._known[key] = known
-        return CaptureSpec(
-            sites=known.sites,
-            positions=known.positions,
-            options=wire["options"],
-            arguments=tuple(wire.get("arguments", ())),
-        )
+        return replace(known, options=wire["options"], arguments=tuple(wire.get("arguments", ())))
 
 
 class Memo:

@@ -32,7 +32,7 @@ from headgate.capture.links.driver import DriverHost, DriverStats
 from headgate.capture.links.hub import HubStats, ResultHub
 from headgate.capture.links.network import Listening
 from headgate.capture.schema.config import CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, by_consumer
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, RequestLengths, by_consumer
 from headgate.capture.schema.errors import RequestError, UnsupportedError
 from headgate.capture.schema.limits import CaptureLimits, CaptureUse, use_of
 from headgate.capture.schema.registry import load_readouts
@@ -215,6 +215,8 @@ class FrontEnd:
         check_length(params.max_tokens)
         if params.max_tokens is None:
             return resolved
+        lengths = RequestLengths(num_prompt=num_prompt, max_tokens=params.max_tokens, num_samples=params.n)
+        self.capture_reader.check_lengths(resolved, lengths)
         use = self.use_of(resolved, num_prompt, params.max_tokens, params.n)
         if call is not None:
             use = call.use = call.use + use

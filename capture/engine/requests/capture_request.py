@@ -25,7 +25,7 @@ from headgate.capture.engine.requests.sampling_params import (
 )
 from headgate.capture.engine.vllm_types import SamplingParams
 from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, ReadoutFacts, SpecContext
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, ReadoutFacts, RequestLengths, SpecContext
 from headgate.capture.schema.errors import ConsumerError, ForbiddenError, RequestError, shown
 from headgate.capture.schema.limits import CaptureLimits, CaptureUse
 from headgate.capture.schema.positions import Message, PositionSelector, Several, parts_of
@@ -190,6 +190,15 @@ class CaptureRequestReader:
             key=key,
         )
 
+    def check_lengths(self, ask: CaptureRequest, lengths: RequestLengths) -> None:
+        """Let the consumers that a request names check it again; its positions are resolved.
+
+        Raises:
+            RequestError: Naming the field.
+        """
+        for instance in ask.named:
+            self._consumers[instance].check_lengths(ask.specs[instance], self._context(instance, "", None), lengths)
+
     def _own_names(
         self, specs: Mapping[str, CaptureSpec], named: frozenset[str], request_id: str, num_samples: int
     ) -> dict[str, str]:
@@ -329,12 +338,13 @@ def resolve(ask: CaptureRequest, num_prompt: int, messages: ChatMessages | None)
 
 
 def _resolve(instance: str, spec: CaptureSpec, num_prompt: int, messages: ChatMessages | None) -> CaptureSpec:
-    field = f"{CAPTURE}.{instance}.positions"
-    positions = spec.positions
-    if messages is not None:
-        positions = _with_messages_found(positions, messages, field)
-    resolved = positions.resolve(num_prompt, field)
-    return spec if resolved is spec.positions else replace(spec, positions=resolved)
+    field = f"{CAPTURE}.{instance}.{spec.positions_field}"
+
+    def resolved(selector: PositionSelector) -> PositionSelector:
+        found = selector if messages is None else _with_messages_found(selector, messages, field)
+        return found.resolve(num_prompt, field)
+
+    return spec.with_positions(resolved)
 
 
 def _with_messages_found(selector: PositionSelector, messages: ChatMessages, field: str) -> PositionSelector:
@@ -360,9 +370,10 @@ def messages_of(ask: CaptureRequest) -> dict[Message, str]:
     """The message selectors of a request that are not yet resolved, each with its field."""
     found: dict[Message, str] = {}
     for instance, spec in ask.specs.items():
-        field = f"{CAPTURE}.{instance}.positions"
-        is_several = isinstance(spec.positions, Several)
-        for number, part in enumerate(parts_of(spec.positions)):
-            if isinstance(part, Message):
-                found.setdefault(part, f"{field}[{number}]" if is_several else field)
+        field = f"{CAPTURE}.{instance}.{spec.positions_field}"
+        for selector in spec.selectors:
+            is_several = isinstance(selector, Several)
+            for number, part in enumerate(parts_of(selector)):
+                if isinstance(part, Message):
+                    found.setdefault(part, f"{field}[{number}]" if is_several else field)
     return found

@@ -182,7 +182,8 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def needs_prompt(self, num_prompt: int) -> bool:
         """Whether prompt rows other than the last are wanted, which a hit in the prefix cache would skip."""
-        return any(spec.positions.needs_prompt(num_prompt) for spec in self.specs.values())
+        selectors = (selector for spec in self.specs.values() for selector in spec.selectors)
+        return any(selector.needs_prompt(num_prompt) for selector in selectors)
 
 
 class HeadgateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from headgate.capture.delivery.completeness import ConsumerRequest, DeliveryAudit, RowTotals, result_of
 from headgate.capture.schema.positions import Indices, Named
-from tests.fakes.pipeline import MODEL, ROW_BYTES, SITES, final_state, info
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.spec import CaptureSpec
+from tests.fakes.pipeline import MODEL, ROW_BYTES, SITES, consumer_request, final_state, info
 from tests.strategies import selectors
 
 
@@ -43,6 +45,22 @@ def test_a_position_without_one_of_its_sites_is_missing() -> None:
     audit.deliver(positions(0, 2), 1)
 
     assert audit.close(final_state(3)) == RowTotals(wanted=3, complete=2, dropped=0, surplus=0)
+
+
+def test_sites_with_positions_of_their_own_are_expected_there_alone() -> None:
+    sites = (*SITES, Site(0, HookPoint.PRE_ATTN))
+    request = consumer_request(num_prompt=4, sites=sites)
+    own = {HookPoint.PRE_ATTN: Indices.of((1, 3))}
+    request.info = replace(request.info, spec=CaptureSpec(sites=sites, positions=Named("all"), hook_positions=own))
+    audit = DeliveryAudit(request.info)
+
+    audit.deliver(positions(0, 1, 2, 3), len(SITES))
+    audit.deliver(positions(1), 1)
+    totals = audit.close(final_state(4))
+
+    assert totals == RowTotals(wanted=4, complete=3, dropped=0, surplus=0)
+    result = result_of(request, totals, final_state(4), instance="c", model=MODEL)
+    assert (result.status, result.num_bytes) == ("partial_error", ROW_BYTES * (3 * len(SITES) + 1))
 
 
 def test_a_position_that_was_never_computed_is_missing() -> None:
@@ -116,12 +134,12 @@ def status_and_error(totals: RowTotals, **request_attributes: str) -> tuple[str,
 
 
 def test_a_result_is_ok_only_if_nothing_is_missing() -> None:
-    assert status_and_error(RowTotals(wanted=4, complete=4, dropped=0, surplus=0)) == ("ok", None)
+    assert status_and_error(RowTotals(wanted=4, complete=4, dropped=0, surplus=0, by_selection=(4,))) == ("ok", None)
 
 
 def test_a_result_says_how_many_rows_are_missing_and_why() -> None:
     status, error = status_and_error(
-        RowTotals(wanted=9, complete=4, dropped=3, surplus=0), drop_reason="its queue was full"
+        RowTotals(wanted=9, complete=4, dropped=3, surplus=0, by_selection=(4,)), drop_reason="its queue was full"
     )
 
     assert status == "partial_error"
@@ -132,7 +150,7 @@ def test_a_result_says_how_many_rows_are_missing_and_why() -> None:
 
 
 def test_rows_that_should_not_be_there_make_the_result_an_error() -> None:
-    status, error = status_and_error(RowTotals(wanted=4, complete=3, dropped=0, surplus=2))
+    status, error = status_and_error(RowTotals(wanted=4, complete=3, dropped=0, surplus=2, by_selection=(3,)))
 
     assert status == "error"
     assert error is not None
@@ -140,7 +158,9 @@ def test_rows_that_should_not_be_there_make_the_result_an_error() -> None:
 
 
 def test_rows_of_a_prompt_that_was_computed_again_under_something_else_make_the_result_an_error() -> None:
-    status, error = status_and_error(RowTotals(wanted=4, complete=4, dropped=0, surplus=0, outdated=3))
+    status, error = status_and_error(
+        RowTotals(wanted=4, complete=4, dropped=0, surplus=0, outdated=3, by_selection=(4,))
+    )
 
     assert status == "error"
     assert error == (
@@ -157,7 +177,7 @@ def test_rows_that_were_delivered_of_an_outdated_part_of_the_prompt_are_counted(
 
 
 def test_a_result_counts_positions_and_the_bytes_of_all_sites() -> None:
-    totals = RowTotals(wanted=4, complete=4, dropped=0, surplus=0)
+    totals = RowTotals(wanted=4, complete=4, dropped=0, surplus=0, by_selection=(4,))
 
     result = result_of(ConsumerRequest(info()), totals, final_state(4), instance="files", model=MODEL)
 

@@ -57,8 +57,9 @@ class SlowPlanner:
     def _want(self, wanted: Wanted, req_id: str, position: int, batch_row: int) -> None:
         num_prompt, specs = self.requests[req_id]
         for bit, spec in specs.items():
-            if is_wanted(spec.positions, position, num_prompt):  # type: ignore[arg-type]  # selectors are hashable
-                for site in set(spec.sites) & set(self.sites):
+            for site in set(spec.sites) & set(self.sites):
+                selector = spec.positions_at(site)
+                if is_wanted(selector, position, num_prompt):  # type: ignore[arg-type]  # selectors are hashable
                     mask = wanted.get((site, batch_row), (req_id, position, 0))[2]
                     wanted[site, batch_row] = (req_id, position, mask | 1 << bit)
 

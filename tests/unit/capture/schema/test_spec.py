@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -23,7 +25,7 @@ OPTIONS = st.dictionaries(
 @given(spec=specs(), num_prompt=st.integers(1, 24), options=OPTIONS)
 def test_the_wire_returns_an_equal_spec(spec: CaptureSpec, num_prompt: int, options: dict[str, object]) -> None:
     for usable in resolved({0: spec}, num_prompt).values():
-        sent = CaptureSpec(sites=usable.sites, positions=usable.positions, options=options)
+        sent = replace(usable, options=options)
 
         received = CaptureSpec.from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_wire())))
 
@@ -47,7 +49,7 @@ def test_a_reader_returns_what_was_sent_however_often_and_only_the_workers_own_s
     given: list[tuple[CaptureSpec, dict[str, object]]], num_prompt: int
 ) -> None:
     sent = [
-        CaptureSpec(sites=usable.sites, positions=usable.positions, options=options)
+        replace(usable, options=options)
         for spec, options in given
         for usable in resolved({0: spec}, num_prompt).values()
     ]
@@ -58,7 +60,18 @@ def test_a_reader_returns_what_was_sent_however_often_and_only_the_workers_own_s
         received = reader.read(msgspec.msgpack.decode(msgspec.msgpack.encode(spec.to_wire())))
 
         assert received.sites == tuple(site for site in spec.sites if site in own)
-        assert (received.positions, received.options) == (spec.positions, spec.options)
+        assert received == replace(spec, sites=received.sites)
+
+
+def test_hook_points_may_have_positions_of_their_own() -> None:
+    sites = (Site(0, HookPoint.PRE_ATTN), Site(0, HookPoint.POST_MLP), Site(3, HookPoint.POST_MLP))
+    spec = CaptureSpec(sites=sites, positions=Named("all"), hook_positions={HookPoint.POST_MLP: Named("last_prompt")})
+
+    assert spec.selections == [(sites[:1], Named("all")), (sites[1:], Named("last_prompt"))]
+    assert [spec.positions_at(site) for site in sites] == [Named("all"), *[Named("last_prompt")] * 2]
+    assert spec.to_wire()["hook_positions"] == {"post_mlp": "last_prompt"}
+    assert spec.with_positions(lambda selector: selector) is spec
+    assert [*spec.with_positions(lambda _: Indices.of([1])).selectors] == [Indices.of([1])] * 2
 
 
 def test_a_reader_neither_copies_nor_keeps_a_long_list() -> None:

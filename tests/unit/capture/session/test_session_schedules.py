@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,9 @@ class Driven:
         for req_id in step.left:
             self._end(req_id)
         for arrival in step.arrived:
-            self.alive[arrival.req_id] = life = Life(len(self.lives), arrival.num_prompt, arrival.specs)
+            # What is handed over whole has the same positions at every site.
+            specs = {bit: replace(spec, hook_positions={}) for bit, spec in arrival.specs.items()}
+            self.alive[arrival.req_id] = life = Life(len(self.lives), arrival.num_prompt, specs)
             self.lives.append(life)
             self._announce(arrival.req_id, life)
         self.session.step_begins(step.view, self._token_ids(step.view))

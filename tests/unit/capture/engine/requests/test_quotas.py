@@ -11,7 +11,14 @@ import pytest
 from headgate.capture.engine.requests.call_context import HttpCall, enter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec, parse_config
-from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, Readout, SpecContext
+from headgate.capture.schema.consumer import (
+    BatchedConsumer,
+    CapturedRequest,
+    ModelInfo,
+    Readout,
+    RequestLengths,
+    SpecContext,
+)
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.limits import count_rows
 from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
@@ -57,6 +64,21 @@ class Asking(Reading):
         return CaptureSpec(sites=SITES[: raw["sites"]], positions=Named("all"), arguments=(7,) * raw["arguments"])
 
 
+class Staggered(Rows):
+    """Takes the first site at the last position of the prompt, and the others everywhere; refuses long prompts."""
+
+    @classmethod
+    def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
+        own = {SITES[-1].hook: Named("last_prompt")}
+        return CaptureSpec(sites=context.model.sites, positions=Named("all"), hook_positions=own)
+
+    @classmethod
+    def check_lengths(cls, spec: CaptureSpec, context: SpecContext, lengths: RequestLengths) -> None:
+        assert spec.hook_positions == {SITES[-1].hook: Named("last_prompt")}
+        if lengths.num_samples > 3:
+            raise RequestError(f"{context.field}.size", f"{lengths}, {lengths.num_rows} rows")
+
+
 def check(
     capture: Any,
     *,
@@ -68,6 +90,7 @@ def check(
 ) -> None:
     consumers = {"rows": Rows, "others": Rows, "watching": Watching, "hidden_states": Rows, "reading": Reading}
     consumers["asking"] = Asking
+    consumers["staggered"] = Staggered
     specs = tuple(CaptureConsumerSpec(name=name) for name in consumers)
     config = CaptureConsumersConfig(consumers=specs, **limits)  # type: ignore[arg-type]
     front = FrontEnd(config, MODEL, consumers, num_stages=1, open_drivers=no_drivers)
@@ -80,6 +103,21 @@ def check(
 
 def rows(positions: Any, *layers: int) -> Any:
     return {"hooks": {"post_mlp": list(layers or (0,))}, "positions": positions}
+
+
+def test_rows_of_sites_with_positions_of_their_own_are_counted_there_alone() -> None:
+    count = ROW_BYTES * (2 * 14 + 1)
+
+    check({"staggered": {}}, max_request_bytes=count, max_request_rows=14)
+    with pytest.raises(RequestError, match=f"{count} bytes; at most {count - 1} are allowed"):
+        check({"staggered": {}}, max_request_bytes=count - 1)
+
+
+def test_a_consumer_can_refuse_what_its_answer_could_come_to() -> None:
+    check({"staggered": {}}, n=4, max_tokens=None)
+    message = r"capture\.staggered\.size: .*num_prompt=10, max_tokens=5, num_samples=4.*, 14 rows"
+    with pytest.raises(RequestError, match=message):
+        check({"staggered": {}}, n=4)
 
 
 @pytest.mark.parametrize(

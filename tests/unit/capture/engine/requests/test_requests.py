@@ -32,7 +32,7 @@ from headgate.capture.schema.batch import RequestWire
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConsumerError, RequestError
-from headgate.capture.schema.positions import Indices, Message, Named, Span, parts_of
+from headgate.capture.schema.positions import Indices, Message, Named, Span, parse_positions, parts_of
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 
@@ -69,6 +69,17 @@ class Broken(Rows):
     @classmethod
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
         raise KeyError("oops")
+
+
+class Staggered(Rows):
+    """Takes a site at the positions that a request chooses, and another one at others."""
+
+    @classmethod
+    def validate_client_spec(cls, raw: Any, context: SpecContext) -> CaptureSpec:
+        chosen = {HookPoint.PRE_ATTN: parse_positions(raw["chosen"], f"{context.field}.chosen")}
+        sites = (Site(0, HookPoint.PRE_ATTN), Site(0, HookPoint.POST_MLP))
+        positions = parse_positions(raw["others"], f"{context.field}.others")
+        return CaptureSpec(sites=sites, positions=positions, hook_positions=chosen, positions_field="chosen")
 
 
 def door(**consumers: type[BatchedConsumer]) -> CaptureRequestReader:
@@ -315,6 +326,34 @@ def test_a_request_that_comes_to_nothing_leaves_nothing_behind() -> None:
     fold(made, HeadgateRequest(), "r")
 
     assert made.sampling_params.extra_args is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "others", "skips"),
+    [("last_prompt", "last_prompt", False), ([2], "last_prompt", True), ("last_prompt", [2], True)],
+)
+def test_positions_of_a_hook_point_are_resolved_and_computed_as_the_others(
+    chosen: Any, others: Any, skips: bool
+) -> None:
+    ask = read(params(capture={"rows": {"chosen": chosen, "others": others}}), door(rows=Staggered))
+    made = request([5] * 10)
+
+    resolved = resolve(ask, 10, None)
+    fold(made, HeadgateRequest(capture=resolved), "r")
+
+    assert resolve(resolved, 10, None) is resolved
+    assert made.sampling_params.skip_reading_prefix_cache is (True if skips else None)
+
+
+def test_a_selector_that_chooses_nothing_is_refused_by_the_name_of_its_field() -> None:
+    for chosen in ([-11], {"role": "user"}):
+        ask = read(params(capture={"rows": {"chosen": chosen, "others": "all"}}), door(rows=Staggered))
+
+        with pytest.raises(RequestError) as caught:
+            resolve(ask, 10, None)
+
+        assert caught.value.field == "capture.rows.chosen"
+    assert messages_of(ask) == {Message("user", -1): "capture.rows.chosen"}
 
 
 @pytest.mark.parametrize(
