@@ -35,6 +35,7 @@ class ModelConfig(Protocol):
     """``vllm.config.ModelConfig``."""
 
     served_model_name: str | list[str]
+    hf_config: object
     hf_text_config: HfTextConfig
     dtype: torch.dtype
     is_encoder_decoder: bool

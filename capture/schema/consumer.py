@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.action_sink import ActionSink, NoActions
+from headgate.capture.schema.attention import AttentionFacts
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import Location
 from headgate.capture.schema.errors import ConfigError, RequestError, shown
@@ -218,6 +219,8 @@ class ModelInfo:
         sites: Sites that can be captured, as configured.
         context_length: Tokens of prompt and output that a request may have.
         shapes: The shape of each site of the model whose rows are not those of the stream; see `shape`.
+        attention: What attention does, of each layer of this worker whose queries and keys can be captured; a text
+            where `AttentionFacts` cannot say it. Empty elsewhere than in workers and their capture processes.
     """
 
     name: str
@@ -227,6 +230,7 @@ class ModelInfo:
     sites: tuple[Site, ...]
     context_length: int = MAX_POSITION + 1
     shapes: Mapping[Site, SiteShape] = field(default_factory=dict, repr=False, hash=False)
+    attention: Mapping[int, AttentionFacts | str] = field(default_factory=dict, repr=False, hash=False)
 
     @property
     def stream(self) -> SiteShape:

@@ -400,6 +400,26 @@ class Several:
         return [part.described() for part in self.parts]
 
 
+def keys_before(queries: PositionSelector) -> PositionSelector:
+    """Select every position up to the last that a selector, resolved or not, selects; of a message up to its end.
+
+    Attention at the selected positions reads the keys of these. Messages of the prompt select all of the prompt.
+    """
+    if isinstance(queries, Several):
+        return Several(tuple(map(keys_before, queries.parts)))
+    if isinstance(queries, Named):
+        return Named("all_prompt") if queries.name in ("all_prompt", "last_prompt") else Named("all")
+    if isinstance(queries, Message):
+        return Named("all") if queries.include_generated else Named("all_prompt")
+    if isinstance(queries, Span):
+        return Span(0, queries.stop)
+    assert isinstance(queries, Indices)  # noqa: S101  (there is no other selector)
+    values = queries.values
+    ends = [int(part[-1]) for part in (values[values < 0], values[values >= 0]) if len(part)]
+    spans = tuple(Named("all_prompt") if last == -1 else Span(0, last + 1) for last in ends)
+    return spans[0] if len(spans) == 1 else Several(spans)
+
+
 def parts_of(selector: PositionSelector) -> tuple[PositionSelector, ...]:
     """Return selectors that together select the same; of a resolved one, no position twice."""
     return selector.parts if isinstance(selector, Several) else (selector,)

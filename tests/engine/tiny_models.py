@@ -154,6 +154,23 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Family -> name of its configuration class in transformers, and the configuration."""
 
+ATTENTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "bloom": ("BloomConfig", {**_COMMON, "hidden_size": HIDDEN, "n_layer": LAYERS, "n_head": 2}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_WIDE_HEADS,
+            "intermediate_size": 64,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mistral_window": ("MistralConfig", {**_LLAMA, "sliding_window": 16}),
+}
+"""Further families, whose attention is unlike the others'."""
+
 
 def tiny_model(family: str, cache: Path | None = None) -> Path:
     """Folder of the tiny model of `family`, made on first use; `cache` is the models' cache folder if None.
@@ -163,13 +180,18 @@ def tiny_model(family: str, cache: Path | None = None) -> Path:
     """
     folder = _folder(family, cache or cache_dir() / "models")
     if not folder.exists():
-        families = [family] if cache else [name for name in FAMILIES if not _folder(name, folder.parent).exists()]
+        every = [family] if cache else [*FAMILIES, *ATTENTIONS]
+        families = [name for name in every if not _folder(name, folder.parent).exists()]
         subprocess.run([sys.executable, "-m", __name__, str(folder.parent), *families], check=True)
     return folder
 
 
+def _made_of(family: str) -> tuple[str, Mapping[str, Any]]:
+    return FAMILIES[family] if family in FAMILIES else ATTENTIONS[family]
+
+
 def _folder(family: str, cache: Path) -> Path:
-    recipe = json.dumps([MAKER, *FAMILIES[family]], sort_keys=True).encode()
+    recipe = json.dumps([MAKER, *_made_of(family)], sort_keys=True).encode()
     return cache / f"tiny-{family}-{hashlib.sha256(recipe).hexdigest()[:12]}"
 
 
@@ -177,7 +199,7 @@ def _make_all(cache: str, *families: str) -> None:
     for family in families:
         folder = _folder(family, Path(cache))
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-        _make(*FAMILIES[family], unfinished)
+        _make(*_made_of(family), unfinished)
         try:
             unfinished.rename(folder)
         except OSError:  # another process made it meanwhile, from the same seed

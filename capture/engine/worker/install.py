@@ -19,6 +19,7 @@ from headgate.capture.engine.compiler.rewrites import REWRITES
 from headgate.capture.engine.contracts.parts import worker_part
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, WorkerHooks
 from headgate.capture.engine.model import forward_wrappers
+from headgate.capture.engine.model.attention_facts import attention_facts
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.inner_places import HookPlace
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
@@ -130,6 +131,8 @@ def install(worker: Worker) -> InstalledWorker:
     )
     device_bytes = sum(part.headgate_allocate(facts) for part in parts.values())
     actions = _collect_actions(parts, facts)
+    attention = attention_facts(layers, actions, facts.model, config.model_config, facts.gather)
+    facts = replace(facts, model=replace(facts.model, attention=attention))
     install_actions(parent, stack_name, layers, actions, facts.model, facts.tp_size)
     for part in parts.values():
         part.headgate_start(facts)

@@ -339,13 +339,17 @@ def test_results_of_several_prompts_are_listed(call: Caller) -> None:
 def test_rows_that_come_with_the_answer_are_arrays(dtype: torch.dtype) -> None:
     rows = torch.randn(3, HIDDEN).to(dtype)
     positions = torch.tensor([0, 4, 9])
-    data = safetensors.torch.save({"12.post_mlp": rows, "positions": positions}, {"any": "thing"})
+    others = {name: torch.arange(4, dtype=getattr(torch, name)) for name in ("int16", "int32")}
+    data = safetensors.torch.save({"12.post_mlp": rows, "positions": positions, **others}, {"any": "thing"})
     payload = {"format": "safetensors", "num_bytes": len(data), "data": base64.b64encode(data).decode()}
 
     found = inline_rows(CaptureResult(status="ok", payload=[None, payload]), sample=1)
 
     np.testing.assert_array_equal(found["12.post_mlp"], rows.float().numpy())
     np.testing.assert_array_equal(found["positions"], positions.numpy())
+    assert {name: (found[name].dtype.name, found[name].tolist()) for name in others} == {
+        name: (name, [0, 1, 2, 3]) for name in others
+    }
 
 
 def test_a_result_without_rows_says_why() -> None:

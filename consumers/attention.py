@@ -1,0 +1,555 @@
+"""The consumer that answers each request with attention patterns: what its queries look at, and how much.
+
+A pattern is the softmax over keys of a query's scores, as the model's own attention computes it. Rows of the hook
+points `q` and `k` come from the worker, `q` at the chosen queries and `k` at every position up to the last of them; the
+rest is computed here, in float32, after the request's end.
+
+Letters in names: Q queries, K keys, H heads, D the size of a head.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from pybase64 import b64encode
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from headgate.capture.schema.attention import AttentionFacts
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.config import MIB
+from headgate.capture.schema.consumer import (
+    ConsumerContext,
+    FinishedRequest,
+    ModelInfo,
+    RequestInfo,
+    RequestLengths,
+    RowBlock,
+    SpecContext,
+    StreamingConsumer,
+)
+from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.limits import count_rows
+from headgate.capture.schema.positions import keys_before, parse_positions
+from headgate.capture.schema.sites import HookPoint, Site, parse_layers, sort_sites
+from headgate.capture.schema.spec import CaptureSpec
+
+FIELDS = ("layers", "heads", "queries", "top", "dtype")
+QUERIES = "queries"
+BLOCK_SCORES = 1 << 22
+"""Scores that are in memory at a time: 16 MiB, and as much again for what is computed of them."""
+ITEM_SIZES = {"float32": 4, "float16": 2}
+MAX_TOP = 4096
+
+
+class AttentionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of the attention consumer.
+
+    Attributes:
+        max_bytes: Bytes of patterns in the result of one prompt, all its samples and layers together; in base64 they
+            take a third more. A request whose patterns could be larger is refused.
+        max_scores: Scores that one prompt may cost: layers times heads times queries times keys, all its samples
+            together. A request that could cost more is refused.
+    """
+
+    max_bytes: int = 8 * MIB
+    max_scores: int = 1 << 30
+
+
+def parse_params(params: Mapping[str, Any]) -> AttentionParams:
+    """Read and check the parameters.
+
+    Raises:
+        ConfigError: Naming the parameter.
+    """
+    try:
+        parsed = msgspec.convert(dict(params), AttentionParams)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"attention: {error}") from error
+    for name, value in (("max_bytes", parsed.max_bytes), ("max_scores", parsed.max_scores)):
+        if value < 1:
+            raise ConfigError(f"attention: {name} must be at least 1, got {value}")
+    return parsed
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """The consumer's part of a checked request.
+
+    Attributes:
+        heads: Of each layer; None for all.
+        top: How many keys of each query; None for whole rows.
+        dtype: Of the probabilities: a key of `ITEM_SIZES`.
+    """
+
+    heads: tuple[int, ...] | None = None
+    top: int | None = None
+    dtype: Literal["float32", "float16"] = "float32"
+
+    def row_bytes(self, num_keys: int) -> int:
+        """Bytes of one head's pattern of one query."""
+        size = ITEM_SIZES[self.dtype]
+        return num_keys * size if self.top is None else self.top * (4 + size) + size
+
+
+def served_layers(model: ModelInfo) -> tuple[int, ...]:
+    """Layers whose queries and keys can both be captured."""
+    sites = frozenset(model.sites)
+    return tuple(
+        site.layer for site in model.sites if site.hook is HookPoint.Q and Site(site.layer, HookPoint.K) in sites
+    )
+
+
+def num_heads(model: ModelInfo, layer: int) -> int:
+    """Return the heads of a row of a layer's queries."""
+    shape = model.shape(Site(layer, HookPoint.Q))
+    return shape.width // shape.head_size
+
+
+def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
+    """Check ``{"layers": ..., "heads": ..., "queries": SELECTOR, "top": N, "dtype": ...}``; `layers` is required.
+
+    Returns:
+        The spec: `q` at the queries, `k` at all positions up to the last of them; its options are a `Wanted`.
+
+    Raises:
+        RequestError: Naming the field.
+    """
+    if not isinstance(raw, Mapping):
+        raise RequestError(context.field, f'expected an object such as {{"layers": [5]}}, got {shown(raw)}')
+    unknown = next((key for key in raw if key not in FIELDS), None)
+    if unknown is not None:
+        raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {', '.join(FIELDS)}")
+    layers = _layers(raw.get("layers"), context.model, f"{context.field}.layers")
+    wanted = Wanted(
+        heads=_heads(raw.get("heads", "all"), min(num_heads(context.model, one) for one in layers), context.field),
+        top=_top(raw.get("top"), f"{context.field}.top"),
+        dtype=_dtype(raw.get("dtype", "float32"), f"{context.field}.dtype"),
+    )
+    parse = partial(parse_positions, context_length=context.model.context_length, takes_several=True)
+    queries = context.parsed_once(raw.get(QUERIES, "last_prompt"), QUERIES, parse)
+    return CaptureSpec(
+        sites=sort_sites(Site(layer, hook) for layer in layers for hook in (HookPoint.Q, HookPoint.K)),
+        positions=keys_before(queries),
+        hook_positions={HookPoint.Q: queries},
+        positions_field=QUERIES,
+        options=msgspec.to_builtins(wanted),
+    )
+
+
+def _layers(raw: object, model: ModelInfo, field: str) -> tuple[int, ...]:
+    served = served_layers(model)
+    if raw is None:
+        raise RequestError(field, f'required: a layer, a list of layers or "all"; there are {list(served)}')
+    layers = served if raw == "all" else parse_layers(raw, model.num_layers, field)
+    missing = [layer for layer in layers if layer not in served]
+    if missing or not layers:
+        named = f"layer {missing[0]}: " if missing else ""
+        raise RequestError(
+            field,
+            f"{named}attention patterns need both hook points q and k of a layer, and this server's configuration has "
+            f"them of {f'layers {list(served)}' if served else 'no layer'} (setting: capture.sites)",
+        )
+    return layers
+
+
+def _heads(raw: object, count: int, field: str) -> tuple[int, ...] | None:
+    if isinstance(raw, str) and raw == "all":
+        return None
+    listed = raw if isinstance(raw, list) else []
+    are_heads = all(type(head) is int and 0 <= head < count for head in listed)
+    if not listed or not are_heads or len(set(listed)) < len(listed):
+        raise RequestError(
+            f"{field}.heads", f'expected "all" or a list of different heads from 0 to {count - 1}, got {shown(raw)}'
+        )
+    return tuple(listed)
+
+
+def _top(raw: object, field: str) -> int | None:
+    if raw is None or (type(raw) is int and 1 <= raw <= MAX_TOP):
+        return raw
+    raise RequestError(field, f"expected a number of keys from 1 to {MAX_TOP}, or null for all, got {shown(raw)}")
+
+
+def _dtype(raw: object, field: str) -> Literal["float32", "float16"]:
+    if raw == "float32" or raw == "float16":
+        return raw
+    raise RequestError(field, f"expected one of {', '.join(ITEM_SIZES)}, got {shown(raw)}")
+
+
+def check_lengths(spec: CaptureSpec, context: SpecContext, lengths: RequestLengths) -> None:
+    """Refuse a request whose patterns could be too large, or cost too much.
+
+    Raises:
+        RequestError: Saying what to do.
+    """
+    params = context.parsed_params(parse_params)
+    wanted = msgspec.convert(spec.options, Wanted)
+    heads = sum(
+        num_heads(context.model, site.layer) if wanted.heads is None else len(wanted.heads)
+        for site in spec.sites
+        if site.hook is HookPoint.Q
+    )
+    num_queries = count_rows(spec.hook_positions[HookPoint.Q], lengths.num_prompt, lengths.num_rows)
+    num_keys = count_rows(spec.positions, lengths.num_prompt, lengths.num_rows)
+    rows = lengths.num_samples * heads * num_queries
+    found = (
+        ("max_bytes", rows * wanted.row_bytes(num_keys), params.max_bytes, "bytes of patterns", _HOW_SMALLER),
+        ("max_scores", rows * num_keys, params.max_scores, "scores", "Choose "),
+    )
+    for name, count, limit, what, instead in found:
+        if count > limit:
+            raise RequestError(
+                f"{context.field}.{QUERIES}",
+                f"{num_queries} queries at up to {num_keys} keys, {heads} heads of all layers and "
+                f"{lengths.num_samples} samples could come to {count} {what}; at most {limit} are allowed here "
+                f"(parameter {name}). {instead}fewer queries, layers or heads, or lower max_tokens",
+            )
+
+
+_HOW_SMALLER = 'Set "top" to get the largest keys of each query alone, choose '
+
+
+def pattern_blocks(
+    q_QHD: Tensor, k_KHD: Tensor, queries: Int64Array, facts: AttentionFacts, heads: Sequence[int]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Compute patterns block by block, so that what is in memory at a time is bounded.
+
+    Args:
+        q_QHD: ``[Q, num_heads, head_size]``: rows of `q`.
+        k_KHD: ``[K, num_kv_heads, head_size]``: rows of `k`, at positions 0 to K - 1.
+        queries: int64 ``[Q]``: positions of the queries, ascending, below K.
+        facts: Of the layer.
+        heads: Which heads, in the order of the result.
+
+    Yields:
+        Which queries, and float32 ``[queries, heads, keys]``: probabilities of the keys from 0 to the last query's
+        position. A sink's probability is in no key's.
+    """
+    size = max(1, BLOCK_SCORES // max(1, len(heads) * len(k_KHD)))
+    k_GKD = k_KHD.float().transpose(0, 1)
+    for start in range(0, len(queries), size):
+        part = slice(start, min(start + size, len(queries)))
+        at = torch.from_numpy(queries[part])
+        stop = int(queries[part][-1]) + 1
+        begin = 0 if facts.window is None else max(0, int(queries[part][0]) - facts.window + 1)
+        scores = torch.empty(len(heads), len(at), stop - begin)
+        for place, head in enumerate(heads):
+            k_KD = k_GKD[head * facts.num_kv_heads // facts.num_heads, begin:stop]
+            torch.mm(q_QHD[part, head].float(), k_KD.T, out=scores[place])
+        distance = at[:, None] - torch.arange(begin, stop)
+        found = torch.zeros(len(at), len(heads), stop)
+        found[:, :, begin:] = _softmax(scores, distance, facts, heads).transpose(0, 1)
+        yield part, found
+
+
+def _softmax(scores_HQK: Tensor, distance_QK: Tensor, facts: AttentionFacts, heads: Sequence[int]) -> Tensor:
+    """Make probabilities of products of queries and keys, in place; `distance_QK` is how far each key lies back."""
+    scores_HQK *= facts.scale
+    if facts.soft_cap is not None:
+        scores_HQK.div_(facts.soft_cap).tanh_().mul_(facts.soft_cap)
+    if facts.slopes is not None:
+        slopes = torch.tensor([facts.slopes[head] for head in heads])
+        scores_HQK -= slopes[:, None, None] * distance_QK
+    is_hidden = distance_QK < 0
+    if facts.window is not None:
+        is_hidden |= distance_QK >= facts.window
+    scores_HQK.masked_fill_(is_hidden, -torch.inf)
+    largest = scores_HQK.amax(dim=-1, keepdim=True)
+    if facts.sinks is None:
+        sinks = None
+    else:
+        sinks = torch.tensor([facts.sinks[head] for head in heads])[:, None, None]
+        largest = torch.maximum(largest, sinks)
+    scores_HQK.sub_(largest).exp_()
+    total = scores_HQK.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total += (sinks - largest).exp_()
+    return scores_HQK.div_(total)
+
+
+def whole_rows(blocks: Iterator[tuple[slice, Tensor]], shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """Join blocks to ``[queries, heads, keys]``: zero after each query's own position."""
+    found = torch.zeros(shape, dtype=dtype)
+    for part, probabilities in blocks:
+        found[part, :, : probabilities.shape[2]] = probabilities
+    return found
+
+
+def top_keys(
+    blocks: Iterator[tuple[slice, Tensor]], shape: tuple[int, int, int], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the keys with the largest probabilities of ``[queries, heads, top]``, largest first.
+
+    Returns:
+        ``keys``, int32, -1 where a query has fewer keys; ``values``, their probabilities; ``rest``, ``[queries,
+        heads]``, the sum of all others.
+    """
+    keys = torch.full(shape, -1, dtype=torch.int32)
+    values, rest = torch.zeros(shape, dtype=dtype), torch.zeros(shape[:2], dtype=dtype)
+    for part, probabilities in blocks:
+        count = min(shape[2], probabilities.shape[2])
+        found = probabilities.topk(count)
+        keys[part, :, :count] = torch.where(found.values > 0, found.indices, -1).int()
+        values[part, :, :count] = found.values.to(dtype)
+        rest[part] = (probabilities.sum(dim=-1) - found.values.sum(dim=-1)).clamp_(min=0).to(dtype)
+    return {"keys": keys, "values": values, "rest": rest}
+
+
+class _Rows:
+    """Rows of one site so far, in memory that grows by doubling."""
+
+    def __init__(self, num_expected: int, width: int, dtype: torch.dtype) -> None:
+        self._rows = torch.empty(max(num_expected, 32), width, dtype=dtype)
+        self._positions = np.empty(len(self._rows), dtype=np.int64)
+        self._count = 0
+
+    def add(self, positions: Int64Array, rows: Tensor) -> None:
+        """Copy rows, which come by ascending position."""
+        start, stop = self._count, self._count + len(positions)
+        if stop > len(self._rows):
+            self._rows = torch.cat([self._rows, self._rows.new_empty(stop, self._rows.shape[1])])
+            self._positions = np.resize(self._positions, len(self._rows))
+        self._rows[start:stop] = rows
+        self._positions[start:stop] = positions
+        self._count = stop
+
+    def below(self, num_rows: int) -> tuple[Int64Array, Tensor]:
+        """Return the positions below `num_rows`, and their rows."""
+        count = int(np.searchsorted(self._positions[: self._count], num_rows))
+        return self._positions[:count], self._rows[:count]
+
+
+@dataclass(slots=True)
+class _Request:
+    """A running request.
+
+    Attributes:
+        wanted: What it asks.
+        rows: By site.
+    """
+
+    wanted: Wanted
+    rows: dict[Site, _Rows]
+
+
+class AttentionConsumer(StreamingConsumer):
+    """Answers with attention patterns; `AttentionParams` lists the parameters.
+
+    The payload is ``{"format": "safetensors", "num_bytes", "heads", "data": base64}``; `heads` is ``"all"`` or the
+    chosen ones. Decoded, `data` has ``queries``, int64 ``[queries]``, and of each layer, such as 5, ``5.attention``,
+    ``[queries, heads, keys]``, zero after the query's own position. With `top` it has ``5.attention.keys``, int32,
+    ``5.attention.values``, both ``[queries, heads, top]``, and ``5.attention.rest``, ``[queries, heads]``.
+
+    A request asks with ``{"layers": [...], "heads": [...], "queries": SELECTOR, "top": N, "dtype": ...}``; only
+    `layers` is required. It waits for its result, which is computed on a thread of its own after the request's end.
+
+    Raises:
+        ConfigError: If patterns of a layer whose `q` and `k` are captured cannot be computed, and where there is none.
+    """
+
+    location = "worker"
+    is_awaited = True
+
+    def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
+        super().__init__(params, context)
+        parse_params(params)
+        self._facts = _facts_of(context)
+        self._requests: dict[str, _Request] = {}
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headgate-attention")
+        self._computing: set[Future[dict[str, Any]]] = set()
+        self._is_closed = False
+
+    @classmethod
+    def check_params(cls, params: Mapping[str, Any]) -> None:
+        parse_params(params)
+
+    @classmethod
+    def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
+        return parse_request(raw, context)
+
+    @classmethod
+    def check_lengths(cls, spec: CaptureSpec, context: SpecContext, lengths: RequestLengths) -> None:
+        check_lengths(spec, context, lengths)
+
+    def begin(self, request: RequestInfo) -> None:
+        for layer in {site.layer for site in request.spec.sites}:
+            if whole := np.intersect1d(request.prompt_token_ids, self._facts[layer].whole_tokens).tolist():
+                raise ConsumerError(
+                    f"attention: tokens of an image (id {whole[0]}) see later ones, and patterns are causal; ask for "
+                    "them with a prompt of text"
+                )
+        num_prompt, model = request.num_prompt_tokens, self.context.model
+        rows = {}
+        for site in request.spec.sites:
+            shape, count = model.shape(site), count_rows(request.spec.positions_at(site), num_prompt, num_prompt)
+            rows[site] = _Rows(count, shape.width, getattr(torch, shape.dtype))
+        self._requests[request.request_id] = _Request(msgspec.convert(request.spec.options, Wanted), rows)
+
+    def write(self, blocks: Sequence[RowBlock]) -> None:
+        for block in blocks:
+            for span in block.spans:
+                rows, part = self._requests[span.request.request_id].rows, slice(span.start, span.stop)
+                for number, site in enumerate(block.sites):
+                    rows[site].add(block.positions[part], block.rows[number, part])
+
+    def finish(self, finished: FinishedRequest) -> Future[dict[str, Any]] | None:
+        found = self._requests.pop(finished.request.request_id)
+        if not found.rows:
+            return None  # its layers belong to other pipeline stages
+        payload = self._threads.submit(self._payload, found, finished.final.num_rows)
+        self._computing.add(payload)
+        payload.add_done_callback(self._computing.discard)
+        return payload
+
+    def abandon(self, request: RequestInfo) -> None:
+        self._requests.pop(request.request_id, None)
+
+    def close(self, timeout_s: float) -> None:
+        self._requests.clear()
+        wait(list(self._computing), timeout_s)
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _payload(self, request: _Request, num_rows: int) -> dict[str, Any]:
+        queries, num_keys = _complete(request.rows, num_rows)
+        tensors = {QUERIES: torch.from_numpy(queries)}
+        for site in request.rows:
+            if site.hook is HookPoint.Q:
+                tensors |= self._patterns(site.layer, request, queries, num_keys)
+        data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        heads = request.wanted.heads
+        return {
+            "format": "safetensors",
+            "num_bytes": len(data),
+            "heads": "all" if heads is None else list(heads),
+            "data": b64encode(data).decode("ascii"),
+        }
+
+    def _patterns(self, layer: int, request: _Request, queries: Int64Array, num_keys: int) -> dict[str, Tensor]:
+        """One layer's tensors, by name."""
+        facts, wanted = self._facts[layer], request.wanted
+        positions, q_rows = request.rows[Site(layer, HookPoint.Q)].below(num_keys)
+        _, k_rows = request.rows[Site(layer, HookPoint.K)].below(num_keys)
+        q_QHD = q_rows[torch.from_numpy(np.searchsorted(positions, queries))].view(-1, facts.num_heads, facts.head_size)
+        k_KHD = k_rows.view(-1, facts.num_kv_heads, facts.head_size)
+        heads = wanted.heads or range(facts.num_heads)
+        blocks = self._until_closed(pattern_blocks(q_QHD, k_KHD, queries, facts, heads))
+        dtype: torch.dtype = getattr(torch, wanted.dtype)
+        if wanted.top is None:
+            return {f"{layer}.attention": whole_rows(blocks, (len(queries), len(heads), num_keys), dtype)}
+        found = top_keys(blocks, (len(queries), len(heads), wanted.top), dtype)
+        return {f"{layer}.attention.{name}": tensor for name, tensor in found.items()}
+
+    def _until_closed(self, blocks: Iterator[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
+        for block in blocks:
+            if self._is_closed:
+                raise ConsumerError("attention: the engine was shut down while the patterns were computed")
+            yield block
+
+
+def _facts_of(context: ConsumerContext) -> dict[int, AttentionFacts]:
+    """The facts of this worker's layers that are served.
+
+    Raises:
+        ConfigError: If the patterns of one cannot be computed, or none is configured.
+    """
+    model = context.model
+    layers = served_layers(model)
+    if not layers:
+        raise ConfigError(
+            'attention: needs the hook points q and k of a layer among capture.sites, such as {"q": [5], "k": [5]}'
+        )
+    if not model.attention and context.pp_size == 1:
+        raise ConfigError(
+            "attention: computes patterns beside the worker, which knows the model's layers; leave location out"
+        )
+    facts = {}
+    for layer in layers:
+        found = model.attention.get(layer)
+        if isinstance(found, str):
+            raise ConfigError(f"attention: no patterns of layer {layer}: {found}; take its q or k out of capture.sites")
+        if found is not None:  # else it belongs to another pipeline stage
+            facts[layer] = found
+    return facts
+
+
+def _complete(rows: Mapping[Site, _Rows], num_rows: int) -> tuple[Int64Array, int]:
+    """Return the queries whose keys are all there, and the number of keys up to the last of them.
+
+    Rows are missing where overload lost some: the result says so, and patterns of later queries would be wrong.
+    """
+    found = {site: each.below(num_rows)[0] for site, each in rows.items()}
+    num_keys = num_rows
+    for positions in (found[site] for site in found if site.hook is HookPoint.K):
+        gaps = np.flatnonzero(positions != np.arange(len(positions)))
+        num_keys = min(num_keys, int(gaps[0]) if len(gaps) else len(positions))
+    queries: Int64Array | None = None
+    for positions in (found[site] for site in found if site.hook is HookPoint.Q):
+        queries = positions if queries is None else np.intersect1d(queries, positions, assume_unique=True)
+    assert queries is not None  # noqa: S101  (a request has layers)
+    queries = queries[queries < num_keys].copy()
+    return queries, int(queries[-1]) + 1 if len(queries) else 0
+
+
+class Patterns:
+    """The patterns of one sample.
+
+    ``patterns["5.attention"]`` is a tensor ``[queries, heads, keys]``, ``patterns["5.attention.keys"]`` one of int32
+    ``[queries, heads, top]``.
+
+    Attributes:
+        queries: int64 ``[queries]``: positions, ascending.
+        heads: Which heads; None for all, in their order.
+    """
+
+    def __init__(self, queries: Int64Array, heads: Sequence[int] | None, tensors: Mapping[str, Tensor]) -> None:
+        self.queries = queries
+        self.heads = heads
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the tensors."""
+        return iter(self._tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One tensor.
+
+        Raises:
+            KeyError: If there is none of that name; the message lists the names.
+        """
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise KeyError(f"{name}: not among these patterns; there are {', '.join(self._tensors)}") from None
+
+
+def fetch_patterns(payload: Any) -> Patterns:
+    """Return the patterns in the payload of one sample's result, from an `LLM` or out of an answer over HTTP.
+
+    Args:
+        payload: The payload, or the list of the pipeline stages' payloads.
+
+    Raises:
+        CaptureFileError: If it is no payload of the consumer `attention`, or damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        parts = payload if isinstance(payload, list) else [payload]
+        for part in parts:
+            tensors |= load(base64.b64decode(part["data"], validate=True))
+        queries: Int64Array = tensors.pop(QUERIES).numpy()
+        heads = parts[0]["heads"]
+    except (TypeError, KeyError, IndexError, ValueError, SafetensorError) as error:
+        what = "expected a payload of the consumer 'attention'"
+        raise CaptureFileError(f"{what}, got {shown(payload)}: {error!r}") from error
+    ordered = {name: tensors[name] for name in sorted(tensors, key=lambda name: (int(name.partition(".")[0]), name))}
+    return Patterns(queries, None if heads == "all" else heads, ordered)

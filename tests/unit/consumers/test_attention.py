@@ -1,0 +1,466 @@
+"""Attention patterns against Hugging Face's eager attention, and against a loop that is too simple to be wrong."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load
+from torch import Tensor
+
+from headgate.capture.schema.attention import AttentionFacts
+from headgate.capture.schema.consumer import CapturedRequest, ConsumerContext, ModelInfo, RequestLengths, SpecContext
+from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError
+from headgate.capture.schema.positions import Indices, Message, Named, PositionSelector, Several, Span, keys_before
+from headgate.capture.schema.sites import HookPoint, Site, SiteShape
+from headgate.consumers import attention
+from headgate.consumers.attention import AttentionConsumer, fetch_patterns, pattern_blocks, top_keys, whole_rows
+from headgate.consumers.feed import ExampleRequest, Feed
+from headgate.consumers.testing import ConsumerContract
+
+TOLERANCE = 1e-4
+NUM_TOKENS = 40
+_TEXT: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.5,
+    "pad_token_id": 0,
+}
+_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "granite": ("Granite", {"attention_multiplier": 0.3}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
+    "gemma2": ("Gemma2", {**_WINDOWS, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 24}),
+    "gemma3": ("Gemma3Text", {**_WINDOWS, "query_pre_attn_scalar": 24}),
+    "gpt_oss": ("GptOss", {**_WINDOWS, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+
+
+class Seen:
+    """What Hugging Face's attention was called with, and what it made of that, layer by layer."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[AttentionFacts, Tensor, Tensor, Tensor]] = []
+
+    def note(self, module: Any, query: Tensor, key: Tensor, pattern: Tensor, scale: float, options: Any) -> None:
+        sinks = getattr(module, "sinks", None)
+        facts = AttentionFacts(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_size=query.shape[3],
+            scale=scale,
+            window=options.get("sliding_window"),
+            soft_cap=options.get("softcap"),
+            sinks=None if sinks is None else tuple(sinks.tolist()),
+        )
+        self.calls.append((facts, query[0].transpose(0, 1), key[0].transpose(0, 1), pattern[0]))
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[Seen]:
+    """Note the calls of eager attention of a model's module."""
+    module = __import__(type(model).__module__, fromlist=["eager_attention_forward"])
+    original: Callable[..., tuple[Tensor, Tensor]] = module.eager_attention_forward
+    seen = Seen()
+
+    def eager(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        output, pattern = original(layer, query, key, value, mask, **options)
+        seen.note(layer, query, key, pattern, options["scaling"], options)
+        return output, pattern
+
+    module.eager_attention_forward = eager
+    try:
+        yield seen
+    finally:
+        module.eager_attention_forward = original
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patterns_equal_hugging_faces(family: str) -> None:
+
+    name, settings = FAMILIES[family]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        config = getattr(transformers, f"{name}Config")(**{**_TEXT, **settings})
+        model = (
+            getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
+            ._from_config(config, attn_implementation="eager")
+            .eval()
+        )
+        for parameter in model.parameters():
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    ids = torch.arange(1, NUM_TOKENS + 1)[None] * 7 % 64
+
+    with watched(model) as seen, torch.inference_mode():
+        returned = model(ids, output_attentions=True).attentions
+
+    assert len(seen.calls) == 2
+    for (facts, q_QHD, k_KHD, pattern), expected in zip(seen.calls, returned, strict=True):
+        blocks = pattern_blocks(q_QHD, k_KHD, np.arange(NUM_TOKENS), facts, range(facts.num_heads))
+        found = whole_rows(blocks, (NUM_TOKENS, facts.num_heads, NUM_TOKENS), torch.float32)
+        assert torch.equal(pattern, expected[0])
+        assert (found.transpose(0, 1) - expected[0]).abs().max() <= TOLERANCE
+    windows = [facts.window for facts, *_ in seen.calls]
+    assert windows == ([8, None] if "layer_types" in settings else [settings.get("sliding_window")] * 2)
+    assert all((facts.soft_cap is not None) == (family == "gemma2") for facts, *_ in seen.calls)
+    assert all((facts.sinks is not None) == (family == "gpt_oss") for facts, *_ in seen.calls)
+
+
+def slow_pattern(q: Tensor, k_KD: Tensor, position: int, head: int, facts: AttentionFacts) -> list[float]:
+    """One head's pattern of one query, key by key."""
+    scores = []
+    for key in range(position + 1):
+        score = float(q.double() @ k_KD[key].double()) * facts.scale
+        if facts.soft_cap is not None:
+            score = facts.soft_cap * math.tanh(score / facts.soft_cap)
+        if facts.slopes is not None:
+            score -= facts.slopes[head] * (position - key)
+        scores.append(score)
+    visible = range(position + 1) if facts.window is None else range(max(0, position + 1 - facts.window), position + 1)
+    weights = [math.exp(score) if key in visible else 0.0 for key, score in enumerate(scores)]
+    total = sum(weights) + (0.0 if facts.sinks is None else math.exp(facts.sinks[head]))
+    return [weight / total for weight in weights]
+
+
+numbers = st.floats(-2, 2, width=32)
+
+
+@given(
+    seed=st.integers(0, 99),
+    groups=st.integers(1, 3),
+    per_group=st.integers(1, 3),
+    window=st.none() | st.integers(1, 9),
+    soft_cap=st.none() | st.floats(0.5, 3),
+    has_sinks=st.booleans(),
+    has_slopes=st.booleans(),
+    queries=st.sets(st.integers(0, 11), min_size=1),
+    block=st.integers(1, 400),
+    data=st.data(),
+)
+def test_patterns_of_any_attention_equal_a_slow_loop(
+    seed: int, groups: int, per_group: int, window: int | None, soft_cap: float | None,
+    has_sinks: bool, has_slopes: bool, queries: set[int], block: int, data: st.DataObject,
+) -> None:  # fmt: skip
+    random, num_heads = torch.Generator().manual_seed(seed), groups * per_group
+    each = tuple(torch.randn(num_heads, generator=random).tolist())
+    facts = AttentionFacts(
+        num_heads=num_heads, num_kv_heads=groups, head_size=4, scale=0.7, window=window, soft_cap=soft_cap,
+        sinks=each if has_sinks else None, slopes=each if has_slopes else None,
+    )  # fmt: skip
+    at = np.array(sorted(queries))
+    q_QHD = torch.randn(len(at), num_heads, 4, generator=random)
+    k_KHD = torch.randn(12, groups, 4, generator=random)
+    heads = data.draw(st.permutations(range(num_heads)))[: data.draw(st.integers(1, num_heads))]
+    top = data.draw(st.integers(1, 14))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "BLOCK_SCORES", block)
+
+        found = whole_rows(pattern_blocks(q_QHD, k_KHD, at, facts, heads), (len(at), len(heads), 12), torch.float32)
+        best = top_keys(pattern_blocks(q_QHD, k_KHD, at, facts, heads), (len(at), len(heads), top), torch.float32)
+
+    for row, position in enumerate(at.tolist()):
+        for place, head in enumerate(heads):
+            expected = slow_pattern(q_QHD[row, head], k_KHD[:, head // per_group], position, head, facts)
+            expected += [0.0] * (12 - len(expected))
+            assert found[row, place].tolist() == pytest.approx(expected, abs=1e-5)
+            check_top({name: tensor[row, place] for name, tensor in best.items()}, expected)
+
+
+def check_top(best: Mapping[str, Tensor], expected: Sequence[float]) -> None:
+    """Compare one query's largest keys with its whole row."""
+    keys, values = best["keys"].tolist(), best["values"].tolist()
+    visible = [value for value in expected if value > 0]
+    count = min(len(keys), len(visible))
+    assert keys[count:] == [-1] * (len(keys) - count)
+    assert values[count:] == [0.0] * (len(keys) - count)
+    assert len(set(keys[:count])) == count
+    assert values[:count] == pytest.approx([expected[key] for key in keys[:count]], abs=1e-5)
+    assert values[:count] == pytest.approx(sorted(visible, reverse=True)[:count], abs=1e-5)
+    assert float(best["rest"]) == pytest.approx(sum(visible) - sum(values), abs=1e-5)
+
+
+@given(
+    queries=st.one_of(
+        st.sampled_from(("last_prompt", "all_prompt", "all_generated", "all")).map(Named),
+        st.builds(Span, st.integers(-9, 9), st.none() | st.integers(-9, 19), st.integers(1, 3)),
+        st.sets(st.integers(-9, 19), min_size=1, max_size=4).map(lambda found: Indices.of(tuple(found))),
+    )
+)
+def test_keys_are_at_every_position_up_to_the_last_query(queries: PositionSelector) -> None:
+    for selector in (queries, Several((queries, Indices.of([2])))):
+        try:
+            chosen = positions_of(selector.resolve(9, "q"))
+        except RequestError:
+            continue
+
+        keys = positions_of(keys_before(selector).resolve(9, "k"))
+
+        assert keys == list(range(len(keys)))
+        assert set(chosen) <= set(keys)
+        assert not chosen or len(keys) - chosen[-1] <= 3  # a span's stop may lie beyond its last position
+
+
+def positions_of(selector: PositionSelector) -> list[int]:
+    positions = np.arange(30)
+    return np.flatnonzero(selector.mask(positions, np.full(30, 9))).tolist()
+
+
+def test_keys_of_a_message_are_those_of_the_prompt() -> None:
+    assert keys_before(Message("user", -1)) == Named("all_prompt")
+    assert keys_before(Message("user", -1, include_generated=True)) == Named("all")
+
+
+FACTS = AttentionFacts(num_heads=4, num_kv_heads=2, head_size=8, scale=0.25, window=6)
+WIDTHS = {HookPoint.Q: 4, HookPoint.K: 2}
+SHAPES = {
+    Site(layer, hook): SiteShape(heads * 8, "bfloat16", "replicated", 8)
+    for layer in range(4)
+    for hook, heads in WIDTHS.items()
+}
+SITES = (*(site for site in SHAPES if site.layer in (1, 2)), Site(3, HookPoint.Q))
+MODEL = ModelInfo(
+    name="m", num_layers=4, hidden_size=16, dtype="bfloat16", sites=SITES, context_length=64, shapes=SHAPES,
+    attention={1: FACTS, 2: replace(FACTS, window=None), 3: "it has no keys"},
+)  # fmt: skip
+
+
+class TestContract(ConsumerContract):
+    consumer_class = AttentionConsumer
+    model = MODEL
+
+    def client_spec(self) -> Any:
+        return {"layers": [1, 2], "queries": "all"}
+
+    def bad_specs(self) -> Mapping[str, Any]:
+        return {"layers": {"layers": [0]}, "top": {"layers": [1], "top": -1}}
+
+    def check_payload(self, payload: Any, expected: CapturedRequest) -> None:
+        patterns = fetch_patterns(payload)
+        assert np.array_equal(patterns.queries, expected.positions)
+        for layer in (1, 2):
+            facts = MODEL.attention[layer]
+            assert isinstance(facts, AttentionFacts)
+            q_QHD, k_KHD = (expected.rows[Site(layer, hook)].view(-1, heads, 8) for hook, heads in WIDTHS.items())
+            rows = [
+                [slow_pattern(q_QHD[row, head], k_KHD[:, head // 2], row, head, facts) for head in range(4)]
+                for row in range(len(q_QHD))
+            ]
+            for found, row in zip(patterns[f"{layer}.attention"], rows, strict=True):
+                for head in range(4):
+                    assert found[head, : len(row[head])].tolist() == pytest.approx(row[head], abs=1e-5)
+                    assert not found[head, len(row[head]) :].any()
+
+
+def spec_context(**params: Any) -> SpecContext:
+    return SpecContext(instance_name="attention", model=MODEL, params=params, client_request_id="r")
+
+
+def consumer(**changes: Any) -> AttentionConsumer:
+    return AttentionConsumer({}, ConsumerContext(instance_name="attention", model=replace(MODEL, **changes)))
+
+
+def request(raw: Mapping[str, Any], **shape: Any) -> ExampleRequest:
+    spec = AttentionConsumer.validate_client_spec(raw, spec_context())
+    return ExampleRequest(spec, model=MODEL, **{"prompt": 9, "output": 5, **shape})
+
+
+def answer(found: AttentionConsumer, asked: ExampleRequest, steps: Sequence[tuple[int, int]] = ((0, 99),)) -> Any:
+    feed = Feed(found)
+    try:
+        feed.begin(asked)
+        for start, stop in steps:
+            feed.step({asked: (start, min(stop, asked.final.num_rows))})
+        return feed.finish(asked)
+    finally:
+        found.close(10)
+
+
+def expected_rows(asked: ExampleRequest, layer: int, queries: Sequence[int], heads: Sequence[int]) -> Tensor:
+    facts = MODEL.attention[layer]
+    assert isinstance(facts, AttentionFacts)
+    q_QHD = asked.rows(Site(layer, HookPoint.Q), np.array(queries)).view(-1, 4, 8)
+    k_KHD = asked.rows(Site(layer, HookPoint.K), np.arange(queries[-1] + 1)).view(-1, 2, 8)
+    rows = [
+        [slow_pattern(q_QHD[row, head], k_KHD[:, head // 2], position, head, facts) for head in heads]
+        for row, position in enumerate(queries)
+    ]
+    return torch.tensor([[each + [0.0] * (queries[-1] + 1 - len(each)) for each in row] for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("queries", "expected"),
+    [
+        ("last_prompt", [8]),
+        ("all_generated", [9, 10, 11, 12]),
+        ({"start": 2, "step": 3}, [2, 5, 8, 11]),
+        ([0, -2], [0, 7]),
+        (["last_prompt", "all_generated"], [8, 9, 10, 11, 12]),
+    ],
+    ids=str,
+)
+def test_an_answer_has_the_patterns_of_the_chosen_queries_and_heads(queries: Any, expected: list[int]) -> None:
+    asked = request({"layers": [1, 2], "heads": [3, 0], "queries": queries})
+
+    payload = answer(consumer(), asked, [(0, 4), (4, 10), (10, 13), (13, 15)])
+
+    tensors = load(base64.b64decode(payload["data"], validate=True))
+    assert (payload["format"], payload["num_bytes"]) == ("safetensors", len(base64.b64decode(payload["data"])))
+    assert tensors.keys() == {"queries", "1.attention", "2.attention"}
+    assert tensors["queries"].tolist() == expected
+    for layer in (1, 2):
+        torch.testing.assert_close(
+            tensors[f"{layer}.attention"], expected_rows(asked, layer, expected, [3, 0]), atol=1e-5, rtol=0
+        )
+    assert msgspec.json.decode(msgspec.json.encode(payload)) == payload
+
+
+def test_top_gives_the_largest_keys_and_the_rest() -> None:
+    asked = request({"layers": 2, "queries": "all_prompt", "top": 3, "dtype": "float16"})
+
+    patterns = fetch_patterns(answer(consumer(), asked))
+
+    assert [*patterns] == ["2.attention.keys", "2.attention.rest", "2.attention.values"]
+    assert (patterns.heads, patterns.queries.tolist()) == (None, list(range(9)))
+    dtypes = {name: patterns[name].dtype for name in patterns}
+    assert dtypes == dict(zip(patterns, (torch.int32, torch.float16, torch.float16), strict=True))
+    whole = expected_rows(asked, 2, range(9), range(4))
+    values, keys = whole.topk(3)
+    is_there = values > 0
+    assert torch.equal(patterns["2.attention.keys"], torch.where(is_there, keys, -1).int())
+    assert (patterns["2.attention.values"].float() - values).abs().max() <= 1e-3
+    assert (patterns["2.attention.rest"].float() - (whole.sum(-1) - values.sum(-1))).abs().max() <= 1e-3
+
+
+def test_only_the_chosen_queries_and_the_keys_before_them_are_captured() -> None:
+    spec = request({"layers": [1], "queries": [3, 5]}).info.spec
+
+    assert spec.sites == (Site(1, HookPoint.Q), Site(1, HookPoint.K))
+    assert positions_of(spec.positions_at(Site(1, HookPoint.Q))) == [3, 5]
+    assert positions_of(spec.positions_at(Site(1, HookPoint.K))) == [0, 1, 2, 3, 4, 5]
+
+
+def test_queries_whose_keys_were_lost_have_no_pattern() -> None:
+    asked = request({"layers": [1], "queries": "all"})
+
+    patterns = fetch_patterns(answer(consumer(), asked, [(0, 6), (7, 13)]))
+
+    assert patterns.queries.tolist() == [0, 1, 2, 3, 4, 5]
+    torch.testing.assert_close(patterns["1.attention"], expected_rows(asked, 1, range(6), range(4)), atol=1e-5, rtol=0)
+
+
+def test_stages_answers_are_read_as_one() -> None:
+    first, second = (answer(consumer(), request({"layers": [layer]})) for layer in (1, 2))
+
+    patterns = fetch_patterns([first, second])
+
+    assert [*patterns] == ["1.attention", "2.attention"]
+    with pytest.raises(KeyError, match=r"3\.attention: not among these patterns; there are 1\.attention, 2"):
+        patterns["3.attention"]
+
+
+def test_what_is_no_payload_is_refused() -> None:
+    for payload in (None, [], {"data": "%"}, {"data": "AAAA", "heads": "all"}):
+        with pytest.raises(CaptureFileError, match="expected a payload of the consumer 'attention'"):
+            fetch_patterns(payload)
+
+
+def test_prompts_with_images_are_refused_where_their_tokens_see_later_ones() -> None:
+    facts = replace(FACTS, whole_tokens=(7, 8))
+    asked = request({"layers": [1]})
+    found = consumer(attention={1: facts, 2: FACTS})
+    token = int(asked.info.prompt_token_ids[3])
+
+    with pytest.raises(ConsumerError, match=f"tokens of an image \\(id {token}\\) see later ones"):
+        Feed(consumer(attention={1: replace(facts, whole_tokens=(token,)), 2: FACTS})).begin(asked)
+    assert fetch_patterns(answer(found, asked)).queries.tolist() == [8]
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "message"),
+    [
+        ("all", "", "expected an object such as"),
+        ({"layers": [1], "hooks": {}}, ".hooks", "unknown field; known: layers, heads, queries, top, dtype"),
+        ({}, ".layers", r"required: a layer, a list of layers or \"all\"; there are \[1, 2\]"),
+        ({"layers": [1, 3]}, ".layers", r"layer 3: .*needs? both|layer 3: attention patterns need both"),
+        ({"layers": [9]}, ".layers", "layer 9 is not an integer from -4 to 3"),
+        ({"layers": [1], "heads": [4]}, ".heads", "different heads from 0 to 3, got"),
+        ({"layers": [1], "heads": [1, 1]}, ".heads", "different heads from 0 to 3, got"),
+        ({"layers": [1], "heads": []}, ".heads", "different heads from 0 to 3, got"),
+        ({"layers": [1], "queries": "some"}, ".queries", "unknown selector 'some'"),
+        ({"layers": [1], "top": 0}, ".top", "expected a number of keys from 1 to 4096, or null for all, got 0"),
+        ({"layers": [1], "top": True}, ".top", "expected a number of keys"),
+        ({"layers": [1], "dtype": "bfloat16"}, ".dtype", "expected one of float32, float16, got 'bfloat16'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_request_is_refused_with_its_field(raw: Any, field: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        AttentionConsumer.validate_client_spec(raw, spec_context())
+
+    assert caught.value.field == f"capture.attention{field}"
+
+
+@pytest.mark.parametrize(
+    ("raw", "params", "message"),
+    [
+        ({"layers": [1, 2]}, {"max_bytes": 2 * 2 * 4 * 9 * 4}, None),
+        ({"layers": [1, 2]}, {"max_bytes": 2 * 2 * 4 * 9 * 4 - 1}, '576 bytes of patterns; at most 575.*Set "top" to'),
+        ({"layers": [1], "dtype": "float16"}, {"max_bytes": 2 * 4 * 9 * 2}, None),
+        ({"layers": [1], "top": 2}, {"max_bytes": 2 * 4 * (2 * 8 + 4)}, None),
+        ({"layers": [1], "top": 2}, {"max_bytes": 2 * 4 * (2 * 8 + 4) - 1}, "1 queries at up to 9 keys, 4 heads of"),
+        ({"layers": [1], "queries": "all", "heads": [1]}, {"max_scores": 2 * 13 * 13}, None),
+        ({"layers": [1], "queries": "all", "heads": [1]}, {"max_scores": 2 * 13 * 13 - 1}, "338 scores; at most 337"),
+    ],
+    ids=str,
+)
+def test_a_request_that_could_be_too_much_is_refused(raw: Any, params: Any, message: str | None) -> None:
+    context = spec_context(**params)
+    spec = AttentionConsumer.validate_client_spec(raw, context).with_positions(lambda one: one.resolve(9, "q"))
+    lengths = RequestLengths(num_prompt=9, max_tokens=5, num_samples=2)
+
+    if message is None:
+        AttentionConsumer.check_lengths(spec, context, lengths)
+    else:
+        with pytest.raises(RequestError, match=rf"^capture\.attention\.queries: .*{message}"):
+            AttentionConsumer.check_lengths(spec, context, lengths)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sites": (Site(1, HookPoint.Q),)}, "needs the hook points q and k of a layer among capture.sites"),
+        ({"attention": {}}, "computes patterns beside the worker.*leave location out"),
+        (
+            {"sites": (Site(3, HookPoint.Q), Site(3, HookPoint.K))},
+            "no patterns of layer 3: it has no keys; take its q or k out of capture.sites",
+        ),
+    ],
+)
+def test_a_consumer_that_could_not_answer_does_not_open(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        consumer(**changes)
+
+
+def test_parameters_are_checked() -> None:
+    for params in ({"max_bytes": 0}, {"max_scores": 0}, {"max_bytes": "1"}, {"bytes": 1}):
+        with pytest.raises(ConfigError, match=r"^attention: .*(must be at least 1, got 0|bytes)"):
+            AttentionConsumer.check_params(params)
