@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,12 +51,16 @@ def attention_facts(
         kernel = layer.get_submodule(analyse_layer(type(layer), layer).inner[HookPoint.K].module)
         device = next(layer.parameters()).device
         try:
-            found[index] = _facts(kernel, sites, model, config, lambda each, at=device: gather(each.to(at)))
+            found[index] = _facts(kernel, sites, model, config, partial(_gathered, gather, device))
             if any(action.order > 0 for site in sites for action in actions.get(site, ())):
                 found[index] = "steering is configured at its q or k, whose rows are captured before it acts"
         except NotKnownError as error:
             found[index] = str(error)
     return found
+
+
+def _gathered(gather: Callable[[Tensor], Tensor], device: torch.device, tensor: Tensor) -> Tensor:
+    return gather(tensor.to(device))
 
 
 def _facts(

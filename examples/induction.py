@@ -1,0 +1,64 @@
+"""Finds induction heads: heads that look back from a repeated token at what followed it the first time.
+
+The model reads rows of random tokens twice. Each head's score is the probability that it gives, on average, to the
+token after the first occurrence. A picture shows the strongest head's pattern if matplotlib is there.
+
+Usage: ``.venv/bin/python examples/induction.py MODEL_FOLDER [PNG]``
+"""
+
+import sys
+
+import numpy as np
+from transformers import AutoConfig
+
+from headgate.capture import LLM, SamplingParams
+from headgate.consumers.attention import fetch_patterns
+
+LENGTH, ROWS, SHOWN = 24, 8, 5
+
+
+def draw(pattern, layer, head, path):
+    """Draw one head's pattern ``[queries, keys]``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    drawn = axes.imshow(
+        pattern, cmap="Blues", vmin=0, vmax=1, extent=(-0.5, 2 * LENGTH - 0.5, 2 * LENGTH - 0.5, LENGTH - 0.5)
+    )
+    axes.set(title=f"layer {layer}, head {head}", xlabel="key", ylabel="query: the second time")
+    figure.colorbar(drawn, label="probability")
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":  # vLLM starts its engine in a process of its own
+    folder = sys.argv[1]
+    config = AutoConfig.from_pretrained(folder)
+    # block_size is what vLLM's CPU attention needs; eager starts sooner.
+    llm = LLM(
+        folder,
+        capture_consumers=["attention"],
+        capture_sites={"q": "all", "k": "all"},
+        max_model_len=512,
+        block_size=32,
+        enforce_eager=True,
+    )
+    random = np.random.default_rng(0)
+    rows = [random.integers(1000, config.vocab_size, LENGTH).tolist() for _ in range(ROWS)]
+    wanted = {"layers": "all", "queries": {"start": LENGTH, "stop": 2 * LENGTH}}
+    params = SamplingParams(max_tokens=1, capture={"attention": wanted})
+    found = []
+    for output in llm.generate([{"prompt_token_ids": row * 2} for row in rows], params, use_tqdm=False):
+        patterns = fetch_patterns(output.capture_results["attention"].payload)
+        found.append(np.stack([patterns[name].numpy() for name in patterns]))  # [layers, queries, heads, keys]
+    mean = np.mean(found, axis=0)
+    # From the token at LENGTH + n to the one at n + 1, which followed it the first time.
+    scores = np.diagonal(mean, offset=1, axis1=1, axis2=3).mean(axis=-1)
+    for place in np.argsort(-scores, axis=None)[:SHOWN]:
+        layer, head = np.unravel_index(place, scores.shape)
+        print(f"layer {layer}, head {head}: {scores[layer, head]:.2f}")
+    if len(sys.argv) > 2:
+        layer, head = np.unravel_index(scores.argmax(), scores.shape)
+        draw(found[0][layer, :, head], layer, head, sys.argv[2])
