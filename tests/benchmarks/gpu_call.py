@@ -185,6 +185,10 @@ ANY_MODEL = {
     ],
     "gate-steps": [steps("gate-steps", "decode-512", LIMIT_S, "--modes", *GATE_STEPS_MODES, server="controllers")],
     "saes": [http("saes", ["decode"], LIMIT_S, "--servers", *SAE_SERVERS, "--modes", *SAE_MODES)],
+    "lens": [
+        pytest_step("lens-cuda", 60, "tests/gpu/test_lens_cuda.py", "tests/gpu/test_readouts_cuda.py"),
+        Step("lens", (sys.executable, "-m", "tests.benchmarks.bench_lens", "--model", "{model}"), 400, lines=12),
+    ],
     "parallel": [pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16)],
     "parallel-cost": [suite("tensor", 280, "--tp", "2", *ON_TWO), suite("pipeline", 280, "--pp", "2", *ON_TWO)],
 }
