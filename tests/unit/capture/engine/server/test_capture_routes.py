@@ -28,6 +28,12 @@ from tests.fakes.clients import show
 from tests.fakes.heads import Letters
 
 
+KEYS = {
+    "mine": AccessKey(name="mine", sha256=digest_of("mine"), roles=("capture",), tags=("mine",)),
+    "other": AccessKey(name="other", sha256=digest_of("other"), roles=("capture",), consumers=("logging",)),
+}
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Moments of two requests, one under each of two tags."""
@@ -41,22 +47,21 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def client(root: Path) -> Iterator[TestClient]:
-    consumers = (
+def configured(root: Path) -> tuple[CaptureConsumerSpec, ...]:
+    return (
         CaptureConsumerSpec(name="logging"),
         CaptureConsumerSpec(name="lens"),
         CaptureConsumerSpec(name="probe", params={"probes": {"anger": str(root / "anger.safetensors")}}),
         CaptureConsumerSpec(name="moments", instance_name="spread", params={"root": str(root)}),
     )
-    front = SimpleNamespace(config=CaptureConsumersConfig(consumers=consumers), model=EXAMPLE_MODEL)
-    keys = {
-        "mine": AccessKey(name="mine", sha256=digest_of("mine"), roles=("capture",), tags=("mine",)),
-        "other": AccessKey(name="other", sha256=digest_of("other"), roles=("capture",), consumers=("logging",)),
-    }
+
+
+@pytest.fixture
+def client(root: Path) -> Iterator[TestClient]:
+    front = SimpleNamespace(config=CaptureConsumersConfig(consumers=configured(root)), model=EXAMPLE_MODEL)
 
     async def require_key(request: Request) -> None:
-        key = keys.get(request.headers.get("x-headgate-key", ""))
+        key = KEYS.get(request.headers.get("x-headgate-key", ""))
         show(*[] if key is None else [key])
 
     async def answer_wrong(request: Request, error: Exception) -> JSONResponse:
