@@ -27,7 +27,6 @@ from headgate.consumers.moments import MomentsConsumer
 from tests.fakes.clients import show
 from tests.fakes.heads import Letters
 
-
 KEYS = {
     "mine": AccessKey(name="mine", sha256=digest_of("mine"), roles=("capture",), tags=("mine",)),
     "other": AccessKey(name="other", sha256=digest_of("other"), roles=("capture",), consumers=("logging",)),
