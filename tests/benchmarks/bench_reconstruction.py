@@ -1,25 +1,35 @@
 """What full reconstruction costs at one site: ``python -m tests.benchmarks.bench_reconstruction [--out FILE]``.
 
 Microseconds of `reconstruction_deltas`, all of its launches, from CUDA graphs of one behind the other, as a forward has
-them; with listed rows, and with none (idle). Beside it the floor: the bytes of the coder at the bandwidth of a copy, or
-the products of all operands at `PRODUCTS_PER_US`. Prints the table and one line of JSON. Needs a GPU with torch and
-Triton, and no engine.
+them; with listed rows, and with none (idle); with k, of a top-k SAE. ``--read`` shows instead what the consumer
+`features` takes for the top 20 of as many rows, by the clock. Beside it the floor: the bytes of the coder at the
+bandwidth of a copy, or the products of all operands at `PRODUCTS_PER_US`. Prints the table and one line of JSON. Needs
+a GPU with torch and Triton, and no engine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from headgate.capture.schema.consumer import RowArguments
+from headgate.steering.features.consumer import FeaturesReadout
+from headgate.steering.features.importing import open_coder
 from headgate.steering.kernels.reconstruct_rows import reconstruction_deltas
 from headgate.steering.programs.codes import NUM_NUMBERS, NUM_SUMS, InputNorm
 from tests.benchmarks.bench_programs import Launch, floors, microseconds
+from tests.benchmarks.models import ModelSize
+from tests.benchmarks.saes import write_sae
 
 PRODUCTS_PER_US = 790e6 / 2
 """Multiplications with additions in bfloat16, measured on an H200 with large matrices."""
@@ -36,32 +46,55 @@ class Case(NamedTuple):
         features: Of the coder.
         tokens: Rows of the step; all of them can be listed.
         listed: How many are.
+        k: Of a top-k SAE; 0 for others.
     """
 
     width: int
     features: int
     tokens: int
     listed: int
+    k: int = 0
 
     def floor_us(self, bytes_per_us: float) -> float:
         """What the coder's bytes take, or the products."""
         if not self.listed:
             return 0.0
         values = self.features * self.width * 2
-        return max(2 * values / bytes_per_us, PARTS * values * self.listed / PRODUCTS_PER_US)
+        passes = 1 if self.k else 2  # few rows of the decoder are read
+        return max(passes * values / bytes_per_us, PARTS * passes * values * self.listed / 2 / PRODUCTS_PER_US)
 
 
 SIZES = ((2560, 16384), (2560, 65536), (4096, 32768), (4096, 65536))
 STEPS = ((64, 0), (2048, 0), (1, 1), (16, 16), (64, 64), (256, 256), (2048, 64), (2048, 2048))
 CASES = tuple(Case(*size, *step) for size in SIZES for step in STEPS)
+CASES += tuple(Case(*size, *step, k=100) for size in ((2560, 32768), (2560, 81920)) for step in STEPS)
 
 
 def launch_of(case: Case, coder: tuple[Any, ...]) -> Launch:
     """A call on rows of its own."""
     value, addend = (torch.randn(case.tokens, case.width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     tokens = torch.randperm(case.tokens, device="cuda").int()
-    count = torch.tensor([case.listed, case.listed], dtype=torch.int32, device="cuda")
-    return lambda: reconstruction_deltas(value, addend, None, tokens, count, *coder)
+    count = torch.tensor([case.listed] * 3, dtype=torch.int32, device="cuda")
+    return lambda: reconstruction_deltas(value, addend, None, tokens, count, *coder, k=case.k)
+
+
+def read_us(case: Case) -> float:
+    """Microseconds in which the consumer `features` encodes rows and finds the 20 strongest of each."""
+    size = ModelSize(num_layers=2, hidden=case.width, vocabulary=2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_sae(Path(folder) / "sae", case.features, size, layer=1, k=case.k)
+        function = FeaturesReadout([open_coder(path)], 20).on(torch.device("cuda"))
+    rows = torch.randn(case.tokens, case.width, device="cuda", dtype=torch.float64)
+    host = np.full((case.tokens, 21), -1, np.int64)
+    arguments = RowArguments(host, torch.from_numpy(host).cuda())
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function(rows, arguments)
+        torch.cuda.synchronize()
+        times.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(times)
 
 
 def random_coder(width: int, features: int) -> tuple[Any, ...]:
@@ -76,6 +109,7 @@ def random_coder(width: int, features: int) -> tuple[Any, ...]:
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="bench_reconstruction", description=__doc__)
+    parser.add_argument("--read", action="store_true", help="the consumer features in place of reconstruction")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases, from 0")
     parser.add_argument("--out", type=Path, help="file for the JSON (default: none)")
     return parser.parse_args(arguments)
@@ -84,10 +118,15 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Print the table and the JSON; returns the exit status."""
     options = read_options()
+    if options.read:
+        for case in (one for one in CASES if one.listed == one.tokens and (one.k or one.features == 16384)):
+            taken = read_us(case)
+            print(f"{case.width:6} {case.features:9} {case.tokens:6} k {case.k:4} {taken:10.1f} us", flush=True)
+        return 0
     launch_us, bytes_per_us = floors()
     about: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "launch_us": launch_us, "cases": []}
     about["copy_tb_s"] = bytes_per_us / 1e6
-    print(f"{'D':>6} {'features':>9} {'rows':>6} {'listed':>7} {'us':>10} {'floor us':>10}")
+    print(f"{'D':>6} {'features':>9} {'rows':>6} {'listed':>7} {'k':>4} {'us':>10} {'floor us':>10}")
     coder: tuple[Any, ...] = ()
     for number in range(len(CASES)) if options.cases is None else options.cases:
         case = CASES[number]
@@ -98,7 +137,8 @@ def main() -> int:
         taken, floor = microseconds([launch_of(case, coder)] * 2), case.floor_us(bytes_per_us)
         about["cases"].append({**case._asdict(), "us": round(taken, 2), "floor_us": round(floor, 2)})
         print(
-            f"{case.width:6} {case.features:9} {case.tokens:6} {case.listed:7} {taken:10.2f} {floor:10.2f}", flush=True
+            f"{case.width:6} {case.features:9} {case.tokens:6} {case.listed:7} {case.k:4} {taken:10.2f} {floor:10.2f}",
+            flush=True,
         )
         if options.out is not None:
             options.out.write_text(json.dumps(about))

@@ -73,6 +73,8 @@ CONTROLLER_MODES = ("stock", "ops idle", "controllers idle", "controllers watch"
 GATE_STEPS_MODES = ("stock", "ops idle", "1 vector", "1 gate", "1 loop", *CONTROLLER_MODES[3:])
 SAE_SERVERS = ("stock", "features", "encode 16k", "encode 65k")
 SAE_MODES = ("stock", "features idle", "16 features", "encode 16k idle", "encode 16k", "encode 65k idle", "encode 65k")
+TOP_K_SERVERS = ("stock", "encode 80k", "read 16k", "read 80k")
+TOP_K_MODES = ("stock", "encode 80k idle", "80k edits", "encode 80k", "read 16k", "read 80k idle", "read 80k")
 CROWD_SERVERS = ("stock", "both", "wide")
 CROWD_MODES = ("stock", "both idle", "last_prompt", "1 layer", "4 layers", "all layers", "all layers, wide")
 CROWD_SETTING = ("--kv-gib", "16", "--capture-params", "memory_bytes=25769803776")
@@ -189,6 +191,7 @@ ANY_MODEL = {
         pytest_step("lens-cuda", 60, "tests/gpu/test_lens_cuda.py", "tests/gpu/test_readouts_cuda.py"),
         Step("lens", (sys.executable, "-m", "tests.benchmarks.bench_lens", "--model", "{model}"), 400, lines=12),
     ],
+    "top-k": [http("top-k", ["decode"], LIMIT_S, "--servers", *TOP_K_SERVERS, "--modes", *TOP_K_MODES)],
     "parallel": [pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16)],
     "parallel-cost": [suite("tensor", 280, "--tp", "2", *ON_TWO), suite("pipeline", 280, "--pp", "2", *ON_TWO)],
 }

@@ -24,7 +24,7 @@ from tests.benchmarks import step_clocks
 from tests.benchmarks.machine import Cpus, keep_on, slots_for
 from tests.benchmarks.models import ModelSize
 from tests.benchmarks.operations import controller_flags, op_sites
-from tests.benchmarks.saes import SIZES, sae_flags
+from tests.benchmarks.saes import SIZES, reading_consumer, sae_flags
 
 READY = "Application startup complete"
 FEATURES: Mapping[str, frozenset[str]] = {
@@ -40,6 +40,7 @@ FEATURES: Mapping[str, frozenset[str]] = {
     "defaults": frozenset({"steering", "ops", "gates", "capture", "defaults"}),
     "features": frozenset({"steering", "features"}),
     **{f"encode {name}": frozenset({"steering", f"encode {name}"}) for name in SIZES},
+    **{f"read {name}": frozenset({f"read {name}"}) for name in SIZES},
 }
 """What each server is configured for. ``stock`` loads no plugin at all, ``installed`` loads headgate unconfigured,
 ``ops``, ``no gates`` and ``controllers`` have `operations.op_sites`, ``wide`` has room for bursts of prompts
@@ -311,6 +312,10 @@ def start(
     if "capture" in FEATURES[name]:
         flags += ["--capture-consumers", ",".join(filter(None, [f"filesystem:root={own_files}", params]))]
         flags += [f"{OTHERS[other]}root={own_files / other}" for other in others]
+    read = next((sae for sae in SIZES if f"read {sae}" in FEATURES[name]), "")
+    if read:
+        sites = json.dumps({"post_mlp": [size.num_layers // 2]})
+        flags += ["--capture-sites", sites, "--capture-consumers", reading_consumer(read, folder, size)]
     if "wide" in FEATURES[name]:
         flags += ["--additional-config", json.dumps({"headgate": {"capture": wide_section(command)}})]
     log = folder / f"{name}.log"

@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.benchmarks.models import ModelSize
 from tests.benchmarks.operations import HOLD, WATCH, encoded_gate, encoded_operations, encoded_vector
-from tests.benchmarks.saes import SIZES, encoded_features
+from tests.benchmarks.saes import FEATURES_OF, READ_TOP, SIZES, TOP_K, encoded_features
 
 HOOKS = ("pre_attn", "post_attn", "post_mlp")
 STRENGTH = 0.02
@@ -100,6 +100,8 @@ class Mode:
         is_gated: Whether a gate of each request turns them on.
         is_loop: Whether the gate's strength is a control loop.
         features: Features of each set, at one site; 0: sets are of something else.
+        sae: Name of the SAE whose features they are.
+        reads: Name of the SAE whose strongest features are read of each generated token; empty for none.
         reconstructs: Name of the SAE whose reconstructions all rows become; empty for none.
         form: How they are sent.
         is_named: Every request names the registered module instead.
@@ -119,6 +121,8 @@ class Mode:
     is_gated: bool = False
     is_loop: bool = False
     features: int = 0
+    sae: str = FEATURES_OF
+    reads: str = ""
     reconstructs: str = ""
     form: Form = "packed"
     is_named: bool = False
@@ -150,6 +154,8 @@ class Mode:
             found["steering_rules"] = list(self.selects)
         if self.reconstructs:
             found["sae_reconstruction"] = [self.reconstructs]
+        if self.reads:
+            found["capture"] = {"features": {"sae": self.reads, "positions": "all_generated", "top": READ_TOP}}
         if self.layers is not None:
             spec = {"hooks": {"post_mlp": chosen(self.layers, size.num_layers)}, "positions": self.positions}
             found["capture"] = {self.consumer: {**spec, "layout": self.layout, "tag": tag}}
@@ -204,6 +210,12 @@ MODES: Mapping[str, Mode] = {
         name: Mode(frozenset({"steering", name}), reconstructs=name.split()[1])
         for name in map("encode {}".format, SIZES)
     },
+    **{
+        f"{name} edits": Mode(frozenset({"steering", f"encode {name}"}), configs=256, features=4, sae=name)
+        for name in TOP_K
+    },
+    **{f"read {name} idle": Mode(frozenset({f"read {name}"})) for name in SIZES},
+    **{f"read {name}": Mode(frozenset({f"read {name}"}), reads=name) for name in SIZES},
     "capture idle": Mode(_CAPTURE),
     "last_prompt": Mode(_CAPTURE, layers="one", positions="last_prompt"),
     "1 layer": Mode(_CAPTURE, layers="one"),
@@ -304,7 +316,7 @@ class Asked:
             elif self.mode.is_at_one_site:
                 made["steering_vectors"] = encoded_vector(config, self.size)
             elif self.mode.features:
-                made["steering_features"] = encoded_features(config, self.mode.features)
+                made["steering_features"] = encoded_features(config, self.mode.features, self.mode.sae)
             else:
                 made["steering_vectors"] = encoded(config, self.size, self.mode.form, self.mode.hooks)
         if self.mode.configs and self.mode.form == "msgpack":
