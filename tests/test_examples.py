@@ -128,6 +128,17 @@ def test_one_feature_of_an_sae_is_held_at_several_values(model_dir: Path, tmp_pa
     assert len((ROOT / "examples/sae_feature.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.extended
+@pytest.mark.engine
+def test_the_strongest_features_of_each_token_are_words_that_follow(model_dir: Path) -> None:
+    printed = run_example("examples/read_features.py", str(model_dir))
+
+    line = next(line for line in printed.splitlines() if line.startswith("         'The'  "))
+    assert len(re.findall(r"\w+ \d+\.\d(?:, |$)", line)) == 10
+    assert "  sea " in line, "the token that followed"
+    assert len((ROOT / "examples/read_features.py").read_text().splitlines()) < 80
+
+
 @pytest.mark.extended  # two engines; tests/engine/test_controllers.py has what controllers do
 @pytest.mark.engine
 def test_a_controller_holds_a_score(model_dir: Path) -> None:

@@ -31,7 +31,9 @@ from headgate.steering.client.calls import packed_fields
 from headgate.steering.client.http import AsyncClient, Client
 from headgate.steering.client.sweep import Cell, PatchSweep
 from headgate.steering.control.operations import (
+    FoundFeatures,
     GlobalUpdate,
+    LabelledFeature,
     Layers,
     ModuleStatus,
     ProbeStatus,
@@ -49,7 +51,9 @@ __all__ = [
     "Choice",
     "Client",
     "Consumer",
+    "FoundFeatures",
     "GlobalUpdate",
+    "LabelledFeature",
     "Layers",
     "ModuleStatus",
     "PatchSweep",

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
+from urllib.parse import quote, urlencode
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from headgate.steering.client.answers import (
     read_status,
 )
 from headgate.steering.control.operations import (
+    FoundFeatures,
     GlobalUpdate,
     Layers,
     ModuleStatus,
@@ -428,6 +430,12 @@ def saes() -> RouteCall[list[SaeStatus]]:
     """Return the call for the SAEs whose features can be changed."""
     read = _reader(list[SaeStatus])
     return RouteCall(path="/v1/steering/saes", body=None, read=lambda document: read(document["saes"]))
+
+
+def sae_features(name: str, query: str, limit: int) -> RouteCall[FoundFeatures]:
+    """Return the call that searches the labels of an SAE's features."""
+    path = f"/v1/steering/saes/{quote(name, safe='')}/features?{urlencode({'query': query, 'limit': limit})}"
+    return RouteCall(path=path, body=None, read=_reader(FoundFeatures))
 
 
 def register_probe(access: ServerAccess, name: str, probe: ProbeSource) -> RouteCall[ProbeStatus]:

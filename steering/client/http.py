@@ -22,6 +22,7 @@ from headgate.steering.client.calls import (
 )
 from headgate.steering.client.sweep import PatchSweep, SweepOptions, check_kept, collect, plan_sweep
 from headgate.steering.control.operations import (
+    FoundFeatures,
     GlobalUpdate,
     Layers,
     ModuleStatus,
@@ -155,6 +156,11 @@ class Calls:
     def saes(self) -> Steps[list[SaeStatus]]:
         """Return the SAEs whose features requests can change."""
         return sent(calls.saes())
+
+    @shared
+    def sae_features(self, name: str, query: str = "", limit: int = 50) -> Steps[FoundFeatures]:
+        """Return features of an SAE whose labels have every word of a query, the shortest labels first."""
+        return sent(calls.sae_features(name, query, limit))
 
     @shared
     def register_probe(self, name: str, probe: ProbeSource) -> Steps[ProbeStatus]:

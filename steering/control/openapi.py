@@ -6,6 +6,7 @@ from typing import Any
 
 from headgate.steering.control.operations import (
     DynamicStatus,
+    FoundFeatures,
     GlobalStatus,
     GlobalUpdate,
     Layers,
@@ -219,6 +220,19 @@ _SAE_EXAMPLE = {
     "sha256": HASH,
 }
 SAES = _listed("SAEs and transcoders whose features requests can change", "saes", SaeStatus, [_SAE_EXAMPLE])
+SAE_FEATURES = _read(
+    "Features of an SAE by their labels",
+    _answer(FoundFeatures),
+    {"sae": "gs2-17", "num_labels": 16102, "features": [{"id": 3124, "label": "words about the sea"}], "count": 1},
+    *(400, 404),
+)
+_FROM_QUERY = {"in": "query", "required": False}
+SAE_FEATURES["openapi_extra"] = {
+    "parameters": [
+        {"name": "query", **_FROM_QUERY, "schema": {"type": "string", "default": ""}},
+        {"name": "limit", **_FROM_QUERY, "schema": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 50}},
+    ]
+}
 REGISTER_SAE = _change(
     "Register an SAE or a transcoder",
     schema_of(SaeDocument),

@@ -160,6 +160,34 @@ class SaeStatus:
     sha256: str
 
 
+class LabelledFeature(msgspec.Struct, frozen=True, kw_only=True):
+    """A feature with its label.
+
+    Attributes:
+        id: Its number.
+        label: The text that ``headgate sae labels`` has kept.
+    """
+
+    id: int
+    label: str
+
+
+class FoundFeatures(msgspec.Struct, frozen=True, kw_only=True):
+    """Features of an SAE whose labels fit a query.
+
+    Attributes:
+        sae: Its name.
+        num_labels: Labels that it has in all.
+        features: The shortest labels first.
+        count: How many are here.
+    """
+
+    sae: str
+    num_labels: Count
+    features: tuple[LabelledFeature, ...]
+    count: Count
+
+
 class GlobalUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The places that a change of the global vectors named.
 

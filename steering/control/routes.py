@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import APIRouter, Depends, HTTPException, Request
@@ -42,6 +43,8 @@ from headgate.steering.documents.request import (
     read_global_ops,
 )
 from headgate.steering.documents.vectors import TierUpdate, read_tier, read_update
+from headgate.steering.features.labels import labels_of
+from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, check_name
 
 if TYPE_CHECKING:
@@ -324,6 +327,24 @@ class SteeringRoutes(_Routes):
             saes = [dataclasses.replace(sae, source=os.path.basename(sae.source)) for sae in saes]
         return {"saes": [dataclasses.asdict(sae) for sae in saes], "count": len(saes)}
 
+    async def sae_features(self, name: str, request: Request) -> dict[str, Any]:
+        """Return the features of an SAE whose labels have every word of `query`, the shortest labels first.
+
+        Without a query every label fits. At most `limit` are returned, by default 50.
+        """
+        saes = await self._handle().saes()
+        if name not in saes:
+            raise HTTPException(404, f"unknown SAE {name!r}; registered: {', '.join(saes) or 'none'}")
+        with self._services.client_errors():
+            query, limit = search_in(request.query_params)
+        try:
+            labels = await asyncio.to_thread(labels_of, Path(saes[name].source))
+            found = await asyncio.to_thread(labels.search, query, limit)
+        except FeatureFileError as error:
+            raise HTTPException(500, str(error)) from None
+        features = [{"id": one, "label": label} for one, label in found]
+        return {"sae": name, "num_labels": len(labels), "features": features, "count": len(features)}
+
     async def register_sae(self, request: Request) -> dict[str, Any]:
         """Register an SAE of the folder `--sae-root`, for `steering_features`; an earlier one of the name is replaced.
 
@@ -345,6 +366,28 @@ class SteeringRoutes(_Routes):
         names = {edit.sae for each in features for edit in (*each.prefill, *each.decode)}
         saes = await self._handle().saes() if names else {}
         return [Site.parse(site) for name, sae in saes.items() if name in names for site in sae.write_sites]
+
+
+MAX_FOUND = 1000
+"""Features in one answer to a search, at most."""
+_MAX_QUERY = 200
+
+
+def search_in(params: Mapping[str, str]) -> tuple[str, int]:
+    """Return the query and the limit of a search.
+
+    Raises:
+        RequestError: Naming the parameter that is wrong.
+    """
+    unknown = next((key for key in params if key not in ("query", "limit")), None)
+    if unknown is not None:
+        raise RequestError(unknown, "unknown parameter; known: query, limit")
+    query, limit = params.get("query", ""), params.get("limit", "50")
+    if len(query) > _MAX_QUERY:
+        raise RequestError("query", f"expected at most {_MAX_QUERY} characters, got {len(query)}")
+    if not (limit.isascii() and limit.isdecimal()) or not 1 <= int(limit[:9]) <= MAX_FOUND:
+        raise RequestError("limit", f"expected a whole number from 1 to {MAX_FOUND}, got {shown(limit)}")
+    return query, int(limit[:9])
 
 
 def within_root(path: object, root: str | None) -> str:
@@ -427,6 +470,7 @@ def open_routes(services: RouteServices) -> APIRouter:
         ("GET", "/layers", steering.layers, openapi.LAYERS, []),
         ("GET", "/modules", steering.modules, openapi.MODULES, []),
         ("GET", "/saes", steering.saes, openapi.SAES, []),
+        ("GET", "/saes/{name}/features", steering.sae_features, openapi.SAE_FEATURES, []),
         ("GET", "/audit", steering.audit, openapi.AUDIT, admin),
         ("POST", "/saes/register", steering.register_sae, openapi.REGISTER_SAE, admin),
         ("POST", "/probes/register", probes.register, openapi.REGISTER_PROBE, keyed),

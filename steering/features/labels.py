@@ -83,7 +83,7 @@ def labels_of(coder: Path) -> Labels:
     return _read(path, (found.st_mtime_ns, found.st_size, found.st_ino))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _read(path: Path, version: tuple[int, ...]) -> Labels:
     """The labels in a file as it was at that `version`."""
     return Labels(read_export([path]).texts)

@@ -12,6 +12,7 @@ import pytest
 from headgate.capture.engine.access.access_key import digest_of
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core import saes as sae_calls
+from headgate.steering.features.labels import labels_path, write_labels
 from headgate.steering.features.tensors import FeatureFileError
 from tests.fakes.saes import TinySae
 from tests.fakes.transcoders import TinyTranscoder
@@ -260,3 +261,43 @@ def test_errors_have_the_names_that_the_client_wrote(
 
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
         assert answer.json()["error"]["message"].startswith(f"{field}: ")
+
+
+def test_features_are_found_by_their_labels(started: Callable[..., Server], root: Path) -> None:
+    server, path = started(), f"{SAES}/a/features"
+    assert server.get(path).json() == {"sae": "a", "num_labels": 0, "features": [], "count": 0}
+    write_labels(root.parent / "a", {3: "Words about the Sea", 7: "sea", 8: "land"})
+
+    answer = server.get(f"{path}?query=SEA")
+
+    found = [{"id": 7, "label": "sea"}, {"id": 3, "label": "Words about the Sea"}]
+    assert answer.json() == {"sae": "a", "num_labels": 3, "features": found, "count": 2}
+    assert server.get(f"{path}?limit=1").json()["count"] == 1
+    described = server.get("/openapi.json").json()["paths"][f"{SAES}/{{name}}/features"]["get"]
+    content = described["responses"]["200"]["content"]["application/json"]
+    for value in (answer.json(), content["example"]):
+        conforms(value, content["schema"], path)
+    assert {each["name"] for each in described["parameters"]} == {"name", "query", "limit"}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "param"),
+    [("x/features", 404, None), ("a/features?limit=0", 400, "limit"), ("a/features?limit=x", 400, "limit"),
+     ("a/features?q=x", 400, "q"), (f"a/features?query={'x' * 201}", 400, "query")],
+)  # fmt: skip
+def test_searches_are_refused_by_parameter(
+    started: Callable[..., Server], path: str, status: int, param: str | None
+) -> None:
+    answer = started().get(f"{SAES}/{path}")
+
+    assert answer.status_code == status, answer.text
+    assert param is None or answer.json()["error"]["param"] == param
+
+
+def test_damaged_labels_are_an_error_of_the_server(started: Callable[..., Server], root: Path) -> None:
+    labels_path(root.parent / "a").write_text("[]")
+
+    answer = started().get(f"{SAES}/a/features")
+
+    assert answer.status_code == 500, answer.text
+    assert "line 1: expected an object of JSON" in answer.text, "(the server leaves paths out)"
