@@ -150,7 +150,7 @@ def test_one_params_for_many_prompts_is_read_once_and_stays_as_it_was(llm: Any, 
 
     reads: list[Any] = []
     monkeypatch.setattr(request, "read_steering", lambda *args: (reads.append(args), read_steering(*args))[1])
-    vectors = {"post_mlp": {3: ROW.copy()}}
+    vectors = {"post_mlp": {3: 5 * ROW}}  # in no other test: what is equal is not read again
     params = SamplingParams(steering_vectors=vectors, max_tokens=2)
     before = dict(params.extra_args)
     llm.collective_rpc("take_notes")
@@ -161,7 +161,7 @@ def test_one_params_for_many_prompts_is_read_once_and_stays_as_it_was(llm: Any, 
     assert params.extra_args == before
     assert params.steering_vectors is vectors
     (notes,) = llm.collective_rpc("take_notes")
-    assert [note["wire"]["parts"]["steering"] for note in notes] == [wire_of(llm, steering_vectors=ONE)] * 20
+    assert [note["wire"]["parts"]["steering"] for note in notes] == [wire_of(llm, steering_vectors=vectors)] * 20
 
 
 def test_an_array_that_was_changed_in_place_is_read_anew(llm: Any) -> None:
