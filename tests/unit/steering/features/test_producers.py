@@ -11,9 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
+from headgate.capture.schema.consumer import RowArguments
 from headgate.steering.features.canonical import write_coder
+from headgate.steering.features.consumer import FeaturesReadout
 from headgate.steering.features.importing import open_coder, read_source
 from headgate.steering.features.source_coder import Hints
 from tests.source_tree import ROOT
@@ -53,6 +56,27 @@ def test_activations_and_rows_are_those_of_the_producers_class(name: str, import
     np.testing.assert_allclose(few, expected["activations"][:, features], rtol=1e-4, atol=1e-5)
     assert coder.read_site is not None
     assert coder.read_site.layer == 3
+
+
+@pytest.mark.parametrize("name", CODERS)
+def test_features_read_on_the_device_are_those_of_the_producers_class(name: str) -> None:
+    coder, expected = open_coder(path_of(CODERS[name])), load_file(CODERS[name] / "expected.safetensors")
+    rows, activations = torch.from_numpy(expected["rows"]).double(), expected["activations"]
+    top = activations.shape[1]
+    host = np.full((len(rows), 1 + top), -1, np.int64)
+    given = host.copy()
+    given[:, 1:] = np.arange(top)[::-1]
+    read = FeaturesReadout([coder], top).on(torch.device("cpu"))
+
+    strongest = read(rows, RowArguments(host, torch.from_numpy(host))).numpy()
+    of_given = read(rows, RowArguments(given, torch.from_numpy(given))).numpy()
+
+    np.testing.assert_allclose(of_given[:, top:], activations[:, ::-1], rtol=1e-4, atol=1e-5)
+    for ids, values, row in zip(strongest[:, :top].astype(int), strongest[:, top:], activations, strict=True):
+        is_active = values > 0
+        assert sorted(ids[is_active]) == np.flatnonzero(row > 0).tolist()
+        np.testing.assert_allclose(values[is_active], row[ids[is_active]], rtol=1e-4, atol=1e-5)
+        assert (np.diff(values) <= 0).all()
 
 
 @pytest.mark.parametrize("name", CODERS)
