@@ -162,8 +162,8 @@ _CONTROLLER_HELP = (
 )
 
 _SAE_ENCODE = (
-    "SAEs of --saes that requests may let reconstruct rows (sae_reconstruction), at most one for each site. Their "
-    "weights are kept on the device."
+    "SAEs of --saes that requests may let reconstruct rows (sae_reconstruction), at most one for each site; edits of "
+    "top-k SAEs among them use the true selection. Their weights are kept on the device."
 )
 
 

@@ -133,10 +133,12 @@ class SaeStatus:
         activation: ``relu``, ``jumprelu``, ``gated``, ``topk`` or ``groupmax``.
         k: Number of active features; of ``topk`` and ``groupmax``.
         norm: Normalisation of rows before they are encoded.
-        decision: How one feature's activation is found: ``exact``; by a ``threshold`` in place of the selection among
-            all features, an approximation; or ``none``: then features can only be added to.
+        decision: How one feature's activation is found from its own row: ``exact``; by a ``threshold`` in place of the
+            selection among all features, an approximation; or ``none``: then features can only be added to. Edits of a
+            top-k SAE that `is_encoded` use the selection itself.
         has_max_act: Whether the unit ``max_act`` can be used.
-        is_encoded: Whether ``sae_reconstruction`` can name it: the operator's ``--sae-encode``.
+        is_encoded: Whether rows are encoded in full for it, so that ``sae_reconstruction`` can name it: the operator's
+            ``--sae-encode``.
         format: Format of its files.
         model: Name of the model that it was trained on, if its files give it.
         source: Path of its files; over HTTP its last name alone, without the role ``steer``.
