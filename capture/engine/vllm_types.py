@@ -140,7 +140,7 @@ class ExpertsConfig(Protocol):
 
 
 class ExpertsLayer(Protocol):
-    """``vllm...fused_moe.runner.moe_runner.MoERunner``: the experts of a layer behind their router."""
+    """``vllm...fused_moe.runner.moe_runner.MoERunner``: the experts of a layer, after their router."""
 
     moe_config: ExpertsConfig
     is_monolithic: bool

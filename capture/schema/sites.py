@@ -132,7 +132,7 @@ ALIASES: dict[str, HookPoint] = {
 """Names of TransformerLens, nnsight and others that are accepted wherever a hook point is read; answers use our own."""
 
 EMBEDDING_NAMES = frozenset({"embed", "hook_embed"})
-"""Names of the stream in front of the first layer, ``0.pre_attn``, behind the model's own scaling; without a layer."""
+"""Names of the stream in front of the first layer, ``0.pre_attn``, after the model's own scaling; without a layer."""
 
 _UNDERSCORED: dict[str, HookPoint] = {**{hook.value: hook for hook in HookPoint}, **ALIASES}
 

@@ -10,7 +10,7 @@ import re
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.features.tensors import FeatureFileError
 
-_NAMES: dict[str, HookPoint] = {  # beside those that `Site.parse` reads
+_NAMES: dict[str, HookPoint] = {  # in addition to the names that `Site.parse` reads
     "ln1.hook_in": HookPoint.PRE_ATTN,
     "input": HookPoint.PRE_ATTN,
     "attn.hook_in": HookPoint.ATTN_IN,

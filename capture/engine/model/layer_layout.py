@@ -4,7 +4,7 @@ A layer's ``forward`` is walked with symbols (`symbolic_forward`). Its result mu
 branch that was computed from the input stream alone is attention's; one that was computed from the stream with that
 branch added is the MLP's; that sum is the *mid stream*. What follows from it is a `LayerLayout`.
 
-Within attention, the argument through which it reads the stream is found; `inner_places` has what is behind it.
+Within attention, the argument through which it reads the stream is found; `inner_places` has what follows.
 """
 
 from __future__ import annotations

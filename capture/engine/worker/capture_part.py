@@ -410,10 +410,17 @@ class CapturePart(WorkerHooks):
         Raises:
             ConfigError: If the device has less.
         """
-        counts = Counter(facts.model.shape(site).row_bytes for site in self._sites)
+        shapes, stream = {site: facts.model.shape(site) for site in self._sites}, facts.model.stream
+        counts = Counter(
+            ("" if shape.row_bytes == stream.row_bytes else f" of {site.hook}", shape.row_bytes)
+            for site, shape in shapes.items()
+        )
         num_slots = num_rows + NUM_TRASH_ROWS
-        needed = num_slots * sum(count * row_bytes for row_bytes, count in counts.items())
-        blocks = [f"{count} sites x {num_slots} rows x {row_bytes} bytes" for row_bytes, count in counts.items()]
+        needed = num_slots * sum(count * row_bytes for (_, row_bytes), count in counts.items())
+        blocks = [
+            f"{count} sites{of_hook} x {num_slots} rows x {row_bytes} bytes"
+            for (of_hook, row_bytes), count in counts.items()
+        ]
         text = f"{' + '.join(blocks) or 'no site'} = {needed / MIB:.1f} MiB"
         if facts.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(facts.device)
