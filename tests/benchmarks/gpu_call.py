@@ -75,6 +75,8 @@ SAE_SERVERS = ("stock", "features", "encode 16k", "encode 65k")
 SAE_MODES = ("stock", "features idle", "16 features", "encode 16k idle", "encode 16k", "encode 65k idle", "encode 65k")
 TOP_K_SERVERS = ("stock", "encode 80k", "read 16k", "read 80k")
 TOP_K_MODES = ("stock", "encode 80k idle", "80k edits", "encode 80k", "read 16k", "read 80k idle", "read 80k")
+ATTENTION_SERVERS = ("stock", "capture", "attention")
+ATTENTION_MODES = ("stock", "capture idle", "attention idle", "attention", "attention rows")
 CROWD_SERVERS = ("stock", "both", "wide")
 CROWD_MODES = ("stock", "both idle", "last_prompt", "1 layer", "4 layers", "all layers", "all layers, wide")
 CROWD_SETTING = ("--kv-gib", "16", "--capture-params", "memory_bytes=25769803776")
@@ -192,6 +194,9 @@ ANY_MODEL = {
         Step("lens", (sys.executable, "-m", "tests.benchmarks.bench_lens", "--model", "{model}"), 400, lines=12),
     ],
     "top-k": [http("top-k", ["decode"], LIMIT_S, "--servers", *TOP_K_SERVERS, "--modes", *TOP_K_MODES)],
+    "attention": [
+        http("attention", ["chat"], LIMIT_S, "--servers", *ATTENTION_SERVERS, "--modes", *ATTENTION_MODES),
+    ],
     "parallel": [pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16)],
     "parallel-cost": [suite("tensor", 280, "--tp", "2", *ON_TWO), suite("pipeline", 280, "--pp", "2", *ON_TWO)],
 }

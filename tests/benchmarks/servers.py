@@ -32,6 +32,7 @@ FEATURES: Mapping[str, frozenset[str]] = {
     "installed": frozenset(),
     "steering": frozenset({"steering"}),
     "capture": frozenset({"capture"}),
+    "attention": frozenset({"capture", "attention"}),
     "both": frozenset({"steering", "capture"}),
     "wide": frozenset({"steering", "capture", "wide"}),
     "ops": frozenset({"steering", "ops", "gates"}),
@@ -316,6 +317,9 @@ def start(
     if read:
         sites = json.dumps({"post_mlp": [size.num_layers // 2]})
         flags += ["--capture-sites", sites, "--capture-consumers", reading_consumer(read, folder, size)]
+    if "attention" in FEATURES[name]:
+        layer = size.num_layers // 2
+        flags += ["attention", "--capture-sites", json.dumps({"post_mlp": [layer], "q": [layer], "k": [layer]})]
     if "wide" in FEATURES[name]:
         flags += ["--additional-config", json.dumps({"headgate": {"capture": wide_section(command)}})]
     log = folder / f"{name}.log"

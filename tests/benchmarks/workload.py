@@ -109,7 +109,9 @@ class Mode:
         layers: Layers whose ``post_mlp`` every request captures; None: it captures nothing.
         positions: Of which positions.
         layout: Of the files.
-        consumer: What captures: ``filesystem``, or one of `servers.OTHERS`.
+        consumer: What captures: ``filesystem``, or one of `servers.OTHERS`; ``attention`` answers with patterns of all
+            heads.
+        top: Of the patterns: how many keys of each query; None for whole rows.
     """
 
     needs: frozenset[str] = frozenset()
@@ -131,6 +133,7 @@ class Mode:
     positions: str = "all"
     layout: str = "request"
     consumer: str = "filesystem"
+    top: int | None = None
 
     @property
     def is_capturing(self) -> bool:
@@ -156,7 +159,10 @@ class Mode:
             found["sae_reconstruction"] = [self.reconstructs]
         if self.reads:
             found["capture"] = {"features": {"sae": self.reads, "positions": "all_generated", "top": READ_TOP}}
-        if self.layers is not None:
+        if self.layers is not None and self.consumer == "attention":
+            spec = {"layers": chosen(self.layers, size.num_layers), "queries": self.positions, "top": self.top}
+            found["capture"] = {self.consumer: spec}
+        elif self.layers is not None:
             spec = {"hooks": {"post_mlp": chosen(self.layers, size.num_layers)}, "positions": self.positions}
             found["capture"] = {self.consumer: {**spec, "layout": self.layout, "tag": tag}}
         return found
@@ -174,6 +180,7 @@ def chosen(layers: Layers, num_layers: int) -> Any:
 _STEERING, _CAPTURE, _OPS = frozenset({"steering"}), frozenset({"capture"}), frozenset({"steering", "ops", "gates"})
 _FEATURES, _NO_GATES = frozenset({"steering", "features"}), frozenset({"steering", "ops", "no gates"})
 _CONTROLLERS = frozenset({"steering", "ops", "controllers"})
+_ATTENTION = _CAPTURE | {"attention"}
 _DEFAULTS = frozenset({"steering", "ops", "gates", "capture", "defaults"})
 MODES: Mapping[str, Mode] = {
     "stock": Mode(on="stock"),
@@ -227,6 +234,9 @@ MODES: Mapping[str, Mode] = {
     "all layers, wide": Mode(_CAPTURE | {"wide"}, layers="all"),
     "all layers far": Mode(_CAPTURE, layers="all", consumer="far"),
     "all shards": Mode(_CAPTURE, layers="all", layout="shards"),
+    "attention idle": Mode(_ATTENTION),
+    "attention": Mode(_ATTENTION, layers="one", positions="all_generated", consumer="attention", top=32),
+    "attention rows": Mode(_ATTENTION, layers="one", positions="all_generated", consumer="attention"),
     "both idle": Mode(_STEERING | _CAPTURE),
     "both": Mode(_STEERING | _CAPTURE, configs=16, layers="one"),
 }
