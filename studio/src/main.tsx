@@ -6,7 +6,7 @@ import { render } from "preact";
 import { useState } from "preact/hooks";
 import { Dialog, Field, Notice } from "./parts";
 import { keepHash, openRecording, restore } from "./share";
-import { branches, facts, attentionName, featuresName, gates, isRecorded, items, keys, loadFacts, setKeys, settings, turns, unreachable, type View, view, watched } from "./state";
+import { branches, changed, facts, attentionName, featuresName, gates, isRecorded, items, keys, loadFacts, setKeys, settings, turns, unreachable, type View, view, watched } from "./state";
 import { TakeHome } from "./takehome";
 import { AttentionView } from "./views/attention";
 import { Captures } from "./views/captures";
@@ -76,7 +76,7 @@ function Theme() {
   const [theme, setTheme] = useState<(typeof THEMES)[number]>("auto");
   const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]!;
   return (
-    <button type="button" class="quiet" aria-label={`Colours: ${theme}. Change to ${next}.`} onClick={() => { setTheme(next); document.documentElement.dataset["theme"] = next; }}>
+    <button type="button" class="quiet" aria-label={`Colours: ${theme}. Change to ${next}.`} onClick={() => { setTheme(next); document.documentElement.dataset["theme"] = next; changed(); }}>
       {{ auto: "◐", light: "☀", dark: "☾" }[theme]}
     </button>
   );

@@ -1,7 +1,7 @@
 // Small parts that several views use.
 
 import { cloneElement, type ComponentChildren, type VNode } from "preact";
-import { useId, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useId, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Scale } from "./colour";
 import { cellColour, shown, tint } from "./colour";
 import { set, type Run, type Series, settings, tick, type Token } from "./state";
@@ -98,19 +98,36 @@ interface TokensProps {
   colourBy: string;
   scale: Scale | null;
   label: string;
-  marks?: Set<number>;
+  /** The first token in which this answer differs from the one beside it; -1 if there is none. */
+  mark?: number;
   onPick?: (position: number) => void;
 }
 
 /** Tokens with their colours; the arrow keys and the pointer show the numbers of one. */
-export function Tokens({ tokens, first, series, colourBy, scale, label, marks, onPick }: TokensProps) {
+export function Tokens({ tokens, first, series, colourBy, scale, label, mark = -1, onPick }: TokensProps) {
   void tick.value; // runs grow in place
   const [at, setAt] = useState<number | null>(null);
   const box = useRef<HTMLDivElement>(null);
   const card = useRef<HTMLDivElement>(null);
-  const values = series[colourBy]?.values ?? [];
+  const values = series[colourBy]?.values;
+  // Thousands of spans: made anew when they change, and not when the pointer moves.
+  const spans = useMemo(
+    () =>
+      tokens.map((each, i) => {
+        const value = values?.[first + i];
+        const background = scale && value !== undefined ? tint(value, scale) : "";
+        return (
+          <span key={i} data-i={i} class={i === mark ? "token marked" : "token"} style={background ? { background } : {}}>
+            {each.text}
+          </span>
+        );
+      }),
+    [tokens, tick.value, values, first, scale?.low, scale?.high, mark],
+  );
   useLayoutEffect(() => {
     const span = at === null ? null : box.current?.querySelector<HTMLElement>(`[data-i="${at}"]`);
+    box.current?.querySelector(".token.at")?.classList.remove("at");
+    span?.classList.add("at");
     if (!span || !card.current || !box.current) return;
     const width = card.current.offsetWidth;
     card.current.style.left = `${Math.max(0, Math.min(span.offsetLeft, box.current.clientWidth - width))}px`;
@@ -132,16 +149,7 @@ export function Tokens({ tokens, first, series, colourBy, scale, label, marks, o
   const token = at === null ? undefined : tokens[at];
   return (
     <div class="tokens" ref={box} tabIndex={0} role="group" aria-label={`${label}. Use the arrow keys to step through its tokens.`} onMouseOver={over} onClick={(event) => { over(event); const index = (event.target as HTMLElement).dataset?.["i"]; if (index !== undefined) onPick?.(first + Number(index)); }} onMouseLeave={() => setAt(null)} onKeyDown={key} onBlur={() => setAt(null)}>
-      {tokens.map((each, i) => {
-        const value = values[first + i];
-        const background = scale && value !== undefined ? tint(value, scale) : "";
-        const marked = marks?.has(i) ? " marked" : "";
-        return (
-          <span key={i} data-i={i} class={`token${i === at ? " at" : ""}${marked}`} style={background ? { background } : {}}>
-            {each.text}
-          </span>
-        );
-      })}
+      {spans}
       {token && at !== null && (
         <div class="card" ref={card} role="status">
           <TokenNumbers token={token} position={first + at} series={series} />

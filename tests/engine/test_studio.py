@@ -31,11 +31,12 @@ from tests.source_tree import ROOT
 
 CHROMIUM = os.environ.get("HEADGATE_CHROMIUM") or shutil.which("chromium")
 SITES = json.dumps({"post_mlp": "all"})
+READ_SITES = json.dumps({"post_mlp": "all", "q": [5], "k": [5]})
 KEY = "key-of-alice"
 COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
 FLAGS = [
     *("--served-model-name", "smollm2", "--dtype", "float32", "--enforce-eager", "--block-size", "32"),
-    *("--max-model-len", "1024", "--capture-sites", SITES, "--enable-steering", "--steering-op-sites", SITES),
+    *("--max-model-len", "1024", "--capture-sites", READ_SITES, "--enable-steering", "--steering-op-sites", SITES),
 ]
 LAYER = 12
 QUESTION = "How was your day?"
@@ -58,7 +59,7 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     weight = np.random.default_rng(3).normal(size=(1, SIZE)).astype(np.float32)
     probes.save(folder / "mood.safetensors", probes.from_direction(weight[0], at=f"{LAYER}.post_mlp", name="mood"))
     sae = save_sae(folder)
-    consumers = ["inline:max_bytes=4000000", "lens", f"features:saes={json.dumps({'words': str(sae)})}"]
+    consumers = ["inline:max_bytes=4000000", "attention", "lens", f"features:saes={json.dumps({'words': str(sae)})}"]
     files = ["--probes", f"mood={folder / 'mood.safetensors'}", "--saes", f"words={sae}"]
     flags = [*FLAGS, "--headgate-keys", str(keys), *files, "--capture-consumers", *consumers]
     with serving([*COMMAND, str(model_dir), *flags]) as running:
@@ -273,6 +274,31 @@ def test_the_lens_shows_what_its_consumer_answers(page: Page, server: Server) ->
         logprobs = [float(each.get_attribute("data-logprob") or "nan") for each in shown.all()]
         assert logprobs == pytest.approx(expected["logprobs"][0], abs=1e-3)
         assert page.locator('.cell [data-value="rank"] td').inner_text() == str(expected["token_ranks"][0][0])
+
+
+def test_attention_shows_what_its_consumer_answers(page: Page, server: Server) -> None:
+    prepare(page, tokens=4)
+    ask(page)
+    show(page, "Attention")
+    page.get_by_role("button", name="Read its attention").click()
+    page.get_by_role("button", name="Head 3").click()
+    pattern = page.get_by_role("application")
+    pattern.focus()
+    for _ in range(3):
+        pattern.press("ArrowDown")
+    keys = page.locator("[data-key]")
+    expect(keys).to_have_count(3)
+
+    answer = chat(server, max_tokens=4)
+    prompt = call(server, "/tokenize", model="smollm2", messages=[{"role": "user", "content": QUESTION}])["tokens"]
+    ids = [*prompt, *answer["choices"][0]["token_ids"]]
+    wanted = {"attention": {"layers": [5], "heads": "all", "queries": [2]}}
+    told = call(server, "/v1/completions", model="smollm2", prompt=ids, max_tokens=1, capture=wanted, capture_wait=True)
+    (weights,) = load(base64.b64decode(told["capture_results"]["attention"]["payload"]["data"]))["5.attention"]
+    shown = {
+        int(each.get_attribute("data-key") or -1): float(each.get_attribute("data-value") or 0) for each in keys.all()
+    }
+    assert shown == pytest.approx({key: float(weights[3, key]) for key in range(3)}, abs=1e-4)
 
 
 def test_features_are_those_of_the_consumer_and_one_of_them_steers(page: Page, server: Server) -> None:
@@ -573,7 +599,7 @@ def test_nothing_serious_stands_in_the_way_of_screen_readers(page: Page, axe: st
     found: dict[str, Any] = {}
     visits: dict[str, Callable[[], None]] = {
         view: partial(show, page, view)
-        for view in ("Chat", "Grid", "Features", "Steer", "Dynamic", "Captures", "Server")
+        for view in ("Chat", "Grid", "Attention", "Features", "Steer", "Dynamic", "Captures", "Server")
     }
     visits["keys"] = lambda: page.get_by_role("button", name="Keys").click()
     for name, visit in visits.items():

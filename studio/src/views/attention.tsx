@@ -1,4 +1,4 @@
-// Attention patterns of a layer: its heads as small pictures, one of them large, and the keys that a token looks at most.
+// Attention patterns of a layer: its heads as small pictures, one of them large, and the strongest keys of a token.
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import { cellColour, shown } from "../colour";
@@ -18,7 +18,7 @@ export function AttentionView() {
   const [isReading, setReading] = useState(false);
   const found = currentRun.value;
   if (isRecorded.value) return <section class="empty"><h2>Attention</h2><p>A recording has no attention patterns.</p></section>;
-  if (!found) return <section class="empty"><h2>Attention</h2><p>Ask something under “Chat” first; this view then shows what its tokens look at.</p></section>;
+  if (!found) return <section class="empty"><h2>Attention</h2><p>Ask something under “Chat” first; this view then shows the attention of its tokens.</p></section>;
   const layers = attentionLayers.value;
   if (!layers.length) return <section class="empty"><h2>Attention</h2><p>This server has the consumer attention, and captures no layer’s q and k: it needs them in --capture-sites.</p></section>;
   const { run } = found;
@@ -55,7 +55,7 @@ export function AttentionView() {
           </div>
           <div class="columns">
             <div class="panel">
-              <h3>Head {at}: token by row, what it looks at by column</h3>
+              <h3>Head {at}: queries by row, keys by column</h3>
               <Pattern attention={attention} head={at} size={440} cell={cell} onCell={setCell} label={`Head ${at} of layer ${attention.layer}. Use the arrow keys to step through tokens.`} />
             </div>
             {cell && <Keys attention={attention} head={at} query={cell.query} tokens={tokensOf(run)} />}
@@ -116,7 +116,7 @@ function Keys({ attention, head, query, tokens }: { attention: Attention; head: 
   const strongest = all.sort((a, b) => b.value - a.value).slice(0, 10);
   return (
     <div class="panel" role="status">
-      <h3>What token {position} “{visible(tokens[position]?.text ?? "")}” looks at</h3>
+      <h3>Keys of token {position} “{visible(tokens[position]?.text ?? "")}”</h3>
       <ol class="alternatives keys">
         {strongest.map(({ key, value }) => (
           <li key={key} data-key={key} data-value={value}><i style={{ width: `${(value * 12).toFixed(2)}em` }} /><span>{key} {visible(tokens[key]?.text ?? "")}</span> <small>{shown(value)}</small></li>

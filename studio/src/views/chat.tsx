@@ -218,7 +218,6 @@ function RunView({ run, turn, index, scale, difference }: { run: Run; turn: Turn
   void tick.value;
   const isCompared = turn.runs.length > 1;
   const { colourBy, showsPrompt } = settings.value;
-  const marks = new Set(difference >= 0 ? [difference] : []);
   const pick = (position: number) => {
     selected.value = { turn: turn.id, run: index };
     void position;
@@ -228,7 +227,7 @@ function RunView({ run, turn, index, scale, difference }: { run: Run; turn: Turn
     <section class={`run ${run.kind}`} data-status={run.status} aria-label={run.kind === "plain" ? "Plain answer" : "Steered answer"}>
       {(isCompared || run.kind === "steered") && <h3>{run.kind === "plain" ? "Plain" : "Steered"}</h3>}
       {showsPrompt && run.prompt.length > 0 && <Tokens tokens={run.prompt} first={0} series={run.series} colourBy={colourBy} scale={scale} label="Tokens of the prompt" />}
-      <Tokens tokens={run.answer} first={run.prompt.length} series={run.series} colourBy={colourBy} scale={scale} label={`Answer, ${run.kind}`} marks={marks} onPick={pick} />
+      <Tokens tokens={run.answer} first={run.prompt.length} series={run.series} colourBy={colourBy} scale={scale} label={`Answer, ${run.kind}`} mark={difference} onPick={pick} />
       {run.status === "waiting" && <p class="faint" role="status">waiting for the first token …</p>}
       {run.status === "stopped" && <p class="faint">stopped</p>}
       <Notice kind="error" text={run.error} />

@@ -1,6 +1,6 @@
 // Layer × token on a canvas: norms, cosines to the layer before, and a lens where the server has one.
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { cellColour, scaleOf, type Scale, shown } from "../colour";
 import { Choice, Field, GridLegend, Notice } from "../parts";
 import { readGrid } from "../run";
@@ -39,6 +39,15 @@ export function GridView() {
   const [progress, setProgress] = useState("");
   const [error, setError] = useState("");
   const [cell, setCell] = useState<{ row: number; column: number } | null>(null);
+  const grid = found?.run.grid ?? null;
+  const options: { value: Shows; label: string }[] = [{ value: "norm", label: LABELS.norm }, { value: "cosine", label: LABELS.cosine }];
+  if (grid?.lens) options.push({ value: "lens", label: LABELS.lens });
+  if (grid?.lens?.tokens.length) options.push({ value: "rank", label: LABELS.rank });
+  const chosen = options.some((option) => option.value === shows) ? shows : "norm";
+  const { values, scale } = useMemo(() => {
+    const all = grid ? valuesOf(grid, chosen) : [];
+    return { values: all, scale: scaleOf(all.flat()) };
+  }, [grid, chosen]);
   if (!found) return <section class="empty"><h2>Grid</h2><p>Ask something under “Chat” first; this view then shows its tokens layer by layer.</p></section>;
   const { run } = found;
   const read = async () => {
@@ -50,13 +59,6 @@ export function GridView() {
     }
     setProgress("");
   };
-  const grid = run.grid;
-  const options: { value: Shows; label: string }[] = [{ value: "norm", label: LABELS.norm }, { value: "cosine", label: LABELS.cosine }];
-  if (grid?.lens) options.push({ value: "lens", label: LABELS.lens });
-  if (grid?.lens?.tokens.length) options.push({ value: "rank", label: LABELS.rank });
-  const chosen = options.some((option) => option.value === shows) ? shows : "norm";
-  const values = grid ? valuesOf(grid, chosen) : [];
-  const scale = grid ? scaleOf(values.flat()) : null;
   const hooks = Object.keys(sites.value);
   return (
     <section class="grid-view">
@@ -92,6 +94,8 @@ const TOP = 84;
 const LEFT = 44;
 
 function Canvas({ grid, run, values, scale, cell, onCell, shows }: CanvasProps) {
+  void tick.value; // the theme changes it, too
+  const colour = getComputedStyle(document.body).color;
   const canvas = useRef<HTMLCanvasElement>(null);
   const axis = useRef<HTMLCanvasElement>(null);
   const box = useRef<HTMLDivElement>(null);
@@ -109,8 +113,8 @@ function Canvas({ grid, run, values, scale, cell, onCell, shows }: CanvasProps) 
   const total = { width: cellWidth * grid.numTokens + 60, height: TOP + cellHeight * layers + 4 };
   useEffect(() => {
     drawAxis(axis.current!, grid.layers, cellHeight, total.height);
-    draw(canvas.current!, { grid, tokens, values, scale, cell, cellWidth, cellHeight, isText, total });
-  });
+    draw(canvas.current!, { grid, tokens, values, scale, cellWidth, cellHeight, isText, total });
+  }, [grid, values, scale, cellWidth, cellHeight, colour]);
   const place = (event: MouseEvent): { row: number; column: number } | null => {
     const from = canvas.current!.getBoundingClientRect();
     const column = Math.floor((event.clientX - from.left) / cellWidth);
@@ -128,11 +132,12 @@ function Canvas({ grid, run, values, scale, cell, onCell, shows }: CanvasProps) 
     <div class="canvas" ref={box} tabIndex={0} role="application" aria-label={`${LABELS[shows]} by layer and token, ${layers} layers, ${grid.numTokens} tokens. Use the arrow keys to step through cells.`} onKeyDown={key}>
       <canvas ref={axis} class="axis" aria-hidden="true" />
       <canvas ref={canvas} onMouseMove={(event) => { const at = place(event); if (at) onCell(at); }} onClick={(event) => { const at = place(event); if (at) onCell(at); }} />
+      {cell && <span class="cursor" aria-hidden="true" style={{ left: `${LEFT + cellWidth * cell.column}px`, top: `${TOP + cellHeight * (layers - 1 - cell.row)}px`, width: `${cellWidth}px`, height: `${cellHeight}px` }} />}
     </div>
   );
 }
 
-interface Drawing { grid: Grid; tokens: Token[]; values: number[][]; scale: Scale; cell: { row: number; column: number } | null; cellWidth: number; cellHeight: number; isText: boolean; total: { width: number; height: number } }
+interface Drawing { grid: Grid; tokens: Token[]; values: number[][]; scale: Scale; cellWidth: number; cellHeight: number; isText: boolean; total: { width: number; height: number } }
 
 /** A canvas of that size, empty, in the text's colour. */
 function cleared(canvas: HTMLCanvasElement, width: number, height: number): CanvasRenderingContext2D {
@@ -145,7 +150,6 @@ function cleared(canvas: HTMLCanvasElement, width: number, height: number): Canv
   context.scale(ratio, ratio);
   const style = getComputedStyle(canvas);
   context.fillStyle = style.color;
-  context.strokeStyle = style.color;
   context.font = `11px ${style.fontFamily}`;
   return context;
 }
@@ -158,13 +162,18 @@ function drawAxis(canvas: HTMLCanvasElement, layers: number[], cellHeight: numbe
   layers.forEach((layer, row) => { if (row % every === 0) context.fillText(String(layer), LEFT - 6, TOP + cellHeight * (layers.length - row) - cellHeight / 2 + 4); });
 }
 
-function draw(canvas: HTMLCanvasElement, { grid, tokens, values, scale, cell, cellWidth, cellHeight, isText, total }: Drawing): void {
+function draw(canvas: HTMLCanvasElement, { grid, tokens, values, scale, cellWidth, cellHeight, isText, total }: Drawing): void {
   const context = cleared(canvas, total.width, total.height);
   const layers = grid.layers.length;
   const image = new ImageData(Math.max(1, grid.numTokens), Math.max(1, layers));
   for (let row = 0; row < layers; row++) {
     for (let column = 0; column < grid.numTokens; column++) {
-      image.data.set([...cellColour(values[row]?.[column] ?? NaN, scale), 255], ((layers - 1 - row) * grid.numTokens + column) * 4);
+      const [red, green, blue] = cellColour(values[row]?.[column] ?? NaN, scale);
+      const at = ((layers - 1 - row) * grid.numTokens + column) * 4;
+      image.data[at] = red;
+      image.data[at + 1] = green;
+      image.data[at + 2] = blue;
+      image.data[at + 3] = 255;
     }
   }
   const small = document.createElement("canvas");
@@ -185,10 +194,6 @@ function draw(canvas: HTMLCanvasElement, { grid, tokens, values, scale, cell, ce
     });
   }
   if (isText) drawLens(context, grid, values, scale, cellWidth, cellHeight);
-  if (cell) {
-    context.lineWidth = 2;
-    context.strokeRect(cellWidth * cell.column, TOP + cellHeight * (layers - 1 - cell.row), cellWidth, cellHeight);
-  }
 }
 
 function drawLens(context: CanvasRenderingContext2D, grid: Grid, values: number[][], scale: Scale, cellWidth: number, cellHeight: number): void {
