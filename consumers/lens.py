@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -398,6 +399,8 @@ class LensConsumer(StreamingConsumer):
         super().__init__(params, context)
         self._settings = parse_params(params)
         self._requests: dict[str, _Reading] = {}
+        self._running: dict[tuple[str, int], tuple[RequestInfo, _Reading]] = {}
+        self._lock = Lock()  # guards the two: `take_new` is called on the event loop
 
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
@@ -437,18 +440,41 @@ class LensConsumer(StreamingConsumer):
                 raise ConsumerError(
                     f"lens {name!r}: its file has changed at {site.name} since the engine started; restart the engine"
                 )
-        self._requests[request.request_id] = _Reading(self._settings)
+        reading = _Reading(self._settings)
+        with self._lock:
+            self._requests[request.request_id] = reading
+            if request.origin is not None:
+                self._running[request.origin.key, request.sample_index] = request, reading
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
-        for block in blocks:
-            for span in block.spans:
-                part = slice(span.start, span.stop)
-                self._requests[span.request.request_id].add(
-                    span.request.spec, block.sites, block.positions[part], block.rows[:, part].numpy()
-                )
+        with self._lock:
+            for block in blocks:
+                for span in block.spans:
+                    part = slice(span.start, span.stop)
+                    self._requests[span.request.request_id].add(
+                        span.request.spec, block.sites, block.positions[part], block.rows[:, part].numpy()
+                    )
+
+    def take_new(self, key: str, sample_index: int, num_rows: int) -> dict[str, Any] | None:
+        """See `StreamedResults.take_new`: the payload with the positions that are new."""
+        with self._lock:
+            request, reading = self._running.get((key, sample_index), (None, None))
+            if request is None or reading is None or reading.is_full:
+                return None
+            payload = reading.payload(request.spec, num_rows, self.context.vocabulary, reading.num_taken)
+            if not payload["positions"]:
+                return None
+            reading.num_taken = payload["positions"][-1] + 1
+            return payload
+
+    def _removed(self, request: RequestInfo) -> _Reading | None:
+        with self._lock:
+            if request.origin is not None:
+                self._running.pop((request.origin.key, request.sample_index), None)
+            return self._requests.pop(request.request_id, None)
 
     def finish(self, finished: FinishedRequest) -> dict[str, Any]:
-        reading = self._requests.pop(finished.request.request_id)
+        reading = self._removed(finished.request) or _Reading(self._settings)
         if reading.is_full:
             raise ConsumerError(
                 f"these are more tokens than a result may hold here, {self._settings.params.max_values} (parameter "
@@ -457,10 +483,12 @@ class LensConsumer(StreamingConsumer):
         return reading.payload(finished.request.spec, finished.final.num_rows, self.context.vocabulary)
 
     def abandon(self, request: RequestInfo) -> None:
-        self._requests.pop(request.request_id, None)
+        self._removed(request)
 
     def close(self, timeout_s: float) -> None:
-        self._requests.clear()
+        with self._lock:
+            self._requests.clear()
+            self._running.clear()
 
 
 @dataclass
@@ -470,12 +498,14 @@ class _Reading:
     Attributes:
         settings: Of the consumer.
         is_full: It was more than a result may hold, and is thrown away.
+        num_taken: Positions below it went out with a stream.
         parts: By site, positions and outputs ``[n, P]``.
     """
 
     settings: _Settings
     is_full: bool = False
     num_values: int = 0
+    num_taken: int = 0
     parts: dict[Site, list[tuple[Int64Array, Any]]] = field(default_factory=dict)
 
     def add(self, spec: CaptureSpec, sites: Sequence[Site], positions: Int64Array, rows: Any) -> None:
@@ -488,21 +518,27 @@ class _Reading:
         for site, found in zip(sites, rows, strict=True):
             self.parts.setdefault(site, []).append((positions.copy(), found.copy()))
 
-    def payload(self, spec: CaptureSpec, num_rows: int, vocabulary: Vocabulary | None) -> dict[str, Any]:
-        """The answer: positions that every layer has, below `num_rows`."""
-        whole = {
-            site: (np.concatenate([p for p, _ in parts]), np.concatenate([r for _, r in parts]))
-            for site, parts in self.parts.items()
-        }
+    def payload(
+        self, spec: CaptureSpec, num_rows: int, vocabulary: Vocabulary | None, first: int = 0
+    ) -> dict[str, Any]:
+        """The answer: positions that every layer has, from `first` on, below `num_rows`."""
+        new = {site: [part for part in parts if part[0][-1] >= first] for site, parts in self.parts.items()}
+        whole = {site: self._joined(parts) for site, parts in new.items()}
         common = np.arange(0)
         for number, (positions, _) in enumerate(whole.values()):
             common = positions if number == 0 else np.intersect1d(common, positions, assume_unique=True)
-        common = common[common < num_rows]
+        common = common[(common >= first) & (common < num_rows)]
         layers = {
             str(site.layer): self._layer(rows[np.isin(positions, common)], spec, vocabulary)
             for site, (positions, rows) in sorted(whole.items(), key=lambda each: each[0].layer)
         }
         return {LENS: spec.options[LENS], "positions": common.tolist(), "layers": layers}
+
+    def _joined(self, parts: Sequence[tuple[Int64Array, Any]]) -> tuple[Int64Array, Any]:
+        """Positions and outputs of all parts, if there are any."""
+        if not parts:
+            return np.empty(0, np.int64), np.empty((0, self.settings.layout.size), np.float32)
+        return np.concatenate([positions for positions, _ in parts]), np.concatenate([rows for _, rows in parts])
 
     def _layer(self, rows: Any, spec: CaptureSpec, vocabulary: Vocabulary | None) -> dict[str, Any]:
         ids, logprobs, given, ranks = self.settings.layout.split(rows)

@@ -459,6 +459,7 @@ class RequestOutput(Protocol):
     """``vllm.RequestOutput``. headgate sets ``capture_results``."""
 
     request_id: str
+    prompt_token_ids: Sequence[int] | None
     finished: bool
     outputs: Sequence[CompletionOutput]
     capture_results: object

@@ -220,6 +220,23 @@ class RowKeeper(Protocol):
         ...
 
 
+@runtime_checkable
+class StreamedResults(Protocol):
+    """A consumer of the location ``driver`` whose results are streamed with the tokens that they belong to."""
+
+    def take_new(self, key: str, sample_index: int, num_rows: int) -> object:
+        """Return the part of a running request's payload that was not returned before; None if there is none.
+
+        The event loop calls it for each chunk of a stream, so it must be quick. The payload at the end is whole.
+
+        Args:
+            key: Of the request; see `Origin`.
+            sample_index: Which of its ``n`` samples.
+            num_rows: Positions below it belong to tokens that the client has; others are left for later.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportContext:
     """A client's question to a consumer whose state spans requests, and how much of it the client may see.

@@ -71,21 +71,26 @@ def hooks_of(layers: Sequence[int]) -> dict[str, Any]:
     return {hook.value: "all" if hook is HookPoint.FINAL_NORM else list(layers) for hook in hooks}
 
 
+def engine(
+    shared_llm: Callable[..., Any], dtype: str, sae: Path, layers: Sequence[int] = EVERY_LAYER, *, eager: bool
+) -> Any:
+    features = {"name": "features", "params": {"saes": {"random": str(sae)}, "top": K}}
+    capture = {"consumers": [{"name": "memory"}, features, {"name": "lens"}], "sites": hooks_of(layers)}
+    return shared_llm(
+        dtype=dtype,
+        enforce_eager=eager,
+        max_num_batched_tokens=64,
+        additional_config={"headgate": {"capture": capture}},
+    )
+
+
 def chat(
     shared_llm: Callable[..., Any], dtype: str, sae: Path, layers: Sequence[int] = EVERY_LAYER, *, eager: bool
 ) -> list[Any]:
     """Finished requests of `CONVERSATIONS`, with every hook point of `layers` captured, and features of the SAE."""
     from headgate.capture import SamplingParams
 
-    hooks = hooks_of(layers)
-    consumers = [{"name": "memory"}, {"name": "features", "params": {"saes": {"random": str(sae)}, "top": K}}]
-    capture = {"consumers": consumers, "sites": hooks}
-    llm = shared_llm(
-        dtype=dtype,
-        enforce_eager=eager,
-        max_num_batched_tokens=64,
-        additional_config={"headgate": {"capture": capture}},
-    )
+    hooks, llm = hooks_of(layers), engine(shared_llm, dtype, sae, layers, eager=eager)
     params = [
         SamplingParams(
             max_tokens=NUM_OUTPUT,
@@ -155,6 +160,36 @@ def test_chat_rows_equal_hugging_face(shared_llm: Callable[..., Any], model_dir:
 
     assert sum(len(output.prompt_token_ids) for output in outputs) > 128, "prompts must need several steps"
     compare(outputs, model_dir, torch.float32, sae)
+
+
+def test_the_lens_after_the_last_layer_has_the_models_own_tokens_and_neighbours_keep_theirs(
+    shared_llm: Callable[..., Any], sae: Path
+) -> None:
+    from headgate.capture import SamplingParams
+
+    llm = engine(shared_llm, "float32", sae, eager=True)
+    settings: dict[str, Any] = {"max_tokens": NUM_OUTPUT, "temperature": 0, "logprobs": 10}
+    wanted = {"lens": {"layers": [3, 29], "top": 10, "tokens": [" the", 260]}}
+    plain, lens = SamplingParams(**settings), SamplingParams(**settings, capture=wanted)
+
+    alone = llm.chat(CONVERSATIONS, plain, use_tqdm=False)
+    mixed = llm.chat([*CONVERSATIONS, *CONVERSATIONS], [plain] * 3 + [lens] * 3, use_tqdm=False)
+
+    tokens = [list(output.outputs[0].token_ids) for output in alone]
+    assert [list(output.outputs[0].token_ids) for output in mixed] == tokens * 2
+    for output in mixed[3:]:
+        result = output.capture_results["lens"]
+        assert result.status == "ok", result.error
+        read = result.payload["layers"]["29"]
+        first = len(output.prompt_token_ids) - 1
+        assert result.payload["positions"] == list(range(first + len(output.outputs[0].token_ids)))
+        for step, own in enumerate(output.outputs[0].logprobs):
+            ids = read["ids"][first + step]
+            best = sorted(own, key=lambda token: -own[token].logprob)[:10]
+            assert ids == best, "the model's own ten strongest tokens"
+            np.testing.assert_allclose(read["logprobs"][first + step], [own[one].logprob for one in best], atol=1e-4)
+            assert read["tokens"][first + step] == [llm.get_tokenizer().decode([token]) for token in ids]
+        assert all(one == other for one, other in read["token_ranks"]), "' the' is token 260"
 
 
 @pytest.mark.extended  # minutes of compiling; `make demo` compares compiled rows too, and so do the tiny models

@@ -13,7 +13,7 @@ from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.core.core_calls import run_each_async, worker_setups
 from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
-from headgate.capture.engine.frontends.output_processor import with_values
+from headgate.capture.engine.frontends.output_processor import is_delta, with_values
 from headgate.capture.engine.frontends.prompt_tokens import forget_unsent
 from headgate.capture.engine.requests.call_context import HttpCall, Slot, current_call, noting_refusals
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
@@ -90,7 +90,8 @@ def _checked(original: Function) -> Function:
         if headgate_request.wants_notes:
             outputs = with_values(outputs, reader, headgate_request, sampling_params.output_kind, slot)
         if headgate_request.capture is not None and reader.capture is not None:
-            outputs = _with_results(outputs, reader.capture, headgate_request.capture, slot)
+            is_piece = is_delta(sampling_params.output_kind)
+            outputs = _with_results(outputs, reader.capture, headgate_request.capture, slot, is_piece=is_piece)
         return outputs if meter is None else metered(outputs, meter)
 
     return wrapped
@@ -223,10 +224,34 @@ def _check_overload(output: RequestOutput) -> None:
 
 
 async def _with_results(
-    outputs: AsyncGenerator[RequestOutput, None], front: FrontEnd, ask: CaptureRequest, slot: Slot | None
+    outputs: AsyncGenerator[RequestOutput, None],
+    front: FrontEnd,
+    ask: CaptureRequest,
+    slot: Slot | None,
+    *,
+    is_piece: bool,
 ) -> AsyncGenerator[RequestOutput, None]:
+    """Put the results on the last output, and let chunks of a stream take what is there of its tokens.
+
+    Args:
+        outputs: Of one request.
+        front: Of the engine.
+        ask: What is captured.
+        slot: Its place in an HTTP call.
+        is_piece: Whether each output has new tokens alone.
+    """
+    if slot is not None:
+        slot.take_new = front.streamed(ask)
+    generated: dict[int, int] = {}
+    num_prompt = 0
     try:
         async for output in outputs:
+            if slot is not None and slot.take_new is not None:
+                num_prompt = num_prompt or len(output.prompt_token_ids or ())
+                for completion in output.outputs:
+                    count = len(completion.token_ids) + (generated.get(completion.index, 0) if is_piece else 0)
+                    generated[completion.index] = count
+                    slot.num_rows[completion.index] = num_prompt + count - 1
             if output.finished and (ask.is_explicit or ask.wait):
                 is_aborted = all(completion.finish_reason == "abort" for completion in output.outputs)
                 results = await front.wait_async(ask, is_aborted=is_aborted)

@@ -139,10 +139,15 @@ class Slot:
     Attributes:
         results: Of its captures; None until it has finished.
         notes: About its samples; None if none are wanted.
+        take_new: Returns what consumers that stream have of a sample since the last call, by instance; None if there is
+            no such consumer.
+        num_rows: By sample, positions that belong to tokens which the client has, or gets now.
     """
 
     results: CaptureResults | None = None
     notes: UnsentNotes | None = None
+    take_new: Callable[[int, int], Mapping[str, object]] | None = None
+    num_rows: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -41,6 +41,7 @@ from headgate.capture.schema.results import (
     CaptureResults,
     KeptRequest,
     RowKeeper,
+    StreamedResults,
     join_key,
     with_messages,
 )
@@ -235,6 +236,19 @@ class FrontEnd:
             model=self.model,
             readouts=self._readouts,
         )
+
+    def streamed(self, ask: CaptureRequest) -> Callable[[int, int], Mapping[str, object]] | None:
+        """Return what takes new parts of a running request's results, by sample and rows; None if nothing streams."""
+        drivers = {} if self._drivers_here is None else self._drivers_here.consumers
+        found = {name: drivers[name] for name in ask.specs if isinstance(drivers.get(name), StreamedResults)}
+        if not found:
+            return None
+
+        def take_new(sample_index: int, num_rows: int) -> Mapping[str, object]:
+            new = {name: each.take_new(ask.key, sample_index, num_rows) for name, each in found.items()}  # type: ignore[union-attr]
+            return {name: {"payload": payload} for name, payload in new.items() if payload is not None}
+
+        return take_new
 
     def find_kept(self, name: str, sample_index: int, field: str) -> KeptRequest:
         """Find the rows that a request of the client at hand has kept; see `FindKept`.

@@ -2,8 +2,8 @@
 
 vLLM's request models keep unknown fields of a body, and its response models write fields that they do not know. A
 response gets ``capture_results``, and each of its choices ``hidden_states`` and values of parts. A stream of chunks
-gets one more chunk, before ``[DONE]``; values come with the chunks of their choice, as they are made. A stream of
-events gets them in the response of its last event.
+gets one more chunk, before ``[DONE]``; values come with the chunks of their choice, as they are made, and so do parts
+of results of consumers that stream. A stream of events gets them in the response of its last event.
 """
 
 from __future__ import annotations
@@ -163,14 +163,28 @@ def _content(chunk: str) -> dict[str, Any]:
 
 def _with_values(chunk: str, call: HttpCall) -> str:
     """Return a chunk with the values that are there for its choices."""
-    unreported = _unreported(call)
-    if not unreported or not chunk.startswith("data: {"):
+    unreported, is_streamed = _unreported(call), any(slot.take_new is not None for slot in call.slots)
+    if not (unreported or is_streamed) or not chunk.startswith("data: {"):
         return chunk
-    content = _content(chunk)
-    choices = [choice for choice in content.get("choices") or () if choice.get("index") in unreported]
-    for choice in choices:
-        choice.update(_values_of(call, choice["index"]))
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n" if choices else chunk
+    content, is_changed = _content(chunk), False
+    for choice in content.get("choices") or ():
+        values = _values_of(call, choice["index"]) if choice.get("index") in unreported else {}
+        if is_streamed and (found := _new_results(call, choice.get("index"))):
+            values = {**values, RESULTS: found}
+        choice.update(values)
+        is_changed = is_changed or bool(values)
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n" if is_changed else chunk
+
+
+def _new_results(call: HttpCall, choice: object) -> Document:
+    """Return what consumers that stream have of a choice's tokens since its last chunk, by instance."""
+    if not isinstance(choice, int):
+        return {}
+    prompt, index = divmod(choice, call.num_samples)
+    slot = call.slots[prompt] if prompt < len(call.slots) else None
+    if slot is None or slot.take_new is None or slot.results is not None:
+        return {}  # with the results, the payload is whole
+    return _plain_values(slot.take_new(index, slot.num_rows.get(index, 0)))
 
 
 def _unreported(call: HttpCall) -> list[int]:

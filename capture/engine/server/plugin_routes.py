@@ -287,7 +287,7 @@ class RouteServices:
         return await score(self.engine(), prompt, token_ids, fields)
 
     async def read_prompt(self, prompt: Sequence[int], instance: str, spec: object) -> CaptureResult:
-        """Run a prompt, of which one token more is generated and thrown away, and return what a consumer makes of it.
+        """Return what a consumer makes of a prompt; one token is generated and thrown away.
 
         Args:
             prompt: Tokens.

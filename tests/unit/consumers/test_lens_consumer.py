@@ -15,6 +15,7 @@ from torch import Tensor
 from headgate.capture.lens import LensKind, save
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
+from headgate.capture.schema.results import Origin, StreamedResults
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.staging.readouts import bind
 from headgate.consumers import lens as lens_module
@@ -107,6 +108,36 @@ def test_requests_of_one_batch_get_their_own_lens_tokens_and_ranking(params: dic
         expected = by_definition(requests[name], 2, raw.get("lens", "logit"))
         ranked = is_word if raw.get("words_only") else None
         check(payloads[name]["layers"]["2"], expected, raw["top"], raw["tokens"], ranked)
+
+
+def test_a_stream_gets_each_position_once_and_none_of_tokens_that_the_client_lacks(params: dict[str, Any]) -> None:
+    consumer = LensConsumer(params, CONTEXT)
+    assert isinstance(consumer, StreamedResults)
+    feed = Feed(consumer, HEAD)
+    asked, other = (request(params, {"layers": [0, 2], "top": 3, "tokens": [4]}, name) for name in ("a", "b"))
+    for one, key in ((asked, "call.1"), (other, "call.2")):
+        one.info = replace(one.info, origin=Origin("ipc://hub", key))
+    feed.begin(asked, other)
+
+    def new(num_rows: int) -> Any:
+        return consumer.take_new("call.1", 0, num_rows)
+
+    assert (new(9), consumer.take_new("call.1", 1, 9), consumer.take_new("unknown", 0, 9)) == (None, None, None)
+    feed.step({asked: (0, 4), other: (0, 5)})
+    first = new(4)
+    feed.step({asked: (4, 6)})
+    second, none, third = new(5), new(5), new(6)
+    whole = feed.finish(asked)
+
+    assert [part["positions"] for part in (first, second, third)] == [[0, 1, 2, 3], [4], [5]]
+    assert none is None
+    assert whole["positions"] == [0, 1, 2, 3, 4, 5]
+    for layer in ("0", "2"):
+        for name, rows in whole["layers"][layer].items():
+            assert [row for part in (first, second, third) for row in part["layers"][layer][name]] == rows
+    assert new(9) is None
+    feed.abandon(other)
+    assert consumer.take_new("call.2", 0, 9) is None
 
 
 def test_rows_that_are_not_finite_have_no_numbers(params: dict[str, Any]) -> None:

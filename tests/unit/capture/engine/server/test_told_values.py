@@ -15,6 +15,7 @@ from headgate.capture.engine.requests.call_context import HttpCall, Notes, Unsen
 from headgate.capture.engine.server import openai_routes
 from headgate.capture.engine.server.openai_routes import answer_choices, answer_response
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.results import CaptureResults
 
 
 def call_of(num_prompts: int, num_samples: int = 1) -> HttpCall:
@@ -52,6 +53,35 @@ def streamed(call: HttpCall, *steps: str | Callable[[], None]) -> list[Any]:
     events = "".join(asyncio.run(read())).removesuffix("\n\n").split("\n\n")
     assert events[-1] == "data: [DONE]"
     return [json.loads(event.removeprefix("data: ")).get("choices") for event in events[:-1]]
+
+
+def test_parts_of_results_come_with_the_chunks_of_their_tokens() -> None:
+    """Of two samples, one has a part in the first chunk, and the other in the second; whole results end the parts."""
+    call = HttpCall(num_samples=2)
+    slot = call.expect()
+    asked: list[tuple[int, int]] = []
+
+    def take_new(index: int, num_rows: int) -> Any:
+        asked.append((index, num_rows))
+        return {"lens": {"payload": {"positions": [num_rows - 1], "value": math.nan}}} if num_rows == 5 + index else {}
+
+    def has(rows: dict[int, int]) -> Callable[[], None]:
+        return lambda: slot.num_rows.update(rows)
+
+    def end() -> None:
+        slot.results = CaptureResults(merged={}, per_sample=({}, {}))
+
+    slot.take_new = take_new
+    choices = streamed(call, has({0: 5, 1: 5}), chunk(0, 1), has({0: 6, 1: 6}), chunk(1), chunk(0), end, chunk(0))
+
+    part = {"lens": {"payload": {"positions": [4], "value": None}}}
+    assert [[choice.get("capture_results") for choice in found] for found in choices] == [
+        [part, None],
+        [{"lens": {"payload": {"positions": [5], "value": None}}}],
+        [None],
+        [None],
+    ]
+    assert asked == [(0, 5), (1, 5), (1, 6), (0, 6)]
 
 
 def test_each_choice_of_an_answer_has_its_own() -> None:
