@@ -246,5 +246,8 @@ def _print_model(console: Console, report: ModelReport) -> None:
     console.print(table)
     console.print("The memory is for one full step; with room on a GPU, capture.ring_rows is two by default.")
     has = {each.hook for each in report.hooks}
+    missing: dict[tuple[str, str], list[str]] = {}
     for hook, why in report.absent.items():
-        console.print(f"{'some layers have no' if hook in has else 'no'} {hook}: {escape(why)}", soft_wrap=True)
+        missing.setdefault(("some layers have no" if hook in has else "no", why), []).append(hook.value)
+    for (some, why), names in missing.items():
+        console.print(f"{some} {', '.join(names)}: {escape(why)}", soft_wrap=True)

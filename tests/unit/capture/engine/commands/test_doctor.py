@@ -33,6 +33,10 @@ def test_the_reason_why_there_is_no_hook_z_is_printed() -> None:
     assert "attn_in" in text
     assert "no hook_z: it has 128 values" in text
     assert "no hook_z" not in printed(report._replace(absent={}))
+    alike = dict.fromkeys((HookPoint.K, HookPoint.V, HookPoint.ATTN_IN), "it shares them")
+    text = printed(report._replace(absent=alike))
+    assert "\nno k, v: it shares them" in text
+    assert "\nsome layers have no attn_in: it shares them" in text
 
 
 @pytest.fixture
