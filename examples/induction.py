@@ -7,6 +7,7 @@ Usage: ``.venv/bin/python examples/induction.py MODEL_FOLDER [PNG]``
 """
 
 import sys
+from typing import Any
 
 import numpy as np
 from transformers import AutoConfig
@@ -17,7 +18,7 @@ from headgate.consumers.attention import fetch_patterns
 LENGTH, ROWS, SHOWN = 24, 8, 5
 
 
-def draw(pattern, layer, head, path):
+def draw(pattern: Any, layer: int, head: int, path: str) -> None:
     """Draw one head's pattern ``[queries, keys]``."""
     import matplotlib
 
@@ -60,5 +61,5 @@ if __name__ == "__main__":  # vLLM starts its engine in a process of its own
         layer, head = np.unravel_index(place, scores.shape)
         print(f"layer {layer}, head {head}: {scores[layer, head]:.2f}")
     if len(sys.argv) > 2:
-        layer, head = np.unravel_index(scores.argmax(), scores.shape)
+        layer, head = map(int, np.unravel_index(scores.argmax(), scores.shape))
         draw(found[0][layer, :, head], layer, head, sys.argv[2])
