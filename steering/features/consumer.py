@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -400,14 +401,15 @@ class FeaturesConsumer(StreamingConsumer):
     row is not finite. Labels are those of ``headgate sae labels``, of the features in the payload.
 
     A request asks with ``{"sae": NAME, "positions": SELECTOR, "top": N, "above": T}`` or ``{"sae": NAME, "features":
-    [ID, ...]}``, and waits for its result. The worker encodes rows in float32, and selects as the SAE's kind does.
+    [ID, ...]}``, and waits for its result. In a stream, the payloads of chunks have the positions that are new. The
+    worker encodes rows in float32, and selects as the SAE's kind does.
 
     Raises:
         ConfigError: If an SAE cannot be read, has no site, is of another width than the rows of its site, or this site
             cannot be captured.
     """
 
-    location = "worker"
+    location = "driver"
     is_awaited = True
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
@@ -419,6 +421,8 @@ class FeaturesConsumer(StreamingConsumer):
             for site, names in _checked_sites(self._coders, context.model).items()
         }
         self._requests: dict[str, _RequestFeatures] = {}
+        self._running: dict[tuple[str, int], _RequestFeatures] = {}
+        self._lock = Lock()  # guards the two: `take_new` is called on the event loop
 
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
@@ -447,9 +451,18 @@ class FeaturesConsumer(StreamingConsumer):
                 raise ConsumerError(
                     f"the file of an SAE at {site.name} has changed since the engine started; restart it to use it"
                 )
-        self._requests[request.request_id] = _RequestFeatures(request.spec.options, self._top, self._max_values)
+        options = request.spec.options
+        found = _RequestFeatures(options, labels_of(self._coders[options["sae"]].path), self._top, self._max_values)
+        with self._lock:
+            self._requests[request.request_id] = found
+            if request.origin is not None:
+                self._running[request.origin.key, request.sample_index] = found
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
+        with self._lock:
+            self._write(blocks)
+
+    def _write(self, blocks: Sequence[RowBlock]) -> None:
         for block in blocks:
             for number, site in enumerate(block.sites):
                 rows = block.rows[number].numpy()
@@ -458,23 +471,40 @@ class FeaturesConsumer(StreamingConsumer):
                         part = slice(span.start, span.stop)
                         self._requests[span.request.request_id].add(block.positions[part], rows[part])
 
-    def finish(self, finished: FinishedRequest) -> dict[str, Any] | None:
-        found = self._requests.pop(finished.request.request_id)
-        spec = finished.request.spec
-        if not spec.sites:
-            return None  # the site belongs to another pipeline stage
-        if found.is_full:
+    def take_new(self, key: str, sample_index: int, num_rows: int) -> dict[str, Any] | None:
+        """See `StreamedResults.take_new`: the payload with the positions that are new."""
+        with self._lock:
+            found = self._running.get((key, sample_index))
+            if found is None or found.is_full:
+                return None
+            payload = found.payload(num_rows, found.num_taken)
+            if not payload["positions"]:
+                return None
+            found.num_taken = payload["positions"][-1] + 1
+            return payload
+
+    def _removed(self, request: RequestInfo) -> _RequestFeatures | None:
+        with self._lock:
+            if request.origin is not None:
+                self._running.pop((request.origin.key, request.sample_index), None)
+            return self._requests.pop(request.request_id, None)
+
+    def finish(self, finished: FinishedRequest) -> dict[str, Any]:
+        found = self._removed(finished.request)
+        if found is None or found.is_full:
             raise ConsumerError(
                 f"these activations are more than a result may hold here, {self._max_values} (parameter max_values); "
                 "ask for fewer positions or features"
             )
-        return found.payload(finished.final.num_rows, labels_of(self._coders[spec.options["sae"]].path))
+        return found.payload(finished.final.num_rows)
 
     def abandon(self, request: RequestInfo) -> None:
-        self._requests.pop(request.request_id, None)
+        self._removed(request)
 
     def close(self, timeout_s: float) -> None:
-        self._requests.clear()
+        with self._lock:
+            self._requests.clear()
+            self._running.clear()
 
 
 class _RequestFeatures:
@@ -482,16 +512,20 @@ class _RequestFeatures:
 
     Attributes:
         is_full: They were more than `max_values` activations, and are thrown away.
+        num_taken: Positions below it went out with a stream.
 
     Args:
         options: Of the request's spec.
+        labels: Of the SAE's features.
         top: M.
         max_values: Upper limit.
     """
 
-    def __init__(self, options: Mapping[str, Any], top: int, max_values: int) -> None:
+    def __init__(self, options: Mapping[str, Any], labels: Labels, top: int, max_values: int) -> None:
         self.is_full = False
         self._sae: str = options["sae"]
+        self._labels = labels
+        self.num_taken = 0
         self._given: list[int] | None = options.get("features")
         self._above: float = options.get("above", 0.0)
         self._count: int = options.get("top", 0) if self._given is None else len(self._given)
@@ -510,14 +544,13 @@ class _RequestFeatures:
             # Copies: slices would keep the rows of every request of the block.
             self._parts.append((positions.copy(), np.stack((ids, values))))
 
-    def payload(self, num_rows: int, labels: Labels) -> dict[str, Any]:
-        """The payload of the rows at positions below `num_rows`."""
-        positions = np.concatenate([np.empty(0, np.int64), *(part for part, _ in self._parts)])
-        outputs = np.concatenate(
-            [np.empty((2, 0, self._count), np.float32), *(part for _, part in self._parts)], axis=1
-        )
+    def payload(self, num_rows: int, first: int = 0) -> dict[str, Any]:
+        """The payload of the rows at positions from `first` on, below `num_rows`."""
+        parts = [part for part in self._parts if part[0].max(initial=-1) >= first]
+        positions = np.concatenate([np.empty(0, np.int64), *(part for part, _ in parts)])
+        outputs = np.concatenate([np.empty((2, 0, self._count), np.float32), *(part for _, part in parts)], axis=1)
         order = np.argsort(positions, kind="stable")
-        order = order[positions[order] < num_rows]
+        order = order[(positions[order] >= first) & (positions[order] < num_rows)]
         found = [self._of_row(*outputs[:, row]) for row in order]
         ids = [None if row is None else row[0] for row in found]
         return {
@@ -525,7 +558,7 @@ class _RequestFeatures:
             "positions": positions[order].tolist(),
             "ids": ids,
             "values": [None if row is None else row[1] for row in found],
-            "labels": labels.of({one for row in ids if row is not None for one in row}),
+            "labels": self._labels.of({one for row in ids if row is not None for one in row}),
         }
 
     def _of_row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from headgate.capture.schema.consumer import ConsumerContext, RowArguments, SpecContext
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
+from headgate.capture.schema.results import Origin
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
 from headgate.steering.features import consumer
 from headgate.steering.features.canonical import write_coder
@@ -220,3 +222,24 @@ def test_too_many_values_and_another_file_than_the_workers_are_errors_of_the_req
     feed._facts = {site: facts._replace(key="other") for site, facts in feed._facts.items()}
     with pytest.raises(ConsumerError, match=r"the file of an SAE at 3\.post_mlp has changed"):
         feed.begin(request(params, {"sae": "a"}))
+
+
+def test_a_stream_takes_the_positions_that_are_new(params: dict[str, Any]) -> None:
+    feed = Feed(FeaturesConsumer(params, CONTEXT))
+    asked = request(params, {"sae": "a", "top": 2}, prompt=3, output=4)
+    asked.info = replace(asked.info, origin=Origin(reply=None, key="call-0"))
+    feed.begin(asked)
+    streamed = feed.consumer
+    assert isinstance(streamed, FeaturesConsumer)
+
+    feed.step({asked: (0, 4)})
+    first = streamed.take_new("call-0", 0, 3)
+    assert streamed.take_new("call-0", 0, 3) is None
+    feed.step({asked: (4, 6)})
+    second, whole = streamed.take_new("call-0", 0, 6), feed.finish(asked)
+
+    assert first is not None
+    assert second is not None
+    assert (first["positions"], second["positions"]) == ([0, 1, 2], [3, 4, 5])
+    assert first["ids"] + second["ids"] == whole["ids"]
+    assert streamed.take_new("call-0", 0, 6) is None
