@@ -23,9 +23,11 @@ class Letters:
         raise AssertionError("no file is read here")
 
     def shown(self, token: int) -> str:
-        letters = "abcdefghijklmnopqrstuvwxyz"
-        first, second = divmod(token, len(letters))
-        return "." if token == 0 else f"{letters[first - 1] if first else ''}{letters[second]}"
+        text, left = "", token + 1
+        while left:
+            left, letter = divmod(left - 1, 26)
+            text = chr(ord("a") + letter) + text
+        return text if token else "."
 
 
 class FakeHead:

@@ -30,6 +30,7 @@ def requests_of(family: str) -> list[tuple[list[int], list[HookPoint]]]:
 
 def main(family: str, out: str) -> None:
     """Have all requests answered at once, and save their tokens and rows."""
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # sampling is greedy, and FlashInfer may be missing
     from vllm import SamplingParams
 
     hooks = [*FAMILIES[family], HookPoint.POST_MLP]
