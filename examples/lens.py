@@ -34,8 +34,9 @@ def print_grid(output: Any, token: str, tokenizer: Any) -> None:
 if __name__ == "__main__":  # vLLM starts its engine in a process of its own
     token = sys.argv[2] if len(sys.argv) > 2 else " Tokyo"
     # block_size is what vLLM's CPU attention needs; eager starts sooner.
-    settings = {"max_model_len": 512, "block_size": 32, "enforce_eager": True}
-    llm = LLM(sys.argv[1], capture_consumers=["lens"], steering=True, **settings)
+    llm = LLM(
+        sys.argv[1], capture_consumers=["lens"], steering=True, max_model_len=512, block_size=32, enforce_eager=True
+    )
     last = llm.llm_engine.model_config.hf_text_config.num_hidden_layers - 1
     layers = [*range(0, last, 3), last]
     wanted = {"lens": {"layers": layers, "top": 1, "tokens": [token]}}

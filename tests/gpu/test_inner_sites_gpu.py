@@ -16,7 +16,8 @@ from tests.engine.tiny_models import tiny_model
 
 SHARE = {"qwen3": 0.0, "gemma3": 0.0, "mixtral": 0.1, "qwen2_moe": 0.1}
 """Part of the rows that may differ: rounding in bfloat16 may send a token to another expert, and change later rows."""
-MIN_COSINE = 0.999
+MIN_COSINE = 0.998
+"""Of rows of 64 numbers in bfloat16; medians are above 0.9999."""
 TIMEOUT_S = 300
 
 
