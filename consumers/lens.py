@@ -253,7 +253,9 @@ class _Words:
             mask = torch.zeros(head.vocab_size, dtype=torch.bool)
             known = torch.from_numpy(word_like(head.vocabulary))[: head.vocab_size]
             mask[: len(known)] = known
-            self._mask = mask.to(device)
+            self._mask = mask
+        if self._mask is not None:
+            self._mask = self._mask.to(device)
         return self._mask
 
 
