@@ -335,7 +335,7 @@ def test_the_self_test_says_that_dummy_attention_hides_its_input(tables, caplog)
 
     with caplog.at_level("INFO", logger="headgate"):
         check_steering(tables, [SITES[0], hidden], 2, Dummy(tables, deaf=1))
-    assert "attn_in of 1 layers is not checked" in caplog.text
+    assert "1 sites in front of attention or of experts are not checked" in caplog.text
     assert "1 sites respond" in caplog.text
     with pytest.raises(SelfTestError, match=f"at {SITES[0].name} did"):
         check_steering(tables, [SITES[0], hidden], 2, Dummy(tables, deaf=0))
