@@ -325,7 +325,9 @@ class DeviceEncoder:
         """Activations ``[n, A]`` of given features, from their own rows alone; not for kinds that select."""
         import torch
 
-        wanted, places = np.unique(np.maximum(arguments.host[:, 1:], 0), return_inverse=True)
+        # Rows of other SAEs of the site are here too, whose features may be beyond this one's.
+        known = np.clip(arguments.host[:, 1:], 0, self._coder.num_features - 1)
+        wanted, places = np.unique(known, return_inverse=True)
         index, at = (_uploaded(each, x.device) for each in (wanted, places.reshape(len(x), -1)))
         numbers = self._numbers_4F.index_select(1, index)
         activations = self._activations(x, self._encoder_FD.index_select(0, index), numbers)

@@ -21,7 +21,7 @@ from headgate.steering.features.consumer import FeaturesConsumer, FeaturesReadou
 from headgate.steering.features.labels import write_labels
 from headgate.steering.features.source_coder import CoderKind, Norm
 from headgate.steering.features.sparse_coder import SparseCoder, coder_of
-from tests.fakes.sparse_coders import FEATURES, WIDTH, rows, source
+from tests.fakes.sparse_coders import FEATURES, WIDTH, rows, source, tensor, weights
 
 CONTEXT = ConsumerContext(instance_name="features", model=EXAMPLE_MODEL)
 K, TOP = 5, 8
@@ -97,6 +97,20 @@ def test_rows_of_several_saes_in_one_chunk_are_each_their_own_and_rows_that_are_
     assert found[3, TOP:].isnan().all()
 
 
+def test_given_features_of_one_sae_may_be_beyond_those_of_another_at_its_site() -> None:
+    large, found = coder_of_kind(CoderKind.RELU), weights(features=8)
+    changes = {"encoder": tensor(found["W_enc"]).transposed, "decoders": (tensor(found["W_dec"]),)}
+    small = coder_of_kind(CoderKind.RELU, **changes, bias=found["b_enc"], decoder_biases=(found["b_dec"],))
+    x = rows(2)
+
+    outputs = FeaturesReadout([small, large], TOP).on(torch.device("cpu"))(
+        torch.from_numpy(x), arguments((0, 3), (1, FEATURES - 1))
+    )
+
+    assert outputs[0, TOP].item() == pytest.approx(small.encode(x[:1], np.float64)[0, 3], abs=1e-6)
+    assert outputs[1, TOP].item() == pytest.approx(large.encode(x[1:], np.float64)[0, FEATURES - 1], abs=1e-6)
+
+
 @pytest.fixture
 def params(tmp_path: Path) -> dict[str, Any]:
     saes = {}
@@ -109,8 +123,6 @@ def params(tmp_path: Path) -> dict[str, Any]:
 
 
 def wide(kind: CoderKind) -> Any:
-    from tests.fakes.sparse_coders import tensor, weights
-
     found = {name: values.astype(np.float64) for name, values in weights(width=EXAMPLE_MODEL.hidden_size).items()}
     changes = {
         "encoder": tensor(found["W_enc"]).transposed,
