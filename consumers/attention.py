@@ -357,6 +357,7 @@ class AttentionConsumer(StreamingConsumer):
     """
 
     location = "worker"
+    reads_positions = False
     is_awaited = True
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:

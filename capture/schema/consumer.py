@@ -463,6 +463,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
             process that owns the request, where live Python objects can be used; rows are sent there. The operator
             can move a worker's consumer there.
         reads_client_spec: False if requests cannot name it; it then works through `global_capture_spec` only.
+        reads_positions: Whether its part of a request has the field ``positions``.
         takes_messages: It stores the boundaries of a chat's messages: if a request sets ``capture_messages``, the
             option ``messages`` of its spec lists ``{"role", "start", "stop"}`` of each, in positions of the prompt.
         takes_tag: Its specs have an option ``tag`` that decides where it writes; clients' keys can restrict it.
@@ -480,6 +481,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
 
     location: ClassVar[Location] = "worker"
     reads_client_spec: ClassVar[bool] = True
+    reads_positions: ClassVar[bool] = True
     takes_messages: ClassVar[bool] = False
     takes_tag: ClassVar[bool] = False
     is_awaited: ClassVar[bool] = False

@@ -154,16 +154,16 @@ def _add_reading(router: APIRouter, services: RouteServices) -> None:
         """Run a prompt and return what a consumer makes of it: `lens`, `features`, `attention`, `probe`, `inline`, ...
 
         The body has ``prompt``, a text or token ids, and the fields that a request has under ``capture[consumer]``;
-        `positions` is ``all_prompt`` if absent. One token is generated and thrown away.
+        `positions`, where it has that field, is ``all_prompt`` if absent. One token is generated and thrown away.
         """
-        _front_end(services)
+        front = _front_end(services)
         with services.client_errors():
             document = await services.read_object(request)
             prompt = document.pop("prompt", None)
             vocabulary = await services.vocabulary()
             tokens = read_tokens(prompt, vocabulary, "prompt")
             try:
-                result = await services.read_prompt(tokens, consumer, {"positions": "all_prompt", **document})
+                result = await services.read_prompt(tokens, consumer, _spec_of_prompt(front, consumer, document))
             except OverloadedError as error:
                 raise HTTPException(503, str(error)) from None
         return {
@@ -171,6 +171,14 @@ def _add_reading(router: APIRouter, services: RouteServices) -> None:
             "tokens": [vocabulary.shown(token) for token in tokens],
             **plain_result(consumer, result),
         }
+
+
+def _spec_of_prompt(front: FrontEnd, instance: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a consumer gets of a prompt: of all of it, unless the client or the consumer chooses positions."""
+    spec = next((spec for spec in front.config.consumers if spec.instance == instance), None)
+    if spec is not None and not load_configured(spec).reads_positions:
+        return fields
+    return {"positions": "all_prompt", **fields}
 
 
 def _add_state(router: APIRouter, services: RouteServices) -> None:

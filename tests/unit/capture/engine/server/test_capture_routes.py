@@ -50,6 +50,7 @@ def configured(root: Path) -> tuple[CaptureConsumerSpec, ...]:
     return (
         CaptureConsumerSpec(name="logging"),
         CaptureConsumerSpec(name="lens"),
+        CaptureConsumerSpec(name="attention"),
         CaptureConsumerSpec(name="probe", params={"probes": {"anger": str(root / "anger.safetensors")}}),
         CaptureConsumerSpec(name="moments", instance_name="spread", params={"root": str(root)}),
     )
@@ -138,6 +139,12 @@ def test_a_prompt_is_read_without_an_answer(client: TestClient, prompt: Any, tok
     assert chosen["payload"]["spec"] == {"positions": [0]}
 
 
+def test_a_prompt_is_read_by_a_consumer_without_the_field_positions(client: TestClient) -> None:
+    answer = client.post("/v1/capture/attention", json={"prompt": [1, 2], "layers": [3]})
+
+    assert answer.json()["payload"]["spec"] == {"layers": [3]}
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
@@ -156,7 +163,7 @@ def test_a_prompt_that_cannot_be_read_is_refused(client: TestClient, body: Any, 
 
 
 def test_the_list_of_consumers_is_no_state(client: TestClient) -> None:
-    assert client.get("/v1/capture/consumers").json()["count"] == 4
+    assert client.get("/v1/capture/consumers").json()["count"] == 5
 
 
 def test_a_damaged_state_is_an_error_that_names_the_file(client: TestClient, root: Path) -> None:
@@ -172,5 +179,5 @@ def test_names_that_requests_may_choose_from_are_listed_and_parameters_are_not(c
     answer = client.get("/v1/capture/consumers", headers={"x-headgate-key": "mine"})
 
     offers = {each["name"]: each["offers"] for each in answer.json()["consumers"]}
-    assert offers == {"logging": {}, "lens": {"lens": ["logit"]}, "probe": {"probes": ["anger"]}, "spread": {}}
+    assert offers == {"logging": {}, "lens": {"lens": ["logit"]}, "attention": {}, "probe": {"probes": ["anger"]}, "spread": {}}
     assert "safetensors" not in answer.text
