@@ -410,7 +410,7 @@ class LensConsumer(StreamingConsumer):
 
     @classmethod
     def offers(cls, params: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
-        return {LENS: parse_params(params).names}
+        return {LENS: [LOGIT, *params.get("lenses", ())]}  # no file is read for each call
 
     @classmethod
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:

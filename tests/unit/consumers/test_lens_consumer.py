@@ -48,6 +48,14 @@ def request(
     return ExampleRequest(LensConsumer.validate_client_spec(raw, context), name, **shape)
 
 
+def test_what_is_offered_is_known_without_the_files(params: dict[str, Any]) -> None:
+    for path in params["lenses"].values():
+        path.unlink()
+
+    assert LensConsumer.offers(params) == {"lens": ["logit", "j", "t"]}
+    assert LensConsumer.offers({}) == {"lens": ["logit"]}
+
+
 def by_definition(asked: ExampleRequest, layer: int, lens: str) -> Tensor:
     """Log-probabilities ``[positions, vocabulary]``."""
     rows = asked.rows(Site(layer, HookPoint.POST_MLP), asked.wanted()).double()
