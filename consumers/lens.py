@@ -9,6 +9,7 @@ Shapes: N rows, D hidden size, V tokens of the vocabulary, K strongest tokens, T
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -52,6 +53,8 @@ _LENS, _WORDS, _TOP, _FIRST_TOKEN = range(4)
 """Places of a request's arguments: the number of its lens, whether words alone are ranked, its top, its tokens."""
 _LOGITS = 1 << 25
 """Logits that are in memory at a time, about: 128 MiB of float32."""
+CHUNK_VALUES = 4096
+"""Tokens in one chunk of a stream, which the event loop makes; the rest waits for the next one."""
 _MATRIX_ROWS = 1024
 """Rows of a lens' matrix that are widened to float32 at a time."""
 
@@ -458,12 +461,14 @@ class LensConsumer(StreamingConsumer):
                     )
 
     def take_new(self, key: str, sample_index: int, num_rows: int) -> dict[str, Any] | None:
-        """See `StreamedResults.take_new`: the payload with the positions that are new."""
+        """See `StreamedResults.take_new`: the payload with the positions that are new, as many as a chunk may have."""
         with self._lock:
             request, reading = self._running.get((key, sample_index), (None, None))
             if request is None or reading is None or reading.is_full:
                 return None
-            payload = reading.payload(request.spec, num_rows, self.context.vocabulary, reading.num_taken)
+            values = len(request.spec.sites) * (request.spec.options[TOP] + len(request.spec.options[TOKENS]))
+            most = max(1, CHUNK_VALUES // values)
+            payload = reading.payload(request.spec, num_rows, self.context.vocabulary, reading.num_taken, most)
             if not payload["positions"]:
                 return None
             reading.num_taken = payload["positions"][-1] + 1
@@ -521,15 +526,21 @@ class _Reading:
             self.parts.setdefault(site, []).append((positions.copy(), found.copy()))
 
     def payload(
-        self, spec: CaptureSpec, num_rows: int, vocabulary: Vocabulary | None, first: int = 0
+        self,
+        spec: CaptureSpec,
+        num_rows: int,
+        vocabulary: Vocabulary | None,
+        first: int = 0,
+        most: int | None = None,
     ) -> dict[str, Any]:
-        """The answer: positions that every layer has, from `first` on, below `num_rows`."""
-        new = {site: [part for part in parts if part[0][-1] >= first] for site, parts in self.parts.items()}
+        """The answer: positions that every layer has, from `first` on, below `num_rows`; the first `most` of them."""
+        # Parts come by ascending position: a stream, which asks for each chunk, looks at none twice.
+        new = {site: parts[bisect_left(parts, first, key=_last_position) :] for site, parts in self.parts.items()}
         whole = {site: self._joined(parts) for site, parts in new.items()}
         common = np.arange(0)
         for number, (positions, _) in enumerate(whole.values()):
             common = positions if number == 0 else np.intersect1d(common, positions, assume_unique=True)
-        common = common[(common >= first) & (common < num_rows)]
+        common = common[(common >= first) & (common < num_rows)][:most]
         layers = {
             str(site.layer): self._layer(rows[np.isin(positions, common)], spec, vocabulary)
             for site, (positions, rows) in sorted(whole.items(), key=lambda each: each[0].layer)
@@ -558,6 +569,10 @@ class _Reading:
                 for row, sound in zip(ranks[:, :count].astype(np.int64).tolist(), is_sound.tolist(), strict=True)
             ],
         }
+
+
+def _last_position(part: tuple[Int64Array, Any]) -> int:
+    return int(part[0][-1])
 
 
 def _listed(values: Any) -> list[list[float | None]]:

@@ -6,6 +6,7 @@ Shapes: n rows, F features, D width of the rows, M features that a row can retur
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 12 << 20
 """Size of the activations that a readout computes at a time, as float32; three arrays of that size live at once."""
+
+CHUNK_VALUES = 4096
+"""Activations in one chunk of a stream, which the event loop makes; the rest waits for the next one."""
 
 FIELDS = ("sae", "positions", "top", "features", "above")
 DEFAULT_TOP = 20
@@ -474,12 +478,12 @@ class FeaturesConsumer(StreamingConsumer):
                         self._requests[span.request.request_id].add(block.positions[part], rows[part])
 
     def take_new(self, key: str, sample_index: int, num_rows: int) -> dict[str, Any] | None:
-        """See `StreamedResults.take_new`: the payload with the positions that are new."""
+        """See `StreamedResults.take_new`: the payload with the positions that are new, as many as a chunk may have."""
         with self._lock:
             found = self._running.get((key, sample_index))
             if found is None or found.is_full:
                 return None
-            payload = found.payload(num_rows, found.num_taken)
+            payload = found.payload(num_rows, found.num_taken, CHUNK_VALUES)
             if not payload["positions"]:
                 return None
             found.num_taken = payload["positions"][-1] + 1
@@ -546,13 +550,16 @@ class _RequestFeatures:
             # Copies: slices would keep the rows of every request of the block.
             self._parts.append((positions.copy(), np.stack((ids, values))))
 
-    def payload(self, num_rows: int, first: int = 0) -> dict[str, Any]:
-        """The payload of the rows at positions from `first` on, below `num_rows`."""
-        parts = [part for part in self._parts if part[0].max(initial=-1) >= first]
+    def payload(self, num_rows: int, first: int = 0, most_values: int | None = None) -> dict[str, Any]:
+        """The payload of the rows at positions from `first` on, below `num_rows`; about `most_values` activations."""
+        # Parts come by ascending position: a stream, which asks for each chunk, looks at none twice.
+        parts = self._parts[bisect_left(self._parts, first, key=_last_position) :]
         positions = np.concatenate([np.empty(0, np.int64), *(part for part, _ in parts)])
         outputs = np.concatenate([np.empty((2, 0, self._count), np.float32), *(part for _, part in parts)], axis=1)
         order = np.argsort(positions, kind="stable")
         order = order[(positions[order] >= first) & (positions[order] < num_rows)]
+        if most_values is not None:
+            order = order[: max(1, most_values // self._count)]
         found = [self._of_row(*outputs[:, row]) for row in order]
         ids = [None if row is None else row[0] for row in found]
         return {
@@ -573,6 +580,10 @@ class _RequestFeatures:
             return self._given, values.tolist()
         kept = values > self._above
         return ids[kept].astype(np.int64).tolist(), values[kept].tolist()
+
+
+def _last_position(part: tuple[Int64Array, npt.NDArray[np.float32]]) -> int:
+    return int(part[0][-1])
 
 
 def _checked_sites(coders: Mapping[str, SparseCoder], model: ModelInfo) -> dict[Site, list[str]]:

@@ -148,6 +148,27 @@ def test_a_stream_gets_each_position_once_and_none_of_tokens_that_the_client_lac
     assert consumer.take_new("call.2", 0, 9) is None
 
 
+def test_a_chunk_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lens_module, "CHUNK_VALUES", 16)  # two positions
+    consumer = LensConsumer(params, CONTEXT)
+    feed = Feed(consumer, HEAD)
+    asked = request(params, {"layers": [0, 2], "top": 3, "tokens": [4]}, prompt=4, output=3)
+    asked.info = replace(asked.info, origin=Origin("ipc://hub", "call.1"))
+    feed.begin(asked)
+
+    feed.step({asked: (0, 3)})
+    chunks: list[Any] = [consumer.take_new("call.1", 0, 3), consumer.take_new("call.1", 0, 4)]
+    feed.step({asked: (3, 6)})
+    chunks += [consumer.take_new("call.1", 0, 6) for _ in range(2)]
+    whole = feed.finish(asked)
+
+    assert [chunk["positions"] for chunk in chunks] == [[0, 1], [2], [3, 4], [5]]
+    for layer in ("0", "2"):
+        assert [row for chunk in chunks for row in chunk["layers"][layer]["ids"]] == whole["layers"][layer]["ids"]
+
+
 def test_rows_that_are_not_finite_have_no_numbers(params: dict[str, Any]) -> None:
     class Broken(ExampleRequest):
         def rows(self, site: Any, positions: Any) -> Tensor:

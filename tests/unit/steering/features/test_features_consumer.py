@@ -255,3 +255,23 @@ def test_a_stream_takes_the_positions_that_are_new(params: dict[str, Any]) -> No
     assert (first["positions"], second["positions"]) == ([0, 1, 2], [3, 4, 5])
     assert first["ids"] + second["ids"] == whole["ids"]
     assert streamed.take_new("call-0", 0, 6) is None
+
+
+def test_a_chunk_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer, "CHUNK_VALUES", 4)  # two positions
+    streamed = FeaturesConsumer(params, CONTEXT)
+    feed = Feed(streamed)
+    asked = request(params, {"sae": "a", "top": 2}, prompt=4, output=3)
+    asked.info = replace(asked.info, origin=Origin(reply=None, key="call-0"))
+    feed.begin(asked)
+
+    feed.step({asked: (0, 3)})
+    chunks: list[Any] = [streamed.take_new("call-0", 0, 3), streamed.take_new("call-0", 0, 4)]
+    feed.step({asked: (3, 6)})
+    chunks += [streamed.take_new("call-0", 0, 6) for _ in range(2)]
+    whole = feed.finish(asked)
+
+    assert [chunk["positions"] for chunk in chunks] == [[0, 1], [2], [3, 4], [5]]
+    assert [row for chunk in chunks for row in chunk["ids"]] == whole["ids"]

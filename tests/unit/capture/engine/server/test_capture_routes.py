@@ -179,5 +179,11 @@ def test_names_that_requests_may_choose_from_are_listed_and_parameters_are_not(c
     answer = client.get("/v1/capture/consumers", headers={"x-headgate-key": "mine"})
 
     offers = {each["name"]: each["offers"] for each in answer.json()["consumers"]}
-    assert offers == {"logging": {}, "lens": {"lens": ["logit"]}, "attention": {}, "probe": {"probes": ["anger"]}, "spread": {}}
+    assert offers == {
+        "logging": {},
+        "lens": {"lens": ["logit"]},
+        "attention": {},
+        "probe": {"probes": ["anger"]},
+        "spread": {},
+    }
     assert "safetensors" not in answer.text
