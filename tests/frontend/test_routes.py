@@ -297,6 +297,7 @@ def test_the_description_has_every_route_with_examples(server: Server) -> None:
         ("/v1/steering/modules/unregister", "post"),
         ("/v1/steering/saes", "get"),
         ("/v1/steering/saes/register", "post"),
+        ("/v1/steering/saes/{name}/features", "get"),
         ("/v1/steering/dynamic", "get"),
         ("/v1/steering/probes", "get"),
         ("/v1/steering/probes/register", "post"),
