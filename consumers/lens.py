@@ -41,6 +41,7 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.positions import parse_positions
+from headgate.capture.schema.results import CHUNK_VALUES
 from headgate.capture.schema.sites import HookPoint, Site, parse_configured
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.schema.vocabulary import Vocabulary, read_token, word_like
@@ -53,8 +54,6 @@ _LENS, _WORDS, _TOP, _FIRST_TOKEN = range(4)
 """Places of a request's arguments: the number of its lens, whether words alone are ranked, its top, its tokens."""
 _LOGITS = 1 << 25
 """Logits that are in memory at a time, about: 128 MiB of float32."""
-CHUNK_VALUES = 4096
-"""Tokens in one chunk of a stream, which the event loop makes; the rest waits for the next one."""
 _MATRIX_ROWS = 1024
 """Rows of a lens' matrix that are widened to float32 at a time."""
 

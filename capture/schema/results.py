@@ -220,6 +220,10 @@ class RowKeeper(Protocol):
         ...
 
 
+CHUNK_VALUES = 4096
+"""Numbers of a streamed result in one chunk, about: the event loop makes them. The rest waits for the next chunk."""
+
+
 @runtime_checkable
 class StreamedResults(Protocol):
     """A consumer of the location ``driver`` whose results are streamed with the tokens that they belong to."""

@@ -36,6 +36,7 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.positions import parse_positions
+from headgate.capture.schema.results import CHUNK_VALUES
 from headgate.capture.schema.sites import Site, site_map
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.steering.features.importing import SaeSource, open_coder, sae_site
@@ -50,9 +51,6 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 12 << 20
 """Size of the activations that a readout computes at a time, as float32; three arrays of that size live at once."""
-
-CHUNK_VALUES = 4096
-"""Activations in one chunk of a stream, which the event loop makes; the rest waits for the next one."""
 
 FIELDS = ("sae", "positions", "top", "features", "above")
 DEFAULT_TOP = 20
