@@ -161,6 +161,7 @@ class CaptureSession:
             if capture is not None and capture["wait"]:
                 self._urgent.add(new.req_id)
             self._planner.add(new.req_id, new.num_prompt_tokens, specs)
+            self._forget_arguments(new.req_id)
             given = {(new.req_id, bit): spec.arguments for bit, spec in specs.items() if spec.arguments}
             self._staging.readouts.arguments.update(given)
 

@@ -21,7 +21,7 @@ from tests.fresh_python import fresh_cache, run_python
 ROOT = Path(__file__).parents[2]
 SITES: dict[str, Any] = dict.fromkeys((hook.value for hook in HookPoint if hook not in INNER_HOOKS), "all")
 PROMPTS = [[1, *((7 * i + 3) % 500 + 5 for i in range(20))], [1, *((11 * i + 3) % 500 + 5 for i in range(45))], [9]]
-EVERYWHERE = sites_of(*HookPoint)
+EVERYWHERE = sites_of(*(hook for hook in HookPoint if hook not in INNER_HOOKS))
 STEERED = [
     (PROMPTS[1], Tiers(base=vectors(EVERYWHERE, 1, 0.5))),
     (PROMPTS[0], Tiers(prefill=vectors(EVERYWHERE, 2, 0.5), decode=vectors(EVERYWHERE, 3, 0.5))),

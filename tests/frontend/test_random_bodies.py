@@ -68,6 +68,7 @@ def test_every_route_is_described(description: Any) -> None:
         "GET /v1/steering/modules",
         "GET /v1/steering/saes",
         "POST /v1/steering/saes/register",
+        "GET /v1/steering/saes/{name}/features",
         "GET /v1/steering/dynamic",
         "GET /v1/steering/probes",
         "POST /v1/steering/probes/register",

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
@@ -28,6 +27,8 @@ from headgate.consumers import attention
 from headgate.consumers.attention import AttentionConsumer, fetch_patterns, pattern_blocks, top_keys, whole_rows
 from headgate.consumers.feed import ExampleRequest, Feed
 from headgate.consumers.testing import ConsumerContract
+
+transformers = pytest.importorskip("transformers", reason="the oldest packages lack it", exc_type=ImportError)
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 40
