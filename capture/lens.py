@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 
 from headgate.capture.files.reading import refusing
 from headgate.capture.files.tensors import LazyTensor, open_safetensors
+from headgate.capture.files.writing import replacing
 from headgate.capture.schema.errors import HeadgateError
 
 Matrix = npt.NDArray[Any]
@@ -139,13 +140,8 @@ def save(
         sha256=_digest(kind, tensors),
     )
     metadata = {VERSION_KEY: VERSION, "about": msgspec.json.encode(about).decode()}
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        save_file(tensors, temporary, metadata)
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(target) as new:
+        save_file(tensors, new, metadata)
 
 
 def _checked(

@@ -30,6 +30,7 @@ from safetensors.numpy import save as to_bytes
 
 from headgate.capture.files.reading import refusing
 from headgate.capture.files.tensors import open_safetensors
+from headgate.capture.files.writing import replacing
 from headgate.capture.monitoring.notebook import TextTable, norms, page
 from headgate.capture.schema.consumer import Readout
 from headgate.capture.schema.errors import HeadgateError, shown
@@ -391,13 +392,8 @@ def save(path: str | os.PathLike[str], probe: Probe) -> None:
     if probe.hidden is not None:
         tensors |= {_HIDDEN_WEIGHT: probe.hidden.weight, _HIDDEN_BIAS: probe.hidden.bias}
     content = to_bytes(tensors, {VERSION_KEY: VERSION, "about": msgspec.json.encode(about).decode()})
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(target) as new:
+        new.write_bytes(content)
 
 
 def load(path: str | os.PathLike[str]) -> Probe:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from headgate.capture.files.tensors import SAFETENSORS
+from headgate.capture.files.writing import replacing
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.source_coder import CoderKind, Hints, Norm, SourceCoder
 from headgate.steering.features.sparse_coder import Encoding, FoldedWeights, digest
@@ -85,16 +86,11 @@ def write_coder(target: Path, coder: SourceCoder, *, name: str, path: str, row_d
         declared=dict(coder.declared),
     )
     header, offsets = _header(_layout(coder, dtype), about)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(header)
-            _write_weights(file, FoldedWeights(coder), dtype, offsets)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(target) as new, new.open("wb") as file:
+        file.write(header)
+        _write_weights(file, FoldedWeights(coder), dtype, offsets)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def claims(path: Path) -> bool:

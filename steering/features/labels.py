@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headgate.capture.files.reading import MAX_TEXT_BYTES, read_text, refusing, text_of_line
+from headgate.capture.files.writing import replacing
 from headgate.capture.schema.errors import shown
 from headgate.steering.features.tensors import FeatureFileError
 
@@ -92,16 +93,11 @@ def _read(path: Path, version: tuple[int, ...]) -> Labels:
 def write_labels(coder: Path, labels: Mapping[int, str]) -> Path:
     """Write the labels of an SAE's file or folder; earlier ones are replaced at once. Returns the path."""
     target = labels_path(coder)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with temporary.open("wb") as file:
-            for one, text in sorted(labels.items()):
-                file.write(msgspec.json.encode({"id": one, "text": text}) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(target) as new, new.open("wb") as file:
+        for one, text in sorted(labels.items()):
+            file.write(msgspec.json.encode({"id": one, "text": text}) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
     return target
 
 

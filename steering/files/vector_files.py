@@ -26,6 +26,7 @@ import msgspec
 
 from headgate.capture.files.reading import read_json, refusing
 from headgate.capture.files.tensors import open_safetensors
+from headgate.capture.files.writing import replacing
 from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HOOK_NAMES, HookPoint, Site, sort_sites
 from headgate.steering.documents.request import MODULE_FIELDS, sum_tiers
@@ -114,14 +115,11 @@ def save(path: str | os.PathLike[str], content: VectorFile | PhaseVectors | Grou
     if not file.tiers():
         raise VectorFileError(f"{target}: there is no vector to save")
     write = _WRITERS[_suffix(target)]
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        write(temporary, file)
-        temporary.replace(target)
+        with replacing(target) as new:
+            write(new, file)
     except ValueError as error:
         raise VectorFileError(f"{target}: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _file_of(content: VectorFile | PhaseVectors | GroupDirections) -> VectorFile:

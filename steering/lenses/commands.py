@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from headgate.capture.engine.setup.cli_flags import named_path
 from headgate.capture.lens import LOGIT, Lens, LensError, load, save
 from headgate.steering.lenses.sources import read_source
 
@@ -80,10 +82,10 @@ def check(
 
 
 def _named(text: str) -> tuple[str, str]:
-    name, separator, path = text.partition("=")
-    if not (name and separator and path):
-        raise typer.BadParameter(f"{text!r} is not NAME=PATH")
-    return name, path
+    try:
+        return named_path(text)
+    except ArgumentTypeError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def read_overlaps(model: str, lenses: dict[str, str], dtype: str) -> dict[str, dict[int, float]]:
