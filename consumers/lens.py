@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import msgspec
@@ -34,6 +33,7 @@ from headgate.capture.schema.consumer import (
     RequestInfo,
     RowArguments,
     RowBlock,
+    RunningRequests,
     SpecContext,
     StreamingConsumer,
     check_ids,
@@ -402,9 +402,7 @@ class LensConsumer(StreamingConsumer):
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
         self._settings = parse_params(params)
-        self._requests: dict[str, _Reading] = {}
-        self._running: dict[tuple[str, int], tuple[RequestInfo, _Reading]] = {}
-        self._lock = Lock()  # guards the two: `take_new` is called on the event loop
+        self._running = RunningRequests[_Reading]()
 
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
@@ -444,57 +442,43 @@ class LensConsumer(StreamingConsumer):
                 raise ConsumerError(
                     f"lens {name!r}: its file has changed at {site.name} since the engine started; restart the engine"
                 )
-        reading = _Reading(self._settings)
-        with self._lock:
-            self._requests[request.request_id] = reading
-            if request.origin is not None:
-                self._running[request.origin.key, request.sample_index] = request, reading
+        self._running.add(request, _Reading(self._settings, request.spec))
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
-        with self._lock:
+        with self._running.lock:
             for block in blocks:
                 for span in block.spans:
                     part = slice(span.start, span.stop)
-                    self._requests[span.request.request_id].add(
-                        span.request.spec, block.sites, block.positions[part], block.rows[:, part].numpy()
-                    )
+                    reading = self._running[span.request.request_id]
+                    reading.add(block.sites, block.positions[part], block.rows[:, part].numpy())
 
     def take_new(self, key: str, sample_index: int, num_rows: int) -> dict[str, Any] | None:
         """See `StreamedResults.take_new`: the payload with the positions that are new, as many as a chunk may have."""
-        with self._lock:
-            request, reading = self._running.get((key, sample_index), (None, None))
-            if request is None or reading is None or reading.is_full:
+        with self._running.lock:
+            reading = self._running.of_sample(key, sample_index)
+            if reading is None or reading.is_full:
                 return None
-            values = len(request.spec.sites) * (request.spec.options[TOP] + len(request.spec.options[TOKENS]))
-            most = max(1, CHUNK_VALUES // values)
-            payload = reading.payload(request.spec, num_rows, self.context.vocabulary, reading.num_taken, most)
+            most = max(1, CHUNK_VALUES // (len(reading.spec.sites) * reading.num_tokens))
+            payload = reading.payload(num_rows, self.context.vocabulary, reading.num_taken, most)
             if not payload["positions"]:
                 return None
             reading.num_taken = payload["positions"][-1] + 1
             return payload
 
-    def _removed(self, request: RequestInfo) -> _Reading | None:
-        with self._lock:
-            if request.origin is not None:
-                self._running.pop((request.origin.key, request.sample_index), None)
-            return self._requests.pop(request.request_id, None)
-
     def finish(self, finished: FinishedRequest) -> dict[str, Any]:
-        reading = self._removed(finished.request) or _Reading(self._settings)
+        reading = self._running.pop(finished.request)
         if reading.is_full:
             raise ConsumerError(
                 f"these are more tokens than a result may hold here, {self._settings.params.max_values} (parameter "
                 "max_values): positions times layers times tokens; ask for fewer"
             )
-        return reading.payload(finished.request.spec, finished.final.num_rows, self.context.vocabulary)
+        return reading.payload(finished.final.num_rows, self.context.vocabulary)
 
     def abandon(self, request: RequestInfo) -> None:
-        self._removed(request)
+        self._running.discard(request)
 
     def close(self, timeout_s: float) -> None:
-        with self._lock:
-            self._requests.clear()
-            self._running.clear()
+        self._running.clear()
 
 
 @dataclass
@@ -503,20 +487,27 @@ class _Reading:
 
     Attributes:
         settings: Of the consumer.
+        spec: The request's.
         is_full: It was more than a result may hold, and is thrown away.
         num_taken: Positions below it went out with a stream.
         parts: By site, positions and outputs ``[n, P]``.
     """
 
     settings: _Settings
+    spec: CaptureSpec
     is_full: bool = False
     num_values: int = 0
     num_taken: int = 0
     parts: dict[Site, list[tuple[Int64Array, Any]]] = field(default_factory=dict)
 
-    def add(self, spec: CaptureSpec, sites: Sequence[Site], positions: Int64Array, rows: Any) -> None:
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are wanted of each row: the strongest, and the given ones."""
+        return int(self.spec.options[TOP] + len(self.spec.options[TOKENS]))
+
+    def add(self, sites: Sequence[Site], positions: Int64Array, rows: Any) -> None:
         """Take outputs ``[S, n, P]`` at some positions."""
-        self.num_values += rows.shape[0] * rows.shape[1] * (spec.options[TOP] + len(spec.options[TOKENS]))
+        self.num_values += rows.shape[0] * rows.shape[1] * self.num_tokens
         self.is_full = self.is_full or self.num_values > self.settings.params.max_values
         if self.is_full:
             self.parts.clear()
@@ -526,7 +517,6 @@ class _Reading:
 
     def payload(
         self,
-        spec: CaptureSpec,
         num_rows: int,
         vocabulary: Vocabulary | None,
         first: int = 0,
@@ -541,10 +531,10 @@ class _Reading:
             common = positions if number == 0 else np.intersect1d(common, positions, assume_unique=True)
         common = common[(common >= first) & (common < num_rows)][:most]
         layers = {
-            str(site.layer): self._layer(rows[np.isin(positions, common)], spec, vocabulary)
+            str(site.layer): self._layer(rows[np.isin(positions, common)], vocabulary)
             for site, (positions, rows) in sorted(whole.items(), key=lambda each: each[0].layer)
         }
-        return {LENS: spec.options[LENS], "positions": common.tolist(), "layers": layers}
+        return {LENS: self.spec.options[LENS], "positions": common.tolist(), "layers": layers}
 
     def _joined(self, parts: Sequence[tuple[Int64Array, Any]]) -> tuple[Int64Array, Any]:
         """Positions and outputs of all parts, if there are any."""
@@ -552,9 +542,9 @@ class _Reading:
             return np.empty(0, np.int64), np.empty((0, self.settings.layout.size), np.float32)
         return np.concatenate([positions for positions, _ in parts]), np.concatenate([rows for _, rows in parts])
 
-    def _layer(self, rows: Any, spec: CaptureSpec, vocabulary: Vocabulary | None) -> dict[str, Any]:
+    def _layer(self, rows: Any, vocabulary: Vocabulary | None) -> dict[str, Any]:
         ids, logprobs, given, ranks = self.settings.layout.split(rows)
-        top, count = spec.options[TOP], len(spec.options[TOKENS])
+        top, count = self.spec.options[TOP], len(self.spec.options[TOKENS])
         is_sound = np.isfinite(np.concatenate([logprobs[:, :top], given[:, :count]], axis=1)).all(axis=1)
         ids = ids[:, :top].astype(np.int64)
         texts = None if vocabulary is None or not vocabulary.has_texts else vocabulary.shown

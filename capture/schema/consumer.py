@@ -25,7 +25,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from threading import Lock
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -205,6 +206,7 @@ def by_consumer(readouts: Iterable[ReadoutSite]) -> dict[int, dict[Site, Readout
 
 
 Parsed = TypeVar("Parsed")
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -611,6 +613,54 @@ class StreamingConsumer(CaptureConsumer):
         Its result is an error already. This is called after a `begin` or `write` that raised, after a call that took
         too long, and if the end of the request is unknown.
         """
+
+
+class RunningRequests(Generic[Kept]):
+    """The running requests of a consumer whose results are streamed, each with the part of its result so far.
+
+    The consumer's thread adds to it, and the event loop takes parts of it (`StreamedResults`): whoever looks at it or
+    changes it holds `lock`. `add`, `pop`, `discard` and `clear` hold it themselves.
+    """
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self._by_id: dict[str, Kept] = {}
+        self._by_sample: dict[tuple[str, int], Kept] = {}
+
+    def add(self, request: RequestInfo, found: Kept) -> None:
+        """Note a request that begins."""
+        with self.lock:
+            self._by_id[request.request_id] = found
+            if request.origin is not None:
+                self._by_sample[request.origin.key, request.sample_index] = found
+
+    def __getitem__(self, request_id: str) -> Kept:
+        """Return what there is of a request, by its internal id."""
+        return self._by_id[request_id]
+
+    def of_sample(self, key: str, sample_index: int) -> Kept | None:
+        """Return what there is of a sample, as `StreamedResults.take_new` names it; None if it does not run."""
+        return self._by_sample.get((key, sample_index))
+
+    def pop(self, request: RequestInfo) -> Kept:
+        """Remove a request that has ended, and return what there is of it."""
+        with self.lock:
+            found = self._by_id[request.request_id]
+        self.discard(request)
+        return found
+
+    def discard(self, request: RequestInfo) -> None:
+        """Remove a request, if it is there."""
+        with self.lock:
+            self._by_id.pop(request.request_id, None)
+            if request.origin is not None:
+                self._by_sample.pop((request.origin.key, request.sample_index), None)
+
+    def clear(self) -> None:
+        """Remove all."""
+        with self.lock:
+            self._by_id.clear()
+            self._by_sample.clear()
 
 
 def paths_as_text(params: Mapping[str, Any]) -> dict[str, Any]:

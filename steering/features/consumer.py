@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -28,6 +27,7 @@ from headgate.capture.schema.consumer import (
     RequestInfo,
     RowArguments,
     RowBlock,
+    RunningRequests,
     SpecContext,
     StreamingConsumer,
     check_ids,
@@ -204,8 +204,7 @@ class FeaturesReadout(Readout):
     Arguments of a row are the place of its SAE, then ids of features. With ids, the outputs of a row begin with M
     zeros and go on with the activations of these features, in their order. Without, they are the ids of the M strongest
     features of the row, strongest first, and then their activations: 0 where fewer are active. Activations are NaN
-    where the row is not finite. A feature that the SAE's kind does not select has the
-    activation 0.
+    where the row is not finite. A feature that the SAE's kind does not select has the activation 0.
 
     Args:
         coders: At least one, of one site and width.
@@ -424,9 +423,7 @@ class FeaturesConsumer(StreamingConsumer):
             site: key_of([self._coders[name] for name in names])
             for site, names in _checked_sites(self._coders, context.model).items()
         }
-        self._requests: dict[str, _RequestFeatures] = {}
-        self._running: dict[tuple[str, int], _RequestFeatures] = {}
-        self._lock = Lock()  # guards the two: `take_new` is called on the event loop
+        self._running = RunningRequests[_RequestFeatures]()
 
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
@@ -456,14 +453,11 @@ class FeaturesConsumer(StreamingConsumer):
                     f"the file of an SAE at {site.name} has changed since the engine started; restart it to use it"
                 )
         options = request.spec.options
-        found = _RequestFeatures(options, labels_of(self._coders[options["sae"]].path), self._top, self._max_values)
-        with self._lock:
-            self._requests[request.request_id] = found
-            if request.origin is not None:
-                self._running[request.origin.key, request.sample_index] = found
+        labels = labels_of(self._coders[options["sae"]].path)
+        self._running.add(request, _RequestFeatures(options, labels, self._top, self._max_values))
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
-        with self._lock:
+        with self._running.lock:
             self._write(blocks)
 
     def _write(self, blocks: Sequence[RowBlock]) -> None:
@@ -473,12 +467,12 @@ class FeaturesConsumer(StreamingConsumer):
                 for span in block.spans:
                     if site in span.request.spec.sites:
                         part = slice(span.start, span.stop)
-                        self._requests[span.request.request_id].add(block.positions[part], rows[part])
+                        self._running[span.request.request_id].add(block.positions[part], rows[part])
 
     def take_new(self, key: str, sample_index: int, num_rows: int) -> dict[str, Any] | None:
         """See `StreamedResults.take_new`: the payload with the positions that are new, as many as a chunk may have."""
-        with self._lock:
-            found = self._running.get((key, sample_index))
+        with self._running.lock:
+            found = self._running.of_sample(key, sample_index)
             if found is None or found.is_full:
                 return None
             payload = found.payload(num_rows, found.num_taken, CHUNK_VALUES)
@@ -487,15 +481,9 @@ class FeaturesConsumer(StreamingConsumer):
             found.num_taken = payload["positions"][-1] + 1
             return payload
 
-    def _removed(self, request: RequestInfo) -> _RequestFeatures | None:
-        with self._lock:
-            if request.origin is not None:
-                self._running.pop((request.origin.key, request.sample_index), None)
-            return self._requests.pop(request.request_id, None)
-
     def finish(self, finished: FinishedRequest) -> dict[str, Any]:
-        found = self._removed(finished.request)
-        if found is None or found.is_full:
+        found = self._running.pop(finished.request)
+        if found.is_full:
             raise ConsumerError(
                 f"these activations are more than a result may hold here, {self._max_values} (parameter max_values); "
                 "ask for fewer positions or features"
@@ -503,12 +491,10 @@ class FeaturesConsumer(StreamingConsumer):
         return found.payload(finished.final.num_rows)
 
     def abandon(self, request: RequestInfo) -> None:
-        self._removed(request)
+        self._running.discard(request)
 
     def close(self, timeout_s: float) -> None:
-        with self._lock:
-            self._requests.clear()
-            self._running.clear()
+        self._running.clear()
 
 
 class _RequestFeatures:
