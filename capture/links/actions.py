@@ -73,8 +73,8 @@ class ActionSender:
     def close(self, timeout_s: float) -> None:
         """Let what was submitted arrive, for a second at most; needed where a process skips its own finalizers."""
         with self._lock:
-            if self._channel is not None and self._pid == os.getpid():
-                self._channel.close(min(timeout_s, _CLOSE_S))
+            if self._channel is not None:
+                _close_channel(self._channel, self._pid, min(timeout_s, _CLOSE_S))
 
     def _opened(self) -> Channel | None:
         """Return the channel; None as long as no process listens."""
@@ -95,13 +95,13 @@ class ActionSender:
                 window_messages=_SHARE,
                 loss_message="The engine core at %s %s: actions of consumers are lost",
             )
-            weakref.finalize(self, _close_channel, channel, self._pid)
+            weakref.finalize(self, _close_channel, channel, self._pid, _CLOSE_S)
         return self._channel
 
 
-def _close_channel(channel: Channel, pid: int) -> None:
+def _close_channel(channel: Channel, pid: int, timeout_s: float) -> None:
     if os.getpid() == pid:  # the sockets of a forked child's parent are not its own
-        channel.close(_CLOSE_S)
+        channel.close(timeout_s)
 
 
 class _Queue:

@@ -618,8 +618,8 @@ class StreamingConsumer(CaptureConsumer):
 class RunningRequests(Generic[Kept]):
     """The running requests of a consumer whose results are streamed, each with the part of its result so far.
 
-    The consumer's thread adds to it, and the event loop takes parts of it (`StreamedResults`): whoever looks at it or
-    changes it holds `lock`. `add`, `pop`, `discard` and `clear` hold it themselves.
+    The consumer's thread adds to it, and the event loop takes parts of it (`StreamedResults`): a caller that looks at
+    it or changes it holds `lock`. `add`, `pop`, `discard` and `clear` hold it themselves.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ ACTING = {
 }
 LAYOUTS = ("request", "shards", "raw")
 FIRST_WITH_EXPERTS = {"deepseek_v3": 1}
-"""DeepSeek is served without vLLM's rotary kernel for CPUs, which rotates some of its queries wrongly."""
+"""The first layer whose MLP is of experts."""
 
 
 def layers_of(family: str, hook: HookPoint) -> list[int]:
@@ -98,6 +98,7 @@ def serve(family: str, references: ProcessPoolExecutor, folder: Path, **settings
         max_model_len=128,
         max_num_batched_tokens=32,
         in_process=True,
+        # vLLM's rotary kernel for CPUs rotates some of DeepSeek's queries wrongly.
         compilation_config={"custom_ops": ["all", "-rotary_embedding"]} if family == "deepseek_v3" else {},
         **settings,
     )

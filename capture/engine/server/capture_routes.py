@@ -175,8 +175,8 @@ def _add_reading(router: APIRouter, services: RouteServices) -> None:
 
 def _spec_of_prompt(front: FrontEnd, instance: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a consumer gets of a prompt: all positions, unless it or the client chooses others."""
-    spec = next((spec for spec in front.config.consumers if spec.instance == instance), None)
-    if spec is not None and not load_configured(spec).reads_positions:
+    consumer = front.consumers.get(instance)
+    if consumer is not None and not consumer.reads_positions:
         return fields
     return {"positions": "all_prompt", **fields}
 

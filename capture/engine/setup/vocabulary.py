@@ -102,6 +102,12 @@ def _folder(config: VllmConfig) -> Path:
 
 
 def vocabulary_of_config(config: VllmConfig) -> ModelVocabulary:
-    """Return the vocabulary of the model in a worker, which has no front end with a tokenizer."""
+    """Return the vocabulary of the model in a worker, which has no front end with a tokenizer.
+
+    Raises:
+        UnsupportedError: If this vLLM makes no tokenizer in a worker, without which `words_only` cannot be obeyed.
+    """
     make = vllm_names.TOKENIZER_OF_CONFIG.get()
-    return ModelVocabulary(None if make is None else make(config.model_config), config)
+    if make is None:
+        raise UnsupportedError("this vLLM has no function that makes the tokenizer of a configuration")
+    return ModelVocabulary(make(config.model_config), config)

@@ -21,6 +21,7 @@ from headgate.capture.engine.setup.client_errors import answer_refused, as_clien
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.capture.schema.errors import OverloadedError, RequestError
+from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.results import CaptureResult
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from headgate.consumers.moments import MomentsConsumer
@@ -58,7 +59,9 @@ def configured(root: Path) -> tuple[CaptureConsumerSpec, ...]:
 
 @pytest.fixture
 def client(root: Path) -> Iterator[TestClient]:
-    front = SimpleNamespace(config=CaptureConsumersConfig(consumers=configured(root)), model=EXAMPLE_MODEL)
+    config = CaptureConsumersConfig(consumers=configured(root))
+    classes = {spec.instance: load_configured(spec) for spec in config.consumers}
+    front = SimpleNamespace(config=config, model=EXAMPLE_MODEL, consumers=classes)
 
     async def require_key(request: Request) -> None:
         key = KEYS.get(request.headers.get("x-headgate-key", ""))
