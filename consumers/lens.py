@@ -456,14 +456,7 @@ class LensConsumer(StreamingConsumer):
         """See `StreamedResults.take_new`: the payload with the positions that are new, as many as a chunk may have."""
         with self._running.lock:
             reading = self._running.of_sample(key, sample_index)
-            if reading is None or reading.is_full:
-                return None
-            most = max(1, CHUNK_VALUES // (len(reading.spec.sites) * reading.num_tokens))
-            payload = reading.payload(num_rows, self.context.vocabulary, reading.num_taken, most)
-            if not payload["positions"]:
-                return None
-            reading.num_taken = payload["positions"][-1] + 1
-            return payload
+            return None if reading is None else reading.take_new(num_rows, self.context.vocabulary)
 
     def finish(self, finished: FinishedRequest) -> dict[str, Any]:
         reading = self._running.pop(finished.request)
@@ -515,6 +508,20 @@ class _Reading:
         for site, found in zip(sites, rows, strict=True):
             self.parts.setdefault(site, []).append((positions.copy(), found.copy()))
 
+    def take_new(self, num_rows: int, vocabulary: Vocabulary | None) -> dict[str, Any] | None:
+        """Return the payload of the rows below `num_rows` that were not returned here before, as many as a chunk has.
+
+        Most chunks of a stream bring none: that costs a comparison for each layer.
+        """
+        if not self.parts or any(_last_position(parts[-1]) < self.num_taken for parts in self.parts.values()):
+            return None
+        most = max(1, CHUNK_VALUES // (len(self.spec.sites) * self.num_tokens))
+        payload = self.payload(num_rows, vocabulary, self.num_taken, most)
+        if not payload["positions"]:
+            return None
+        self.num_taken = payload["positions"][-1] + 1
+        return payload
+
     def payload(
         self,
         num_rows: int,
@@ -528,10 +535,13 @@ class _Reading:
         whole = {site: self._joined(parts) for site, parts in new.items()}
         common = np.arange(0)
         for number, (positions, _) in enumerate(whole.values()):
-            common = positions if number == 0 else np.intersect1d(common, positions, assume_unique=True)
+            if number == 0:
+                common = positions
+            elif not np.array_equal(common, positions):  # some were lost: most often, they are the same
+                common = np.intersect1d(common, positions, assume_unique=True)
         common = common[(common >= first) & (common < num_rows)][:most]
         layers = {
-            str(site.layer): self._layer(rows[np.isin(positions, common)], vocabulary)
+            str(site.layer): self._layer(rows[np.searchsorted(positions, common)], vocabulary)
             for site, (positions, rows) in sorted(whole.items(), key=lambda each: each[0].layer)
         }
         return {LENS: self.spec.options[LENS], "positions": common.tolist(), "layers": layers}
@@ -550,7 +560,7 @@ class _Reading:
         texts = None if vocabulary is None or not vocabulary.has_texts else vocabulary.shown
         return {
             "ids": ids.tolist(),
-            "tokens": [[None if texts is None else texts(one) for one in row] for row in ids.tolist()],
+            "tokens": [[None] * top] * len(ids) if texts is None else _texts(ids, texts),
             "logprobs": _listed(logprobs[:, :top]),
             "token_logprobs": _listed(given[:, :count]),
             "token_ranks": [
@@ -564,8 +574,19 @@ def _last_position(part: tuple[Int64Array, Any]) -> int:
     return int(part[0][-1])
 
 
+def _texts(ids: Int64Array, text_of: Callable[[int], str]) -> list[list[str]]:
+    """Return the texts of ids, which are looked up once each: a lens reads the same few tokens again and again."""
+    different, places = np.unique(ids, return_inverse=True)
+    texts = np.array([text_of(one) for one in different.tolist()], dtype=object)
+    found: list[list[str]] = texts[places].reshape(ids.shape).tolist()
+    return found
+
+
 def _listed(values: Any) -> list[list[float | None]]:
+    if np.isfinite(values).all():
+        found: list[list[float | None]] = values.tolist()
+        return found
     listed = values.astype(object)
     listed[~np.isfinite(values)] = None  # JSON has no NaN
-    found: list[list[float | None]] = listed.tolist()
+    found = listed.tolist()
     return found

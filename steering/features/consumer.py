@@ -473,13 +473,7 @@ class FeaturesConsumer(StreamingConsumer):
         """See `StreamedResults.take_new`: the payload with the positions that are new, as many as a chunk may have."""
         with self._running.lock:
             found = self._running.of_sample(key, sample_index)
-            if found is None or found.is_full:
-                return None
-            payload = found.payload(num_rows, found.num_taken, CHUNK_VALUES)
-            if not payload["positions"]:
-                return None
-            found.num_taken = payload["positions"][-1] + 1
-            return payload
+            return None if found is None else found.take_new(num_rows)
 
     def finish(self, finished: FinishedRequest) -> dict[str, Any]:
         found = self._running.pop(finished.request)
@@ -502,7 +496,6 @@ class _RequestFeatures:
 
     Attributes:
         is_full: They were more than `max_values` activations, and are thrown away.
-        num_taken: Positions below it went out with a stream.
 
     Args:
         options: Of the request's spec.
@@ -515,7 +508,8 @@ class _RequestFeatures:
         self.is_full = False
         self._sae: str = options["sae"]
         self._labels = labels
-        self.num_taken = 0
+        self._num_taken = 0
+        """Positions below it went out with a stream."""
         self._given: list[int] | None = options.get("features")
         self._above: float = options.get("above", 0.0)
         self._count: int = options.get("top", 0) if self._given is None else len(self._given)
@@ -534,6 +528,19 @@ class _RequestFeatures:
             # Copies: slices would keep the rows of every request of the block.
             self._parts.append((positions.copy(), np.stack((ids, values))))
 
+    def take_new(self, num_rows: int) -> dict[str, Any] | None:
+        """Return the payload of the rows below `num_rows` that were not returned here before, as many as a chunk has.
+
+        Most chunks of a stream bring none: that costs one comparison.
+        """
+        if self.is_full or not self._parts or _last_position(self._parts[-1]) < self._num_taken:
+            return None
+        payload = self.payload(num_rows, self._num_taken, CHUNK_VALUES)
+        if not payload["positions"]:
+            return None
+        self._num_taken = payload["positions"][-1] + 1
+        return payload
+
     def payload(self, num_rows: int, first: int = 0, most_values: int | None = None) -> dict[str, Any]:
         """The payload of the rows at positions from `first` on, below `num_rows`; about `most_values` activations."""
         # Parts come by ascending position: a stream, which asks for each chunk, looks at none twice.
@@ -544,26 +551,34 @@ class _RequestFeatures:
         order = order[(positions[order] >= first) & (positions[order] < num_rows)]
         if most_values is not None:
             order = order[: max(1, most_values // self._count)]
-        found = [self._of_row(*outputs[:, row]) for row in order]
-        ids = [None if row is None else row[0] for row in found]
+        ids, values = self._listed(*outputs[:, order])
+        named = {one for row in ids if row is not None for one in row} if self._labels else ()
         return {
             "sae": self._sae,
             "positions": positions[order].tolist(),
             "ids": ids,
-            "values": [None if row is None else row[1] for row in found],
-            "labels": self._labels.of({one for row in ids if row is not None for one in row}),
+            "values": values,
+            "labels": self._labels.of(named),
         }
 
-    def _of_row(
+    def _listed(
         self, ids: npt.NDArray[np.float32], values: npt.NDArray[np.float32]
-    ) -> tuple[list[int], list[float]] | None:
-        """Ids and activations of a row; None if it is not finite: JSON has no NaN."""
-        if not np.isfinite(values).all():
-            return None
-        if self._given is not None:
-            return self._given, values.tolist()
-        kept = values > self._above
-        return ids[kept].astype(np.int64).tolist(), values[kept].tolist()
+    ) -> tuple[list[list[int] | None], list[list[float] | None]]:
+        """Lists of ids and of activations, both from ``[n, count]``; None of rows that are not finite: JSON has no NaN.
+
+        All rows become lists at once, and are cut then: activations fall along a row.
+        """
+        if self._given is None:
+            counts, listed = (values > self._above).sum(axis=1).tolist(), np.nan_to_num(ids).astype(np.int64).tolist()
+        else:
+            counts, listed = [self._count] * len(values), [self._given] * len(values)
+        found_ids, found_values = [], []
+        for row, numbers, count, is_sound in zip(
+            listed, values.tolist(), counts, np.isfinite(values).all(axis=1).tolist(), strict=True
+        ):
+            found_ids.append(row[:count] if is_sound else None)
+            found_values.append(numbers[:count] if is_sound else None)
+        return found_ids, found_values
 
 
 def _last_position(part: tuple[Int64Array, npt.NDArray[np.float32]]) -> int:

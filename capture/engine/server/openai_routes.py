@@ -8,7 +8,6 @@ of results of consumers that stream. A stream of events gets them in the respons
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,7 +80,6 @@ if TYPE_CHECKING:
 
 
 RESULTS = "capture_results"
-_DECODER = json.JSONDecoder()
 _LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
 
 
@@ -103,7 +101,7 @@ def answer_choices(answer: object, call: HttpCall) -> object:
     for choice in answer.choices:
         if choice.index in states:
             setattr(choice, ATTRIBUTE, states[choice.index])
-        for name, value in _values_of(call, choice.index).items():
+        for name, value in _plain(_values_of(call, choice.index)).items():
             setattr(choice, name, value)
     return answer
 
@@ -122,7 +120,7 @@ def _complete_response(response: object, call: HttpCall) -> None:
         setattr(response, RESULTS, results)
     if states := states_of(call):
         setattr(response, ATTRIBUTE, states[-1][1])
-    reported = [_plain_values(slot.notes.take(0)) for slot in call.slots if slot.notes is not None]
+    reported = [_plain(slot.notes.take(0)) for slot in call.slots if slot.notes is not None]
     for name in reported[0] if reported else ():
         setattr(response, name, reported[0][name] if len(reported) == 1 else [values[name] for values in reported])
 
@@ -144,47 +142,77 @@ async def _stream_chunks(chunks: AsyncGenerator[str, None], call: HttpCall) -> A
     first: Document | None = None
     try:
         async for chunk in chunks:
-            if first is None and chunk.startswith("data: {"):
-                first = _content(chunk)
+            if first is None and chunk.startswith(_DATA + "{"):
+                first = msgspec.json.decode(_split(chunk)[0])
             chunk = _with_values(chunk, call)
             if chunk.startswith("data: [DONE]") and (last := _last_chunk(first or {}, call)) is not None:
                 # In one piece: each takes the server some 60 us to send.
-                chunk = f"data: {msgspec.json.encode(last).decode()}\n\n{chunk}"
+                chunk = f"{_event(last)}{chunk}"
             yield chunk
     finally:
         await chunks.aclose()
 
 
-def _content(chunk: str) -> dict[str, Any]:
-    found: dict[str, Any]
-    found, _ = _DECODER.raw_decode(chunk, len("data: "))
-    return found
-
-
 def _with_values(chunk: str, call: HttpCall) -> str:
     """Return a chunk with the values that are there for its choices."""
     unreported, is_streamed = _unreported(call), any(slot.take_new is not None for slot in call.slots)
-    if not (unreported or is_streamed) or not chunk.startswith("data: {"):
+    if not (unreported or is_streamed) or not chunk.startswith(_DATA + "{"):
         return chunk
-    content, is_changed = _content(chunk), False
-    for choice in content.get("choices") or ():
-        values = _values_of(call, choice["index"]) if choice.get("index") in unreported else {}
-        if is_streamed and (found := _new_results(call, choice.get("index"))):
-            values = {**values, RESULTS: found}
-        choice.update(values)
-        is_changed = is_changed or bool(values)
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n" if is_changed else chunk
+    found: dict[int, dict[str, msgspec.Raw]] = {}
+    content, rest = _split(chunk)
+    for place, choice in enumerate(_CHUNK.decode(content).choices or ()):
+        values = _values_of(call, choice.index) if choice.index in unreported else {}
+        if is_streamed and (new := _new_results(call, choice.index)):
+            values = {**values, RESULTS: new}
+        if values:
+            found[place] = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in values.items()}
+    if not found:
+        return chunk  # most chunks of a stream: nobody parses all of them
+    fields = _FIELDS.decode(content)
+    choices = _CHOICES.decode(fields["choices"])
+    for place, values in found.items():
+        choices[place].update(values)
+    return _event({**fields, "choices": choices}) + rest
 
 
-def _new_results(call: HttpCall, choice: object) -> Document:
+class _Choice(msgspec.Struct):
+    """What is read of a choice of every chunk."""
+
+    index: int | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """What is read of every chunk."""
+
+    choices: list[_Choice] | None = None
+
+
+_DATA = "data: "
+_CHUNK = msgspec.json.Decoder(_Chunk)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+
+
+def _split(chunk: str) -> tuple[str, str]:
+    """Return the JSON of a chunk's event, and what comes after the event."""
+    event, _, rest = chunk.partition("\n\n")
+    return event[len(_DATA) :], rest
+
+
+def _event(content: object) -> str:
+    """Return an event of a stream."""
+    return f"{_DATA}{msgspec.json.encode(content).decode()}\n\n"
+
+
+def _new_results(call: HttpCall, choice: int | None) -> Document:
     """Return what consumers that stream have of a choice's tokens since its last chunk, by instance."""
-    if not isinstance(choice, int):
+    if choice is None:
         return {}
     prompt, index = divmod(choice, call.num_samples)
     slot = call.slots[prompt] if prompt < len(call.slots) else None
     if slot is None or slot.take_new is None or slot.results is not None:
         return {}  # with the results, the payload is whole
-    return _plain_values(slot.take_new(index, slot.num_rows.get(index, 0)))
+    return slot.take_new(index, slot.num_rows.get(index, 0))
 
 
 def _unreported(call: HttpCall) -> list[int]:
@@ -197,20 +225,20 @@ def _unreported(call: HttpCall) -> list[int]:
     ]
 
 
-def _values_of(call: HttpCall, choice: int) -> dict[str, Any]:
+def _values_of(call: HttpCall, choice: int) -> Document:
     """Return the values of parts for a choice, by name, once."""
     prompt, index = divmod(choice, call.num_samples)
     notes = call.slots[prompt].notes if prompt < len(call.slots) else None
-    return {} if notes is None else _plain_values(notes.take(index))
+    return {} if notes is None else notes.take(index)
 
 
-def _plain_values(values: Document) -> dict[str, Any]:
+def _plain(values: object) -> Any:
     """Return values as JSON has them: without NaN and infinity."""
-    return msgspec.json.decode(msgspec.json.encode(values))  # type: ignore[no-any-return]
+    return msgspec.json.decode(msgspec.json.encode(values))
 
 
 def _last_chunk(first: Document, call: HttpCall) -> Document | None:
-    results = plain_results(call)
+    results = encoded_results(call)
     reported: dict[int, dict[str, object]] = {index: {ATTRIBUTE: state} for index, state in states_of(call)}
     for index in _unreported(call):
         reported.setdefault(index, {}).update(_values_of(call, index))
@@ -230,37 +258,51 @@ def states_of(call: HttpCall) -> list[tuple[int, object]]:
     return [(index, plain_state(sample.get(call.states or ""), call.form)) for index, sample in enumerate(samples)]
 
 
-def plain_results(call: HttpCall) -> object:
-    """JSON: ``{instance: result}`` for a call with one prompt, a list of those for one with several."""
-    found = [None if slot.results is None else _plain(slot.results.merged, call) for slot in call.slots]
+def plain_results(call: HttpCall) -> Any:
+    """Return what `encoded_results` says as JSON values; None if there is nothing."""
+    found = encoded_results(call)
+    return None if found is None else msgspec.json.decode(found)
+
+
+def encoded_results(call: HttpCall) -> msgspec.Raw | None:
+    """JSON: ``{instance: result}`` for a call with one prompt, a list of those for one with several; None of none."""
+    found = [None if slot.results is None else _encoded(slot.results.merged, call) for slot in call.slots]
     if not any(found):
         return None
-    return found[0] if len(found) == 1 else found
+    return msgspec.Raw(msgspec.json.encode(found[0] if len(found) == 1 else found))
 
 
-def _plain(results: Mapping[str, CaptureResult], call: HttpCall) -> dict[str, object]:
+def _encoded(results: Mapping[str, CaptureResult], call: HttpCall) -> dict[str, msgspec.Raw]:
     """Without hidden states, which have a place of their own, unless something is to be said about them."""
     return {
-        instance: plain_result(instance, msgspec.structs.replace(result, payload=None))
+        instance: encoded_result(instance, msgspec.structs.replace(result, payload=None))
         if instance == call.states
-        else plain_result(instance, result)
+        else encoded_result(instance, result)
         for instance, result in results.items()
         if instance != call.states or result.status != "ok"
     }
 
 
-def plain_result(instance: str, result: CaptureResult) -> dict[str, object]:
-    """A result as JSON values. A payload that is none becomes an error text, and never an error of the answer."""
+def encoded_result(instance: str, result: CaptureResult) -> msgspec.Raw:
+    """Return a result as JSON, in which NaN and infinity are null.
+
+    A payload that is no JSON becomes an error text, and never an error of the answer.
+    """
     try:
         payload = plain_payload(result.payload)
-        # By way of JSON text, and so without NaN and infinity, which JSON does not have.
-        return msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(result, payload=payload)))  # type: ignore[no-any-return]
+        return msgspec.Raw(msgspec.json.encode(msgspec.structs.replace(result, payload=payload)))
     except Exception as error:  # noqa: BLE001  (payload and summary are the consumer's; any failure is its own)
         text = f"consumer {instance!r}: its payload, a {type(result.payload).__name__}, is not JSON: {error}"
         reported = f"{result.error}; {text}" if result.error else text
         status = "partial_error" if result.status == "ok" else result.status
         plain = msgspec.structs.replace(result, status=status, error=reported, payload=None)
-        return msgspec.to_builtins(plain)  # type: ignore[no-any-return]
+        return msgspec.Raw(msgspec.json.encode(plain))
+
+
+def plain_result(instance: str, result: CaptureResult) -> dict[str, Any]:
+    """Return what `encoded_result` says as JSON values."""
+    found: dict[str, Any] = msgspec.json.decode(encoded_result(instance, result))
+    return found
 
 
 MAX_LOCATED = 128

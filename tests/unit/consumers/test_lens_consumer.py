@@ -148,6 +148,20 @@ def test_a_stream_gets_each_position_once_and_none_of_tokens_that_the_client_lac
     assert consumer.take_new("call.2", 0, 9) is None
 
 
+def test_a_chunk_without_new_rows_makes_no_payload(params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer = LensConsumer(params, CONTEXT)
+    feed = Feed(consumer, HEAD)
+    asked = request(params, {"layers": [0, 2]}, prompt=4, output=3)
+    asked.info = replace(asked.info, origin=Origin("ipc://hub", "call.1"))
+    feed.begin(asked)
+    feed.step({asked: (0, 4)})
+    assert consumer.take_new("call.1", 0, 4) is not None
+
+    monkeypatch.delattr(lens_module._Reading, "payload")
+
+    assert consumer.take_new("call.1", 0, 5) is None
+
+
 def test_a_chunk_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
     params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

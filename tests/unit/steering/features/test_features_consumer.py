@@ -257,6 +257,21 @@ def test_a_stream_takes_the_positions_that_are_new(params: dict[str, Any]) -> No
     assert streamed.take_new("call-0", 0, 6) is None
 
 
+def test_a_chunk_without_new_rows_makes_no_payload(params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Feed(FeaturesConsumer(params, CONTEXT))
+    asked = request(params, {"sae": "a", "top": 2}, prompt=3, output=4)
+    asked.info = replace(asked.info, origin=Origin(reply=None, key="call-0"))
+    feed.begin(asked)
+    streamed = feed.consumer
+    assert isinstance(streamed, FeaturesConsumer)
+    feed.step({asked: (0, 4)})
+    assert streamed.take_new("call-0", 0, 4) is not None
+
+    monkeypatch.delattr(consumer._RequestFeatures, "payload")
+
+    assert streamed.take_new("call-0", 0, 5) is None
+
+
 def test_a_chunk_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
     params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

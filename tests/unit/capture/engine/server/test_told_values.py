@@ -55,6 +55,24 @@ def streamed(call: HttpCall, *steps: str | Callable[[], None]) -> list[Any]:
     return [json.loads(event.removeprefix("data: ")).get("choices") for event in events[:-1]]
 
 
+def test_what_vllm_wrote_stays_as_it_is() -> None:
+    """A part is put into the text of a chunk: its other fields are not written again, nor what follows the event."""
+    call = HttpCall()
+    call.expect().take_new = lambda index, num_rows: {"lens": {"payload": [0.1]}}
+    written = (
+        'data: {"created":1.50,"choices":[{"text":"\\u00e4","index":0,"top":1e2}],"usage":null}\n\ndata: {"x":1}\n\n'
+    )
+
+    async def stream() -> AsyncGenerator[str, None]:
+        yield written
+
+    async def read() -> list[str]:
+        return [text async for text in answer_choices(stream(), call)]  # type: ignore[attr-defined]
+
+    part = ',"capture_results":{"lens":{"payload":[0.1]}}'
+    assert asyncio.run(read()) == [written.replace('"top":1e2', f'"top":1e2{part}')]
+
+
 def test_parts_of_results_come_with_the_chunks_of_their_tokens() -> None:
     """Of two samples, one has a part in the first chunk, and the other in the second; whole results end the parts."""
     call = HttpCall(num_samples=2)
