@@ -1,9 +1,9 @@
 """Where a server's time goes: ``python -m tests.benchmarks.profile_http MODEL OUT --modes "1 layer" "16 configs"``.
 
 Starts the servers that the modes need, runs each mode of `workload` with the shape ``chat`` while ``py-spy`` (to be
-installed, and allowed to trace) samples the engine core and the API server, and prints for each thread how often it
-was seen: holding Python's lock (``gil``) or running at all (``all``), in which functions, and in which of headgate's.
-The stacks lie in OUT as py-spy's raw files.
+installed, and allowed to trace) samples the engine core, the API server and the capture process, and prints for each
+thread how often it was seen: holding Python's lock (``gil``) or running at all (``all``), in which functions, and in
+which of headgate's. The stacks lie in OUT as py-spy's raw files.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from tests.benchmarks.servers import FEATURES, Server, await_ready, start, stop
 from tests.benchmarks.suite_http import SERVED_NAME, Run, open_modules, other_consumers, shared_flags
 from tests.benchmarks.workload import MODES, SHAPES, Asked, pick, server_of
 
-RATE_HZ, SECONDS = 200, 5
+RATE_HZ, SECONDS = 200, 10
 OURS = ("headgate/", "(capture/", "(steering/", "(consumers/")
 TOP = 12
 
 
-def pids(server: Server) -> tuple[int, int]:
-    """Of the API server, and of the engine core: the busiest of its children."""
+def pids(server: Server) -> dict[str, int]:
+    """Process ids: ``api``, ``core`` (the busiest other child) and, if the server has one, ``capture``."""
     root = psutil.Process(server.process.pid)
-    return root.pid, max(root.children(recursive=True), key=lambda child: sum(child.cpu_times()[:2])).pid
+    children = root.children(recursive=True)
+    capture = [child for child in children if "headgate.capture.capture_process" in child.cmdline()]
+    core = max((child for child in children if child not in capture), key=lambda child: sum(child.cpu_times()[:2]))
+    return {"api": root.pid, "core": core.pid} | ({"capture": capture[0].pid} if capture else {})
 
 
 def record(pid: int, out: Path, *, is_gil: bool) -> subprocess.Popen[bytes]:
@@ -72,13 +75,12 @@ def profile(run: Run, name: str, number: int, out: Path) -> None:
     shape = SHAPES[run.options.shapes[0]]._replace(requests=run.options.requests)
     url, asked = f"{server.url}/v1/completions", Asked(mode, shape, run.size, SERVED_NAME, number)
     run.load.run(url, asked)  # to warm up
-    api, core = pids(server)
     stem = name.replace(" ", "_")
-    spies = {
-        f"{stem}-core-gil": record(core, out / f"{stem}-core-gil.raw", is_gil=True),
-        f"{stem}-core-all": record(core, out / f"{stem}-core-all.raw", is_gil=False),
-        f"{stem}-api-gil": record(api, out / f"{stem}-api-gil.raw", is_gil=True),
-    }
+    spies = {}
+    for who, pid in pids(server).items():
+        for kind in ("gil",) if who == "api" else ("gil", "all"):
+            title = f"{stem}-{who}-{kind}"
+            spies[title] = record(pid, out / f"{title}.raw", is_gil=kind == "gil")
     began = time.monotonic()
     while time.monotonic() - began < SECONDS:
         number += 1
