@@ -10,7 +10,13 @@ from typing import Any, cast
 import msgspec
 
 from headgate.capture.engine.contracts.request_part import FlagGroup
-from headgate.capture.engine.setup.cli_flags import add_repeatable_flag, json_object, named_path, take_flag
+from headgate.capture.engine.setup.cli_flags import (
+    add_repeatable_flag,
+    json_object,
+    merged_names,
+    named_path,
+    take_flag,
+)
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.config import DEFAULT_FEATURES, DEFAULT_GATES, DEFAULT_OPS, DEFAULT_RULES
 from headgate.steering.controllers.loading import parse_shorthand
@@ -203,14 +209,14 @@ def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> d
         return None
     document = dict(section or {})
     if lenses:  # of capture, whose consumer reads by them; directions of their tokens steer
-        document["lenses"] = _merged(document.get("lenses") or {}, lenses, "--lenses")
+        document["lenses"] = merged_names(document.get("lenses") or {}, lenses, "--lenses")
     if "max_steering_slots" in given and "max_steering_configs" in given:
         raise ConfigError("--max-steering-configs is another way to set --max-steering-slots; give one of them")
     document.update({name: given[name] for name in _SIZES if name in given})
     document.update({name: given[flag] for flag, name in _WAITS.items() if flag in given})
     for flag, name in _NAMED.items():
         if flag in given:
-            document[name] = _merged(document.get(name) or {}, given[flag], f"--{flag.replace('_', '-')}")
+            document[name] = merged_names(document.get(name) or {}, given[flag], f"--{flag.replace('_', '-')}")
     document.update({name: given[name] for name in _SAES if name in given})
     if "sae_encode" in given:
         named = [name for names in given["sae_encode"] for name in names]
@@ -237,12 +243,3 @@ def _names(text: str) -> list[str]:
     if not all(names):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME[,NAME]")
     return names
-
-
-def _merged(known: Mapping[str, str], named: list[tuple[str, str]], flag: str) -> dict[str, str]:
-    merged = dict(known)
-    for name, path in named:
-        if merged.get(name, path) != path:
-            raise ConfigError(f"{flag}: {name!r} is given as {merged[name]} and as {path}")
-        merged[name] = path
-    return merged

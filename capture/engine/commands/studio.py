@@ -6,15 +6,21 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import typer
 
 from headgate.capture.engine.commands.demo_model import ModelError, ensure_model
 from headgate.capture.engine.commands.serve import serve_model
+from headgate.capture.schema.config import parse_config
+from headgate.capture.schema.errors import ConfigError
 
 INLINE_BYTES = 64 << 20
+_CONSUMERS = "--capture-consumers"
+_CONFIG, _SETTINGS = "--config", "--additional-config"
+"""vLLM's flags for a YAML file of flags, and for JSON settings."""
 DEFAULTS = {
     "--host": ["127.0.0.1"],
-    "--capture-consumers": [f"inline:max_bytes={INLINE_BYTES}", "lens"],
+    _CONSUMERS: [f"inline:max_bytes={INLINE_BYTES}", "lens"],
     "--steering-op-sites": ['{"post_mlp": "all"}'],
 }
 """Flags of `headgate serve` that the studio sets where the user has not."""
@@ -58,9 +64,41 @@ def arguments_of(given: Sequence[str]) -> list[str]:
 
 
 def with_defaults(given: Sequence[str], defaults: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return arguments with those of `defaults` whose flags are not among them, in any of their spellings."""
+    """Return arguments with those of `defaults` that are not given: as a flag, in any of its spellings, in the file of
+    ``--config``, or, consumers, in ``--additional-config``."""
     flags = {argument.partition("=")[0].replace("_", "-") for argument in given if argument.startswith("--")}
-    return [*given, *(part for flag, values in defaults.items() if flag not in flags for part in (flag, *values))]
+    flags |= {f"--{name}".replace("_", "-") for path in _values(given, _CONFIG) for name in _read_config(path)}
+    consumers = [name for text in _values(given, _SETTINGS) for name in _consumers_in(text)]
+    added: list[str] = []
+    for flag, values in defaults.items():
+        left = [value for value in values if flag != _CONSUMERS or value.partition(":")[0] not in consumers]
+        if flag not in flags and left:
+            added += [flag, *left]
+    return [*given, *added]
+
+
+def _values(given: Sequence[str], flag: str) -> list[str]:
+    """Return the values of a flag that takes one."""
+    pairs = zip(given, [*given[1:], ""], strict=True)
+    apart = [value for argument, value in pairs if argument.replace("_", "-") == flag]
+    return [*apart, *(each.partition("=")[2] for each in given if each.replace("_", "-").startswith(f"{flag}="))]
+
+
+def _read_config(path: str) -> Mapping[str, object]:
+    try:
+        found = msgspec.yaml.decode(Path(path).read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}  # `headgate serve` says what is wrong with it
+    return found if isinstance(found, dict) else {}
+
+
+def _consumers_in(settings: str) -> list[str]:
+    """Return the names of the consumers in vLLM's ``--additional-config``."""
+    try:
+        section = msgspec.json.decode(settings)["headgate"]["capture"]
+        return [consumer.instance for consumer in parse_config(section).consumers]
+    except (msgspec.DecodeError, KeyError, TypeError, ConfigError):
+        return []  # none, or `headgate serve` says what is wrong with it
 
 
 def cache_folder() -> Path:

@@ -235,15 +235,57 @@ def translate_flags(args: argparse.Namespace) -> None:
     given = {name: part.read_flags(args, _object(sections.get(name), name)) for name, part in request_parts().items()}
     parts = {name: document for name, document in given.items() if document is not None}
     consumers, sites = take_flag(args, "capture_consumers"), take_flag(args, "capture_sites")
-    if lenses := take_flag(args, "lenses"):
-        consumers = [*(consumers or ()), {"name": LENS, "params": {"lenses": dict(lenses)}}]
-    if take_flag(args, _STATES):
-        consumers = [*(consumers or ()), *_missing_states(consumers or (), _object(sections.get("capture"), "capture"))]
+    lenses, has_states = take_flag(args, "lenses"), take_flag(args, _STATES)
     _move_own_flags(args)
-    if consumers is None and sites is None and not parts:
+    if not (parts or lenses or has_states) and consumers is None and sites is None:
         return
     base = read_server_args(args).additional_config
+    if lenses or has_states:
+        configured = _consumers_of(sections.get("capture"), consumers or ())
+        if lenses:
+            configured = _with_lenses(configured, lenses)
+        if has_states and not any(each["name"] == HIDDEN_STATES for each in configured):
+            configured.append({"name": HIDDEN_STATES})
+        capture = {**_object(sections.get("capture"), "capture"), "consumers": configured}
+        base, consumers = {**base, OUR_KEY: {**_object(base.get(OUR_KEY), _OURS), "capture": capture}}, None
     args.additional_config = additional_config(consumers=consumers or (), sites=sites, base=base, **parts)
+
+
+def _consumers_of(section: object, given: Sequence[Consumer]) -> list[dict[str, object]]:
+    """Return the consumers of the section ``capture``, and those of flags."""
+    capture = _object(section, "capture")
+    parse_config(capture)
+    return [
+        _plain_consumer(consumer) for consumer in (*cast("Sequence[Consumer]", capture.get("consumers", ())), *given)
+    ]
+
+
+def _with_lenses(consumers: Sequence[dict[str, object]], lenses: Sequence[tuple[str, str]]) -> list[dict[str, object]]:
+    """Return `consumers` with lenses among the parameters of the consumer ``lens``, which is added if it is missing."""
+    is_lens = [each["name"] == LENS and each.get("instance_name") in (None, LENS) for each in consumers]
+    if not any(is_lens):
+        return [*consumers, {"name": LENS, "params": {"lenses": merged_names({}, lenses, "--lenses")}}]
+    found = list(consumers)
+    place = is_lens.index(True)
+    params = _object(found[place].get("params"), f"{LENS}.params")
+    known = {name: str(path) for name, path in _object(params.get("lenses"), f"{LENS}.params.lenses").items()}
+    params["lenses"] = merged_names(known, lenses, "--lenses")
+    found[place] = {**found[place], "params": params}
+    return found
+
+
+def merged_names(known: Mapping[str, str], named: Sequence[tuple[str, str]], flag: str) -> dict[str, str]:
+    """Return paths by name: the known ones, and those of a flag.
+
+    Raises:
+        ConfigError: If a name stands for several paths.
+    """
+    merged = dict(known)
+    for name, path in named:
+        if merged.get(name, path) != path:
+            raise ConfigError(f"{flag}: {name!r} is given as {merged[name]} and as {path}")
+        merged[name] = path
+    return merged
 
 
 _FLAGS = {
@@ -288,13 +330,6 @@ def _move_own_flags(args: argparse.Namespace) -> None:
 _STATES = "enable_return_hidden_states"
 LENS = "lens"
 """Name of the consumer that ``--lenses`` adds."""
-
-
-def _missing_states(consumers: Sequence[Consumer], section: Document) -> list[str]:
-    """Name the consumer of ``return_hidden_states``, unless it is configured."""
-    given = [parse_shorthand(each) for each in consumers if isinstance(each, str)]
-    configured = [*given, *parse_config(section).consumers]
-    return [] if any(consumer.name == HIDDEN_STATES for consumer in configured) else [HIDDEN_STATES]
 
 
 def named_path(text: str) -> tuple[str, str]:

@@ -97,6 +97,8 @@ def test_flags_of_capture_and_steering_together(parser: argparse.ArgumentParser)
         (["--max-steering-waiting", "-1"], "max_waiting must be at least 0"),
         (["--max-steering-wait-s", "0"], "max_wait_s must be above 0"),
         (["--max-steering-slots", "1"], "max_steering_slots must be at least 2"),
+        (["--lenses", "a=x", "a=y"], "--lenses: 'a' is given as x and as y"),
+        (["--enable-steering", "--lenses", "a=x", "a=y"], "--lenses: 'a' is given as x and as y"),
         (["--steering-modules", "a=a.json", "a=b.json"], "'a' is given as a.json and as b.json"),
         (["--steering-sites", "{}"], "name at least one hook point"),
         (["--saes", "a=x", "--sae-encode", "a,b"], r"--sae-encode\): 'b' is not among the SAEs of --saes: a"),

@@ -34,6 +34,16 @@ def test_what_is_given_stays(given: list[str]) -> None:
     assert DEFAULTS["--capture-consumers"][0] not in arguments
 
 
+def test_what_stands_in_files_and_settings_stays(tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_text("host: 10.0.0.1\n")
+    settings = '{"headgate": {"capture": {"consumers": [{"name": "inline", "params": {"max_bytes": 9}}]}}}'
+
+    arguments = arguments_of(["my/model", f"--config={tmp_path / 'serve.yaml'}", "--additional-config", settings])
+
+    assert "--host" not in arguments
+    assert arguments[arguments.index("--capture-consumers") + 1 :][:2] == ["lens", "--steering-op-sites"]
+
+
 def test_the_demo_serves_its_own_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADGATE_CACHE", str(tmp_path))
     monkeypatch.setattr(studio, "ensure_model", lambda cache: cache / "smollm2")

@@ -141,3 +141,44 @@ def test_the_flag_adds_to_what_is_configured(parser: argparse.ArgumentParser) ->
     translate_flags(args)
 
     assert consumers_of(args.additional_config) == ["hidden_states", "memory"]
+
+
+LENSES = ["--lenses", "j=/j.safetensors"]
+SECTION = {"name": "lens", "params": {"max_top": 5, "lenses": {"t": "/t.safetensors"}}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "section", "expected"),
+    [
+        (["lens"], [], {"j": "/j.safetensors"}),
+        (["lens:max_top=5", "memory"], [], {"j": "/j.safetensors"}),
+        ([], [SECTION], {"t": "/t.safetensors", "j": "/j.safetensors"}),
+        (["memory"], [SECTION], {"t": "/t.safetensors", "j": "/j.safetensors"}),
+        (["lens:instance_name=other"], [], {"j": "/j.safetensors"}),
+    ],
+    ids=str,
+)
+def test_lenses_join_the_consumer_that_is_configured(
+    parser: argparse.ArgumentParser, flags: list[str], section: list[Any], expected: dict[str, str]
+) -> None:
+    named = ["--capture-consumers", *flags] if flags else []
+    args = parser.parse_args([*LENSES, *named, "--enable-return-hidden-states"])
+    args.additional_config = {"headgate": {"capture": {"consumers": section, "self_test": False}}}
+
+    translate_flags(args)
+    translate_flags(args)
+
+    capture = parse_config(args.additional_config["headgate"]["capture"])
+    found = {consumer.instance: consumer for consumer in capture.consumers}
+    assert found["lens"].params["lenses"] == expected
+    assert found["lens"].params.get("max_top") == (5 if section or flags[0].endswith("=5") else None)
+    assert "hidden_states" in found
+    assert capture.self_test is False
+    assert "lenses" not in found["other"].params if "other" in found else True
+
+
+def test_a_lens_of_two_paths_is_refused(parser: argparse.ArgumentParser) -> None:
+    args = parser.parse_args([*LENSES, "--capture-consumers", 'lens:lenses={"j": "/other"}'])
+
+    with pytest.raises(ConfigError, match=r"--lenses: 'j' is given as /other and as /j\.safetensors"):
+        translate_flags(args)
