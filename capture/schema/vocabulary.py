@@ -14,6 +14,8 @@ from headgate.capture.schema.errors import RequestError, shown
 HeadRow = npt.NDArray[np.float32]
 WORD_LETTERS = 2
 """Letters of a word-like token, at least."""
+MAX_TOKEN_TEXT = 1024
+"""Characters of a token, at most: a longer text is not encoded to find out that it is no token."""
 
 
 class Vocabulary(Protocol):
@@ -24,6 +26,11 @@ class Vocabulary(Protocol):
     """
 
     size: int
+
+    @property
+    def max_text(self) -> int:
+        """Characters of a text that the model's context can hold, at most."""
+        ...
 
     @property
     def has_texts(self) -> bool:
@@ -54,7 +61,7 @@ def is_token(value: object, vocabulary: Vocabulary) -> bool:
 
 
 def read_token(value: object, vocabulary: Vocabulary, field: str) -> int:
-    """Read a token that a client named by its id, or by a text that is one token.
+    """Read a token that a client named by its id, or by a text that is one token. Takes less than a millisecond.
 
     Raises:
         RequestError: For `field`, if it is neither.
@@ -65,6 +72,8 @@ def read_token(value: object, vocabulary: Vocabulary, field: str) -> int:
         raise RequestError(field, f"expected a token, as a text or an id below {vocabulary.size}; got {shown(value)}")
     if not vocabulary.has_texts:
         raise RequestError(field, f"the engine was started without a tokenizer: give an id, not {shown(value)}")
+    if len(value) > MAX_TOKEN_TEXT:
+        raise RequestError(field, f"expected one token, got a text of {len(value)} characters")
     tokens = vocabulary.encode(value, is_prompt=False)
     if len(tokens) == 1:
         return tokens[0]
@@ -74,13 +83,17 @@ def read_token(value: object, vocabulary: Vocabulary, field: str) -> int:
 
 
 def read_tokens(value: object, vocabulary: Vocabulary, field: str) -> tuple[int, ...]:
-    """Read a prompt: a text, or token ids.
+    """Read a prompt: a text, or token ids. A long one takes seconds, so an event loop calls this on a thread.
 
     Raises:
-        RequestError: For `field`, if it is neither.
+        RequestError: For `field`, if it is neither, or a text that is certainly too long for the model.
     """
     if isinstance(value, str) and not vocabulary.has_texts:
         raise RequestError(field, f"the engine was started without a tokenizer: give token ids, not {shown(value)}")
+    if isinstance(value, str) and len(value) > vocabulary.max_text:
+        raise RequestError(
+            field, f"has {len(value)} characters; {vocabulary.max_text} are the most that the model's context can hold"
+        )
     if isinstance(value, str):
         value = list(vocabulary.encode(value, is_prompt=True))
     if not isinstance(value, list) or not value or not all(is_token(token, vocabulary) for token in value):

@@ -357,16 +357,14 @@ class SweepRoute:
         with self._services.client_errors():
             document = await self._services.read_object(request)
             vocabulary = await self._services.vocabulary()
-            sweep = read_sweep(document, steerable, self._services.find_kept, vocabulary)
+            sweep = await asyncio.to_thread(read_sweep, document, steerable, self._services.find_kept, vocabulary)
             cells = await asyncio.to_thread(read_cells, sweep)
             try:
                 baselines = await measure(sweep, self._services.score)
             except OverloadedError as error:
                 raise HTTPException(503, str(error)) from None
-        return StreamingResponse(
-            self._events(sweep, cells, baselines, described(sweep, baselines, vocabulary)),
-            media_type="text/event-stream",
-        )
+        first = await asyncio.to_thread(described, sweep, baselines, vocabulary)
+        return StreamingResponse(self._events(sweep, cells, baselines, first), media_type="text/event-stream")
 
     async def _events(
         self, sweep: Sweep, cells: Sequence[PatchedGeneration], baselines: Baselines, first: Mapping[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,19 @@ import torch
 from torch import Tensor
 
 
+def runs_loop() -> bool:
+    """Whether an event loop runs in this thread: it would stop for as long as a tokenizer works."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 class Letters:
     """A vocabulary whose tokens are one or two letters: b ... z, aa, ab, ...; token 0 is a full stop."""
+
+    max_text = 1 << 20
 
     def __init__(self, size: int, *, has_texts: bool = True) -> None:
         self.size, self.has_texts = size, has_texts

@@ -16,6 +16,7 @@ import torch
 from headgate.capture.engine.requests.request_reader import REQUEST_READER
 from headgate.capture.engine.setup.client_errors import overloaded
 from headgate.capture.schema.errors import OverloadedError, RequestError
+from tests.fakes.heads import runs_loop
 from tests.frontend.test_app import Engine, Server, started  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.engine
@@ -27,9 +28,11 @@ BODY: dict[str, Any] = {"prompt": CORRUPT, "source": "clean", "at": "2.post_mlp"
 
 class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not runs_loop()
         return [len(word) for word in text.split()]
 
     def decode(self, tokens: list[int]) -> str:
+        assert not runs_loop()
         return f"<{tokens[0]}>"
 
 
@@ -53,7 +56,7 @@ class Player:
     def __init__(self, engine: Engine) -> None:
         self.num_calls, self.fail_at = 0, 0
         self.error: Exception = overloaded(OverloadedError("too many wait"))
-        model = SimpleNamespace(logprobs_mode="raw_logprobs", get_vocab_size=lambda: 100)
+        model = SimpleNamespace(logprobs_mode="raw_logprobs", get_vocab_size=lambda: 100, max_model_len=100)
         engine.vllm_config.model_config = model
         engine.get_tokenizer = Tokenizer  # type: ignore[attr-defined]
         engine.generate = self.generate  # type: ignore[attr-defined]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Request
+from starlette.responses import Response
 
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.capture_request import capturing_key, check_consumer
 from headgate.capture.engine.server.openai_routes import plain_result
 from headgate.capture.schema.errors import CaptureFileError, OverloadedError
 from headgate.capture.schema.registry import load_configured
-from headgate.capture.schema.results import ReportContext, StateReporter
+from headgate.capture.schema.results import CaptureResult, ReportContext, StateReporter
 from headgate.capture.schema.sites import site_map
-from headgate.capture.schema.vocabulary import read_tokens
+from headgate.capture.schema.vocabulary import Vocabulary, read_tokens
 
 if TYPE_CHECKING:
     from headgate.capture.engine.server.plugin_routes import RouteServices
@@ -150,7 +152,7 @@ def _add_reading(router: APIRouter, services: RouteServices) -> None:
         },
         openapi_extra={"requestBody": {"required": True, "content": {"application/json": _READ_BODY}}},
     )
-    async def read(consumer: str, request: Request) -> dict[str, Any]:
+    async def read(consumer: str, request: Request) -> Response:
         """Run a prompt and return what a consumer makes of it: `lens`, `features`, `attention`, `probe`, `inline`, ...
 
         The body has ``prompt``, a text or token ids, and the fields that a request has under ``capture[consumer]``;
@@ -161,16 +163,25 @@ def _add_reading(router: APIRouter, services: RouteServices) -> None:
             document = await services.read_object(request)
             prompt = document.pop("prompt", None)
             vocabulary = await services.vocabulary()
-            tokens = read_tokens(prompt, vocabulary, "prompt")
+            tokens = await asyncio.to_thread(read_tokens, prompt, vocabulary, "prompt")
             try:
                 result = await services.read_prompt(tokens, consumer, _spec_of_prompt(front, consumer, document))
             except OverloadedError as error:
                 raise HTTPException(503, str(error)) from None
-        return {
-            "prompt_token_ids": list(tokens),
-            "tokens": [vocabulary.shown(token) for token in tokens],
+        content = await asyncio.to_thread(_answer, tokens, vocabulary, consumer, result)
+        return Response(content, media_type="application/json")
+
+
+def _answer(tokens: Sequence[int], vocabulary: Vocabulary, consumer: str, result: CaptureResult) -> bytes:
+    """Return the answer's body: FastAPI would encode it value by value, on the event loop."""
+    texts = {token: vocabulary.shown(token) for token in set(tokens)}
+    return msgspec.json.encode(
+        {
+            "prompt_token_ids": tokens,
+            "tokens": [texts[token] for token in tokens],
             **plain_result(consumer, result),
         }
+    )
 
 
 def _spec_of_prompt(front: FrontEnd, instance: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "tok_embeddings.weight")
 """Names of the head and of the embeddings in the files of models, without what comes before them."""
 _INDEX = "model.safetensors.index.json"
+_MAX_KNOWN = 1 << 16
+"""Tokens whose texts are kept: a tokenizer takes 15 us for a text, and event loops ask for thousands."""
+_TOKEN_TEXT = 256
+"""Characters of the longest token of a tokenizer that does not say it."""
 
 
 class ModelVocabulary:
@@ -34,6 +38,13 @@ class ModelVocabulary:
         self._tokenizer = tokenizer
         self._config = config
         self.size = int(config.model_config.get_vocab_size())
+        self._text = lru_cache(_MAX_KNOWN)(lambda token: str(tokenizer.decode([token])))
+
+    @property
+    def max_text(self) -> int:
+        """Characters of a text that the model's context can hold, at most."""
+        longest: int = getattr(self._tokenizer, "max_chars_per_token", _TOKEN_TEXT)
+        return longest * self._config.model_config.max_model_len
 
     @property
     def has_texts(self) -> bool:
@@ -47,7 +58,7 @@ class ModelVocabulary:
 
     def shown(self, token: int) -> str:
         """Return the text of a token, for people."""
-        return str(self._tokenizer.decode([token]))
+        return self._text(token)
 
     def head_row(self, token: int) -> HeadRow:
         """See `Vocabulary.head_row`."""

@@ -46,7 +46,7 @@ BODY: dict[str, Any] = {
 class Words:
     """A vocabulary of words by their length."""
 
-    size, has_texts = 10, True
+    size, has_texts, max_text = 10, True, 1000
 
     def encode(self, text: str, *, is_prompt: bool) -> list[int]:
         return [*([9] if is_prompt else []), *(len(word) for word in text.split())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +26,26 @@ from headgate.capture.schema.results import CaptureResult
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from headgate.consumers.moments import MomentsConsumer
 from tests.fakes.clients import show
-from tests.fakes.heads import Letters
+from tests.fakes.heads import Letters, runs_loop
 
 KEYS = {
     "mine": AccessKey(name="mine", sha256=digest_of("mine"), roles=("capture",), tags=("mine",)),
     "other": AccessKey(name="other", sha256=digest_of("other"), roles=("capture",), consumers=("logging",)),
 }
+
+
+class ThreadLetters(Letters):
+    """Refuses to work on an event loop."""
+
+    max_text = 100
+
+    def encode(self, text: str, *, is_prompt: bool) -> Sequence[int]:
+        assert not runs_loop()
+        return super().encode(text, is_prompt=is_prompt)
+
+    def shown(self, token: int) -> str:
+        assert not runs_loop()
+        return super().shown(token)
 
 
 @pytest.fixture
@@ -74,7 +88,7 @@ def client(root: Path) -> Iterator[TestClient]:
         return await request.json()
 
     async def vocabulary() -> Letters:
-        return Letters(30)
+        return ThreadLetters(30)
 
     async def read_prompt(prompt: Any, instance: str, spec: Any) -> CaptureResult:
         if spec.get("top") == 0:
@@ -154,6 +168,7 @@ def test_a_prompt_is_read_by_a_consumer_without_the_field_positions(client: Test
         ({}, 400, "prompt"),
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": [30]}, 400, "prompt"),
+        ({"prompt": "b" * 101}, 400, "prompt"),
         ({"prompt": "b", "top": 0}, 400, "capture.lens.top"),
         ({"prompt": "b", "top": 1}, 503, None),
     ],

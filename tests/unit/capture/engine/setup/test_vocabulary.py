@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from headgate.capture.engine.setup.vocabulary import ModelVocabulary
-from headgate.capture.schema.errors import UnsupportedError
+from headgate.capture.schema.errors import RequestError, UnsupportedError
+from headgate.capture.schema.vocabulary import read_token, read_tokens
 
 HEAD = torch.randn(10, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
 EMBEDDINGS = -HEAD
@@ -39,6 +40,39 @@ def test_the_head_is_found_in_one_file_and_in_several(tmp_path: Path) -> None:
     places = {"model.embed_tokens.weight": "a.safetensors", "language_model.lm_head.weight": "b.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert vocabulary(tmp_path).head_row(7).tolist() == (HEAD[7] * 2).float().tolist()
+
+
+class Tokenizer:
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def decode(self, tokens: list[int]) -> str:
+        self.asked.append(tokens)
+        return f"<{tokens[0]}>"
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        raise AssertionError("a text that is certainly too long is not encoded")
+
+
+def of_tokenizer(tokenizer: Any) -> ModelVocabulary:
+    model: Any = SimpleNamespace(get_vocab_size=lambda: 10, max_model_len=8)
+    return ModelVocabulary(tokenizer, SimpleNamespace(model_config=model))  # type: ignore[arg-type]
+
+
+def test_the_tokenizer_is_asked_once_for_the_text_of_a_token() -> None:
+    words = of_tokenizer(tokenizer := Tokenizer())
+
+    assert [words.shown(token) for token in (3, 4, 3, 3)] == ["<3>", "<4>", "<3>", "<3>"]
+    assert tokenizer.asked == [[3], [4]]
+
+
+def test_a_text_that_is_certainly_too_long_is_refused_before_it_is_encoded() -> None:
+    words = of_tokenizer(Tokenizer())
+
+    with pytest.raises(RequestError, match="prompt: has 2049 characters; 2048 are the most"):
+        read_tokens("x" * 2049, words, "prompt")
+    with pytest.raises(RequestError, match="expected one token, got a text of 1025 characters"):
+        read_token("x" * 1025, words, "tokens[0]")
 
 
 def test_tied_embeddings_are_the_head_only_where_they_are_tied(tmp_path: Path) -> None:
