@@ -2,7 +2,7 @@
 
 A pattern is the softmax over keys of a query's scores, as the model's own attention computes it. Rows of the hook
 points `q` and `k` come from the worker, `q` at the chosen queries and `k` at every position up to the last of them; the
-rest is computed here, in float32, after the request's end.
+rest is computed here, in float32, while the request runs.
 
 Letters in names: Q queries, K keys, H heads, D the size of a head.
 """
@@ -10,14 +10,16 @@ Letters in names: Q queries, K keys, H heads, D the size of a head.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from pybase64 import b64encode
 from safetensors import SafetensorError
@@ -45,8 +47,13 @@ from headgate.capture.schema.spec import CaptureSpec
 
 FIELDS = ("layers", "heads", "queries", "top", "dtype")
 QUERIES = "queries"
+WHOLE = ""
+"""Name of a tensor of whole rows, after that of its layer."""
 BLOCK_SCORES = 1 << 22
 """Scores that are in memory at a time: 16 MiB, and as much again for what is computed of them."""
+QUERIES_AT_ONCE = 64
+"""Queries of a request that are computed together: fewer would cost more, since each time all keys are read."""
+MAX_THREADS = 4
 ITEM_SIZES = {"float32": 4, "float16": 2}
 MAX_TOP = 4096
 
@@ -218,9 +225,25 @@ def check_lengths(spec: CaptureSpec, context: SpecContext, lengths: RequestLengt
 _HOW_SMALLER = 'Set "top" to get the largest keys of each query alone, choose '
 
 
+class Block(NamedTuple):
+    """Patterns of some queries, before they are divided by their sums.
+
+    Attributes:
+        part: Which queries.
+        begin: Position of the first key.
+        weights_HQK: float32: exponentials of scores, 1 of the largest, 0 of keys that a query does not see.
+        total_HQ1: Their sums, a sink's included: a weight divided by it is a probability.
+    """
+
+    part: slice
+    begin: int
+    weights_HQK: Tensor
+    total_HQ1: Tensor
+
+
 def pattern_blocks(
     q_QHD: Tensor, k_KHD: Tensor, queries: Int64Array, facts: AttentionFacts, heads: Sequence[int]
-) -> Iterator[tuple[slice, Tensor]]:
+) -> Iterator[Block]:
     """Compute patterns block by block, so that what is in memory at a time is bounded.
 
     Args:
@@ -231,38 +254,45 @@ def pattern_blocks(
         heads: Which heads, in the order of the result.
 
     Yields:
-        Which queries, and float32 ``[queries, heads, keys]``: probabilities of the keys from 0 to the last query's
-        position. A sink's probability is in no key's.
+        A block: its keys are those from the first that one of its queries sees to the last query's position.
     """
+    if not len(queries):
+        return
     size = max(1, BLOCK_SCORES // max(1, len(heads) * len(k_KHD)))
-    k_GKD = k_KHD.float().transpose(0, 1)
+    first = _first_key(queries, facts)
+    k_GKD = k_KHD[first : int(queries[-1]) + 1].float().transpose(0, 1)
     for start in range(0, len(queries), size):
         part = slice(start, min(start + size, len(queries)))
-        at = torch.from_numpy(queries[part])
-        stop = int(queries[part][-1]) + 1
-        begin = 0 if facts.window is None else max(0, int(queries[part][0]) - facts.window + 1)
-        scores = torch.empty(len(heads), len(at), stop - begin)
+        begin, stop = _first_key(queries[part], facts), int(queries[part][-1]) + 1
+        scores = torch.empty(len(heads), len(queries[part]), stop - begin)
+        q_HQD = q_QHD[part].transpose(0, 1).float()
         for place, head in enumerate(heads):
-            k_KD = k_GKD[head * facts.num_kv_heads // facts.num_heads, begin:stop]
-            torch.mm(q_QHD[part, head].float(), k_KD.T, out=scores[place])
-        distance = at[:, None] - torch.arange(begin, stop)
-        found = torch.zeros(len(at), len(heads), stop)
-        found[:, :, begin:] = _softmax(scores, distance, facts, heads).transpose(0, 1)
-        yield part, found
+            k_KD = k_GKD[head * facts.num_kv_heads // facts.num_heads, begin - first : stop - first]
+            torch.mm(q_HQD[head], k_KD.T, out=scores[place])
+        yield Block(part, begin, *_weights(scores, queries[part], begin, facts, heads))
 
 
-def _softmax(scores_HQK: Tensor, distance_QK: Tensor, facts: AttentionFacts, heads: Sequence[int]) -> Tensor:
-    """Make probabilities of products of queries and keys, in place; `distance_QK` is how far each key lies back."""
+def _first_key(queries: Int64Array, facts: AttentionFacts) -> int:
+    """The first position that one of the queries sees."""
+    return 0 if facts.window is None else max(0, int(queries[0]) - facts.window + 1)
+
+
+def _weights(
+    scores_HQK: Tensor, queries: Int64Array, begin: int, facts: AttentionFacts, heads: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Make the weights of a block of products of queries and keys, in place, and their sums; see `Block`."""
+    at_Q, at_K = torch.from_numpy(queries), torch.arange(begin, begin + scores_HQK.shape[2])
     scores_HQK *= facts.scale
     if facts.soft_cap is not None:
         scores_HQK.div_(facts.soft_cap).tanh_().mul_(facts.soft_cap)
     if facts.slopes is not None:
         slopes = torch.tensor([facts.slopes[head] for head in heads])
-        scores_HQK -= slopes[:, None, None] * distance_QK
-    is_hidden = distance_QK < 0
+        scores_HQK -= slopes[:, None, None] * (at_Q[:, None] - at_K)
+    later = slice(int(queries[0]) + 1 - begin, None)  # keys before it lie behind no query
+    scores_HQK[:, :, later].masked_fill_(at_K[later] > at_Q[:, None], -torch.inf)
     if facts.window is not None:
-        is_hidden |= distance_QK >= facts.window
-    scores_HQK.masked_fill_(is_hidden, -torch.inf)
+        before = slice(0, max(0, int(queries[-1]) - facts.window + 1 - begin))
+        scores_HQK[:, :, before].masked_fill_(at_K[before] <= at_Q[:, None] - facts.window, -torch.inf)
     largest = scores_HQK.amax(dim=-1, keepdim=True)
     if facts.sinks is None:
         sinks = None
@@ -273,20 +303,18 @@ def _softmax(scores_HQK: Tensor, distance_QK: Tensor, facts: AttentionFacts, hea
     total = scores_HQK.sum(dim=-1, keepdim=True)
     if sinks is not None:
         total += (sinks - largest).exp_()
-    return scores_HQK.div_(total)
+    return scores_HQK, total
 
 
-def whole_rows(blocks: Iterator[tuple[slice, Tensor]], shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+def whole_rows(blocks: Iterator[Block], shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
     """Join blocks to ``[queries, heads, keys]``: zero after each query's own position."""
     found = torch.zeros(shape, dtype=dtype)
-    for part, probabilities in blocks:
-        found[part, :, : probabilities.shape[2]] = probabilities
+    for part, begin, weights, total in blocks:
+        found[part, :, begin : begin + weights.shape[2]] = weights.div_(total).transpose(0, 1)
     return found
 
 
-def top_keys(
-    blocks: Iterator[tuple[slice, Tensor]], shape: tuple[int, int, int], dtype: torch.dtype
-) -> dict[str, Tensor]:
+def top_keys(blocks: Iterator[Block], shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the keys with the largest probabilities of ``[queries, heads, top]``, largest first.
 
     Returns:
@@ -295,22 +323,46 @@ def top_keys(
     """
     keys = torch.full(shape, -1, dtype=torch.int32)
     values, rest = torch.zeros(shape, dtype=dtype), torch.zeros(shape[:2], dtype=dtype)
-    for part, probabilities in blocks:
-        count = min(shape[2], probabilities.shape[2])
-        found = probabilities.topk(count)
-        keys[part, :, :count] = torch.where(found.values > 0, found.indices, -1).int()
-        values[part, :, :count] = found.values.to(dtype)
-        rest[part] = (probabilities.sum(dim=-1) - found.values.sum(dim=-1)).clamp_(min=0).to(dtype)
+    for part, begin, weights, total in blocks:
+        count = min(shape[2], weights.shape[2])
+        largest, places = _largest(weights.numpy(), count)
+        found = torch.from_numpy(largest).div_(total)
+        at = torch.where(found > 0, torch.from_numpy(places) + begin, -1)
+        keys[part, :, :count] = at.int().transpose(0, 1)
+        values[part, :, :count] = found.to(dtype).transpose(0, 1)
+        others = (weights.sum(dim=-1, keepdim=True) / total - found.sum(dim=-1, keepdim=True)).clamp_(min=0)
+        rest[part] = others[:, :, 0].to(dtype).transpose(0, 1)
     return {"keys": keys, "values": values, "rest": rest}
 
 
+def _largest(values: npt.NDArray[np.float32], count: int) -> tuple[npt.NDArray[np.float32], Int64Array]:
+    """Return the largest values of each row of the last axis, largest first, and their places.
+
+    NumPy selects with vector instructions: it takes a third of the time of `torch.topk` for rows of a thousand.
+    """
+    first = values.shape[-1] - count
+    places = np.argpartition(values, first, axis=-1)[..., first:]
+    found = np.take_along_axis(values, places, axis=-1)
+    order = np.argsort(-found, axis=-1)
+    return np.take_along_axis(found, order, axis=-1), np.take_along_axis(places, order, axis=-1)
+
+
 class _Rows:
-    """Rows of one site so far, in memory that grows by doubling."""
+    """Rows of one site so far, in memory that grows by doubling.
+
+    Attributes:
+        num_whole: Positions from 0 on that all have a row.
+    """
 
     def __init__(self, num_expected: int, width: int, dtype: torch.dtype) -> None:
+        self.num_whole = 0
         self._rows = torch.empty(max(num_expected, 32), width, dtype=dtype)
         self._positions = np.empty(len(self._rows), dtype=np.int64)
         self._count = 0
+
+    def __len__(self) -> int:
+        """Rows."""
+        return self._count
 
     def add(self, positions: Int64Array, rows: Tensor) -> None:
         """Copy rows, which come by ascending position."""
@@ -321,11 +373,37 @@ class _Rows:
         self._rows[start:stop] = rows
         self._positions[start:stop] = positions
         self._count = stop
+        if self.num_whole == start:
+            gaps = np.flatnonzero(positions != np.arange(start, stop))
+            self.num_whole = start + (int(gaps[0]) if len(gaps) else len(positions))
 
-    def below(self, num_rows: int) -> tuple[Int64Array, Tensor]:
-        """Return the positions below `num_rows`, and their rows."""
-        count = int(np.searchsorted(self._positions[: self._count], num_rows))
-        return self._positions[:count], self._rows[:count]
+    def first(self, num_rows: int) -> Tensor:
+        """Return the first rows, which no later call changes."""
+        return self._rows[:num_rows]
+
+    def take(self, num_keys: int) -> tuple[Int64Array, Tensor]:
+        """Give up the rows at positions below `num_keys`: return their positions, and them."""
+        count, kept = int(np.searchsorted(self._positions[: self._count], num_keys)), self._count
+        positions, rows = self._positions[:count].copy(), self._rows[:count].clone()
+        self._count = kept - count
+        self._positions[: self._count] = self._positions[count:kept].copy()
+        self._rows[: self._count] = self._rows[count:kept].clone()
+        return positions, rows
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One layer of a running request.
+
+    Attributes:
+        q: Rows of queries whose patterns are not computed yet.
+        k: Rows of all keys.
+        found: Positions of queries, and their patterns by name.
+    """
+
+    q: _Rows
+    k: _Rows
+    found: list[Future[tuple[Int64Array, dict[str, Tensor]]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -334,11 +412,11 @@ class _Request:
 
     Attributes:
         wanted: What it asks.
-        rows: By site.
+        layers: By number.
     """
 
     wanted: Wanted
-    rows: dict[Site, _Rows]
+    layers: dict[int, _Layer]
 
 
 class AttentionConsumer(StreamingConsumer):
@@ -350,7 +428,8 @@ class AttentionConsumer(StreamingConsumer):
     ``5.attention.values``, both ``[queries, heads, top]``, and ``5.attention.rest``, ``[queries, heads]``.
 
     A request asks with ``{"layers": [...], "heads": [...], "queries": SELECTOR, "top": N, "dtype": ...}``; only
-    `layers` is required. It waits for its result, which is computed on a thread of its own after the request's end.
+    `layers` is required. It waits for its result. Patterns are computed while the request runs, as soon as
+    `QUERIES_AT_ONCE` rows of queries are there, on threads of their own: little is left to do after its end.
 
     Raises:
         ConfigError: If patterns of a layer whose `q` and `k` are captured cannot be computed, and where there is none.
@@ -365,7 +444,8 @@ class AttentionConsumer(StreamingConsumer):
         parse_params(params)
         self._facts = _facts_of(context)
         self._requests: dict[str, _Request] = {}
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headgate-attention")
+        num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 4))
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="headgate-attention")
         self._computing: set[Future[dict[str, Any]]] = set()
         self._is_closed = False
 
@@ -393,26 +473,42 @@ class AttentionConsumer(StreamingConsumer):
         for site in request.spec.sites:
             shape, count = model.shape(site), count_rows(request.spec.positions_at(site), num_prompt, num_prompt)
             rows[site] = _Rows(count, shape.width, getattr(torch, shape.dtype))
-        self._requests[request.request_id] = _Request(msgspec.convert(request.spec.options, Wanted), rows)
+        layers = {
+            site.layer: _Layer(rows[site], rows[Site(site.layer, HookPoint.K)])
+            for site in request.spec.sites
+            if site.hook is HookPoint.Q
+        }
+        self._requests[request.request_id] = _Request(msgspec.convert(request.spec.options, Wanted), layers)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
+        written: dict[str, _Request] = {}
         for block in blocks:
             for span in block.spans:
-                rows, part = self._requests[span.request.request_id].rows, slice(span.start, span.stop)
+                req_id, part = span.request.request_id, slice(span.start, span.stop)
+                written[req_id] = self._requests[req_id]
                 for number, site in enumerate(block.sites):
-                    rows[site].add(block.positions[part], block.rows[number, part])
+                    layer = written[req_id].layers[site.layer]
+                    rows = layer.q if site.hook is HookPoint.Q else layer.k
+                    rows.add(block.positions[part], block.rows[number, part])
+        for request in written.values():
+            self._compute(request, QUERIES_AT_ONCE)
 
     def finish(self, finished: FinishedRequest) -> Future[dict[str, Any]] | None:
         found = self._requests.pop(finished.request.request_id)
-        if not found.rows:
+        if not found.layers:
             return None  # its layers belong to other pipeline stages
+        self._compute(found, 0)
+        # Behind all its parts in the pool's queue: a thread that waits for one waits for another thread at work.
         payload = self._threads.submit(self._payload, found, finished.final.num_rows)
         self._computing.add(payload)
         payload.add_done_callback(self._computing.discard)
         return payload
 
     def abandon(self, request: RequestInfo) -> None:
-        self._requests.pop(request.request_id, None)
+        found = self._requests.pop(request.request_id, None)
+        for layer in found.layers.values() if found else ():
+            for part in layer.found:
+                part.cancel()
 
     def close(self, timeout_s: float) -> None:
         self._requests.clear()
@@ -420,13 +516,42 @@ class AttentionConsumer(StreamingConsumer):
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _compute(self, request: _Request, at_least: int) -> None:
+        """Begin to compute patterns of the queries at hand, of layers with so many; with 0, of every layer."""
+        for number, layer in request.layers.items():
+            if len(layer.q) < at_least:
+                continue
+            queries, q_rows = layer.q.take(layer.k.num_whole)
+            if len(queries) or not at_least:
+                k_rows = layer.k.first(int(queries[-1]) + 1 if len(queries) else 0)
+                layer.found.append(
+                    self._threads.submit(self._patterns, number, request.wanted, queries, q_rows, k_rows)
+                )
+
+    def _patterns(
+        self, number: int, wanted: Wanted, queries: Int64Array, q_rows: Tensor, k_rows: Tensor
+    ) -> tuple[Int64Array, dict[str, Tensor]]:
+        """Return the queries, and their patterns in one layer by name."""
+        facts = self._facts[number]
+        q_QHD = q_rows.view(-1, facts.num_heads, facts.head_size)
+        k_KHD = k_rows.view(-1, facts.num_kv_heads, facts.head_size)
+        heads = wanted.heads or range(facts.num_heads)
+        blocks = self._until_closed(pattern_blocks(q_QHD, k_KHD, queries, facts, heads))
+        dtype: torch.dtype = getattr(torch, wanted.dtype)
+        if wanted.top is None:
+            return queries, {WHOLE: whole_rows(blocks, (len(queries), len(heads), len(k_rows)), dtype)}
+        found = top_keys(blocks, (len(queries), len(heads), wanted.top), dtype)
+        return queries, {f".{name}": tensor for name, tensor in found.items()}
+
     def _payload(self, request: _Request, num_rows: int) -> dict[str, Any]:
-        queries, num_keys = _complete(request.rows, num_rows)
+        num_keys = min(num_rows, *(layer.k.num_whole for layer in request.layers.values()))
+        parts = {number: [part.result() for part in layer.found] for number, layer in request.layers.items()}
+        queries = _common_queries(parts.values(), num_keys)
         tensors = {QUERIES: torch.from_numpy(queries)}
-        for site in request.rows:
-            if site.hook is HookPoint.Q:
-                tensors |= self._patterns(site.layer, request, queries, num_keys)
-        data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        for number, found in parts.items():
+            for name, tensor in _joined(found, queries).items():
+                tensors[f"{number}.attention{name}"] = tensor
+        data = save(tensors)
         heads = request.wanted.heads
         return {
             "format": "safetensors",
@@ -435,22 +560,7 @@ class AttentionConsumer(StreamingConsumer):
             "data": b64encode(data).decode("ascii"),
         }
 
-    def _patterns(self, layer: int, request: _Request, queries: Int64Array, num_keys: int) -> dict[str, Tensor]:
-        """One layer's tensors, by name."""
-        facts, wanted = self._facts[layer], request.wanted
-        positions, q_rows = request.rows[Site(layer, HookPoint.Q)].below(num_keys)
-        _, k_rows = request.rows[Site(layer, HookPoint.K)].below(num_keys)
-        q_QHD = q_rows[torch.from_numpy(np.searchsorted(positions, queries))].view(-1, facts.num_heads, facts.head_size)
-        k_KHD = k_rows.view(-1, facts.num_kv_heads, facts.head_size)
-        heads = wanted.heads or range(facts.num_heads)
-        blocks = self._until_closed(pattern_blocks(q_QHD, k_KHD, queries, facts, heads))
-        dtype: torch.dtype = getattr(torch, wanted.dtype)
-        if wanted.top is None:
-            return {f"{layer}.attention": whole_rows(blocks, (len(queries), len(heads), num_keys), dtype)}
-        found = top_keys(blocks, (len(queries), len(heads), wanted.top), dtype)
-        return {f"{layer}.attention.{name}": tensor for name, tensor in found.items()}
-
-    def _until_closed(self, blocks: Iterator[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
+    def _until_closed(self, blocks: Iterator[Block]) -> Iterator[Block]:
         for block in blocks:
             if self._is_closed:
                 raise ConsumerError("attention: the engine was shut down while the patterns were computed")
@@ -483,22 +593,38 @@ def _facts_of(context: ConsumerContext) -> dict[int, AttentionFacts]:
     return facts
 
 
-def _complete(rows: Mapping[Site, _Rows], num_rows: int) -> tuple[Int64Array, int]:
-    """Return the queries whose keys are all there, and the number of keys up to the last of them.
+_Parts = Sequence[tuple[Int64Array, Mapping[str, Tensor]]]
+"""Positions of queries, and their patterns by name, by ascending position."""
+
+
+def _common_queries(layers: Iterable[_Parts], num_keys: int) -> Int64Array:
+    """Return the queries below `num_keys` that every layer has.
 
     Rows are missing where overload lost some: the result says so, and patterns of later queries would be wrong.
     """
-    found = {site: each.below(num_rows)[0] for site, each in rows.items()}
-    num_keys = num_rows
-    for positions in (found[site] for site in found if site.hook is HookPoint.K):
-        gaps = np.flatnonzero(positions != np.arange(len(positions)))
-        num_keys = min(num_keys, int(gaps[0]) if len(gaps) else len(positions))
-    queries: Int64Array | None = None
-    for positions in (found[site] for site in found if site.hook is HookPoint.Q):
-        queries = positions if queries is None else np.intersect1d(queries, positions, assume_unique=True)
-    assert queries is not None  # noqa: S101  (a request has layers)
-    queries = queries[queries < num_keys].copy()
-    return queries, int(queries[-1]) + 1 if len(queries) else 0
+    queries = np.arange(num_keys)
+    for parts in layers:
+        found = np.concatenate([np.empty(0, np.int64), *(positions for positions, _ in parts)])
+        queries = np.intersect1d(queries, found, assume_unique=True)
+    return queries
+
+
+def _joined(parts: _Parts, queries: Int64Array) -> dict[str, Tensor]:
+    """Join the patterns of one layer, by name, of the chosen queries alone; whole rows up to the last one's key."""
+    chosen = [(np.isin(positions, queries), tensors) for positions, tensors in parts]
+    found = {}
+    for name in parts[0][1] if parts else ():
+        rows = [tensors[name] if kept.all() else tensors[name][torch.from_numpy(kept)] for kept, tensors in chosen]
+        if name == WHOLE:
+            num_keys = int(queries[-1]) + 1 if len(queries) else 0
+            joined, start = rows[0].new_zeros(len(queries), rows[0].shape[1], num_keys), 0
+            for each in rows:
+                joined[start : start + len(each), :, : each.shape[2]] = each[:, :, :num_keys]
+                start += len(each)
+            found[name] = joined
+        else:
+            found[name] = torch.cat(rows)
+    return found
 
 
 class Patterns:

@@ -572,13 +572,12 @@ class _RequestFeatures:
             counts, listed = (values > self._above).sum(axis=1).tolist(), np.nan_to_num(ids).astype(np.int64).tolist()
         else:
             counts, listed = [self._count] * len(values), [self._given] * len(values)
-        found_ids, found_values = [], []
-        for row, numbers, count, is_sound in zip(
-            listed, values.tolist(), counts, np.isfinite(values).all(axis=1).tolist(), strict=True
-        ):
-            found_ids.append(row[:count] if is_sound else None)
-            found_values.append(numbers[:count] if is_sound else None)
-        return found_ids, found_values
+        is_sound: list[bool] = np.all(np.isfinite(values), axis=1).tolist()
+        rows = list(zip(listed, values.tolist(), counts, is_sound, strict=True))
+        return (
+            [row[:count] if sound else None for row, _, count, sound in rows],
+            [numbers[:count] if sound else None for _, numbers, count, sound in rows],
+        )
 
 
 def _last_position(part: tuple[Int64Array, npt.NDArray[np.float32]]) -> int:

@@ -368,6 +368,51 @@ def test_queries_whose_keys_were_lost_have_no_pattern() -> None:
     torch.testing.assert_close(patterns["1.attention"], expected_rows(asked, 1, range(6), range(4)), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("top", [None, 3])
+def test_patterns_are_computed_while_the_request_runs(top: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a few queries, in whatever order their keys come, make the answer that one part would be."""
+    asked = request({"layers": [1, 2], "heads": [3, 0], "queries": "all_generated", "top": top}, output=9)
+    whole = answer(consumer(), asked)
+    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", 2)
+    computed: list[list[int]] = []
+    found = consumer()
+    original = found._patterns
+
+    def noting(number: int, wanted: Any, queries: Any, *rows: Any) -> Any:
+        computed.append(queries.tolist())
+        return original(number, wanted, queries, *rows)
+
+    monkeypatch.setattr(found, "_patterns", noting)
+
+    parts = answer(found, asked, [(0, 9), (9, 10), (10, 12), (12, 13), (13, 16), (16, 99)])
+
+    assert sorted(map(tuple, computed)) == [(9, 10, 11), (9, 10, 11), (12, 13, 14, 15), (12, 13, 14, 15), (16,), (16,)]
+    expected = fetch_patterns(whole)
+    for name in expected:
+        torch.testing.assert_close(fetch_patterns(parts)[name], expected[name], atol=1e-6, rtol=0)
+
+
+def test_rows_of_queries_are_given_up_when_their_keys_are_there() -> None:
+    rows = attention._Rows(0, 2, torch.float32)
+    rows.add(np.arange(3), torch.arange(6.0).view(3, 2))
+    rows.add(np.array([3, 5]), torch.full((2, 2), 9.0))
+
+    taken, left = rows.take(4), rows.take(6)
+
+    assert rows.num_whole == 4
+    assert (taken[0].tolist(), taken[1][:, 0].tolist()) == ([0, 1, 2, 3], [0, 2, 4, 9])
+    assert (left[0].tolist(), len(rows)) == ([5], 0)
+
+
+def test_tokens_that_were_taken_back_have_no_pattern() -> None:
+    parts = [(np.arange(start, start + 2), {attention.WHOLE: torch.ones(2, 1, start + 2)}) for start in (0, 2)]
+
+    queries = attention._common_queries([parts], 3)
+
+    assert queries.tolist() == [0, 1, 2]
+    assert attention._joined(parts, queries)[attention.WHOLE].tolist() == [[[1, 1, 0]], [[1, 1, 0]], [[1, 1, 1]]]
+
+
 def test_stages_answers_are_read_as_one() -> None:
     first, second = (answer(consumer(), request({"layers": [layer]})) for layer in (1, 2))
 
