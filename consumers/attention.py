@@ -53,7 +53,7 @@ BLOCK_SCORES = 1 << 22
 """Scores that are in memory at a time: 16 MiB, and as much again for what is computed of them."""
 QUERIES_AT_ONCE = 64
 """Queries of a request that are computed together: fewer would cost more, since each time all keys are read."""
-MAX_THREADS = 4
+MAX_PATTERN_THREADS = 4
 ITEM_SIZES = {"float32": 4, "float16": 2}
 MAX_TOP = 4096
 
@@ -444,7 +444,7 @@ class AttentionConsumer(StreamingConsumer):
         parse_params(params)
         self._facts = _facts_of(context)
         self._requests: dict[str, _Request] = {}
-        num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 4))
+        num_threads = max(1, min(MAX_PATTERN_THREADS, len(os.sched_getaffinity(0)) // 4))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="headgate-attention")
         self._computing: set[Future[dict[str, Any]]] = set()
         self._is_closed = False

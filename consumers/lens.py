@@ -301,7 +301,7 @@ class LensReadout(HeadReadout):
         maps = [None if lens is None else _Map.of(lens, self._layer, device) for lens in self._lenses]
         words = self._words.on(device, head)
         size = max(1, _LOGITS // head.vocab_size)
-        layout = self._layout
+        layout, sums_of = self._layout, _block_sums(device)
 
         def read(rows_ND: Tensor, arguments: RowArguments) -> Tensor:
             found = torch.zeros(len(rows_ND), layout.size, dtype=torch.float32, device=device)
@@ -309,7 +309,7 @@ class LensReadout(HeadReadout):
                 stop = min(start + size, len(rows_ND))
                 own = RowArguments(arguments.host[start:stop], arguments.device[start:stop])
                 normed = head.norm(_transported(rows_ND[start:stop], own, maps))
-                _reduce(head.logits(normed), own, words, layout.split(found[start:stop]))
+                _reduce(head.logits(normed), own, words, layout.split(found[start:stop]), sums_of)
             return found
 
         return read
@@ -360,26 +360,67 @@ def _transported(rows_ND: Tensor, arguments: RowArguments, maps: Sequence[_Map |
     return found
 
 
+BlockSums = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Makes the largest logits of blocks of `LOGITS_OF_BLOCK` of logits ``[N, V]``, and the sums of their exponentials."""
+LOGITS_OF_BLOCK = 128
+
+
+def _block_sums(device: torch.device) -> BlockSums | None:
+    """Find the kernel that reads logits once, on GPUs, where a pass over them takes long; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    from headgate.consumers.kernels.block_sums import BLOCK, block_sums  # needs Triton
+
+    assert BLOCK == LOGITS_OF_BLOCK  # noqa: S101
+    return block_sums
+
+
+def strongest(logits_NV: Tensor, maxima_NB: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return what ``logits_NV.topk(count)`` returns, from the largest logits of blocks and the strongest blocks alone.
+
+    No other block can have one of the strongest logits: those that are chosen have at least as many as large.
+    """
+    num_logits = logits_NV.shape[1]
+    if 4 * count * LOGITS_OF_BLOCK > num_logits:
+        return logits_NV.topk(count, dim=1)
+    blocks = maxima_NB.topk(count, dim=1, sorted=False).indices
+    ids = (blocks[:, :, None] * LOGITS_OF_BLOCK + torch.arange(LOGITS_OF_BLOCK, device=blocks.device)).flatten(1)
+    found = logits_NV.gather(1, ids.clamp(max=num_logits - 1)).masked_fill_(ids >= num_logits, -torch.inf)
+    values, at = found.topk(count, dim=1)
+    return values, ids.gather(1, at)
+
+
 def _reduce(
-    logits_NV: Tensor, arguments: RowArguments, words: Tensor | None, out: tuple[Tensor, Tensor, Tensor, Tensor]
+    logits_NV: Tensor,
+    arguments: RowArguments,
+    words: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    sums_of: BlockSums | None,
 ) -> None:
     """Write the outputs of some rows."""
     ids_NK, logprobs_NK, given_NT, ranks_NT = out
-    total_N1 = torch.logsumexp(logits_NV, dim=1, keepdim=True)
+    maxima_NB = None
+    if sums_of is None:
+        total_N1 = torch.logsumexp(logits_NV, dim=1, keepdim=True)
+    else:
+        maxima_NB, sums_NB = sums_of(logits_NV)
+        largest_N1 = maxima_NB.amax(dim=1, keepdim=True)
+        total_N1 = largest_N1 + (sums_NB * (maxima_NB - largest_N1).exp()).sum(dim=1, keepdim=True).log()
     tokens = max((int(np.count_nonzero(row >= 0)) for row in arguments.host[:, _FIRST_TOKEN:]), default=0)
     named = arguments.device[:, _FIRST_TOKEN : _FIRST_TOKEN + tokens].clamp(0, logits_NV.shape[1] - 1)
     values = logits_NV.gather(1, named)
     if words is not None and (arguments.host[:, _WORDS] > 0).any():
         is_out = (arguments.device[:, _WORDS, None] > 0) & ~words
         logits_NV = logits_NV.masked_fill(is_out, -torch.inf)
+        maxima_NB = None if sums_of is None else sums_of(logits_NV)[0]
     for number in range(tokens):
         ranks_NT[:, number] = (logits_NV > values[:, number, None]).sum(dim=1)
     given_NT[:, :tokens] = values - total_N1
     top = min(max(int(arguments.host[:, _TOP].max()), 0), ids_NK.shape[1], logits_NV.shape[1])
     if top:
-        strongest, ids = logits_NV.topk(top, dim=1)
+        values, ids = logits_NV.topk(top, dim=1) if maxima_NB is None else strongest(logits_NV, maxima_NB, top)
         ids_NK[:, :top] = ids
-        logprobs_NK[:, :top] = strongest - total_N1
+        logprobs_NK[:, :top] = values - total_N1
 
 
 class LensConsumer(StreamingConsumer):

@@ -176,13 +176,13 @@ def _with_values(chunk: str, call: HttpCall) -> str:
 
 
 class _Choice(msgspec.Struct):
-    """What is read of a choice of every chunk."""
+    """The fields of a choice that are read of every chunk."""
 
     index: int | None = None
 
 
 class _Chunk(msgspec.Struct):
-    """What is read of every chunk."""
+    """The fields that are read of every chunk."""
 
     choices: list[_Choice] | None = None
 
