@@ -101,14 +101,16 @@ class ExampleRequest:
 
     def expected(self) -> CapturedRequest:
         """The request as a consumer should have it at the end."""
-        positions = self.wanted()
+        spec, positions = self.info.spec, self.wanted()
+        own = {hook: self.wanted(selector=each) for hook, each in spec.hook_positions.items()}
         return CapturedRequest(
             request=self.info,
             final=self.final,
-            sites=self.info.spec.sites,
-            rows={site: self.rows(site, positions) for site in self.info.spec.sites},
+            sites=spec.sites,
+            rows={site: self.rows(site, own.get(site.hook, positions)) for site in spec.sites},
             positions=positions,
             token_ids=self.final.token_ids[positions],
+            hook_positions=own,
         )
 
 

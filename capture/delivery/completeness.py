@@ -68,6 +68,7 @@ class DeliveryAudit:
         self._runs: dict[int, tuple[int, int]] = {}
         """Number of sites to consecutive positions that are not counted in yet: most rows prolong a run."""
         self._dropped: list[Int64Array] = []
+        self._num_lost = 0
 
     def deliver(self, positions: Int64Array, num_sites: int) -> None:
         """Count rows at `positions`, ascending, of `num_sites` sites."""
@@ -92,6 +93,10 @@ class DeliveryAudit:
         """Count rows at `positions` as lost to overload."""
         self._dropped.append(positions.copy())
 
+    def lose(self, count: int) -> None:
+        """Count so many rows as lost to overload, nobody knows at which positions."""
+        self._num_lost += count
+
     def close(self, final: FinalState) -> RowTotals:
         """Compare what was delivered with what the request wanted, now that its length is known."""
         for num_sites, run in self._runs.items():
@@ -111,10 +116,12 @@ class DeliveryAudit:
         is_complete = is_wanted & (delivered == expected)
         lost = np.unique(np.concatenate(self._dropped)) if self._dropped else positions[:0]
         lost = lost[lost < num_rows]
+        is_missing = is_wanted & ~is_complete
+        num_dropped = int(is_missing[lost].sum())
         return RowTotals(
             wanted=int(is_wanted.sum()),
             complete=int(is_complete.sum()),
-            dropped=int((is_wanted & ~is_complete)[lost].sum()),
+            dropped=num_dropped + min(self._num_lost, int(is_missing.sum()) - num_dropped),
             surplus=int(np.maximum(delivered - expected, 0).sum()),
             outdated=int(np.count_nonzero(delivered[: final.num_outdated])),
             by_selection=tuple(int((is_complete & is_selected).sum()) for _, is_selected in selections),

@@ -5,7 +5,7 @@ Shapes: S sites, N rows of a block, C rows that there is room for, D width of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,15 +71,18 @@ class Assembler:
     def finish(self, finished: FinishedRequest) -> Any:
         """Hand the request over, without the rows that were computed in vain; return what the consumer returns."""
         collected = self._requests.pop(finished.request.request_id)
+        spec = finished.request.spec
         positions, rows = collected.rows_below(finished.final.num_rows)
+        common, *own = positions
         captured = CapturedRequest(
             request=finished.request,
             final=finished.final,
-            sites=finished.request.spec.sites,
+            sites=spec.sites,
             rows=rows,
-            positions=positions,
-            token_ids=finished.final.token_ids[positions],
+            positions=common,
+            token_ids=finished.final.token_ids[common],
             dropped_rows=finished.dropped_rows,
+            hook_positions=dict(zip(spec.hook_positions, own, strict=True)),
         )
         return self._consumer.on_capture(captured)
 
@@ -102,11 +105,10 @@ class _CollectedRows:
 
     def __init__(self, request: RequestInfo, model: ModelInfo, pool: RowPool) -> None:
         self._pool = pool
-        self._sites = request.spec.sites
         self._readouts = request.readouts
         self._model = model
-        prompt = np.arange(request.num_prompt_tokens, dtype=np.int64)
-        self._num_expected = int(request.spec.positions.mask(prompt, np.full_like(prompt, len(prompt))).sum())
+        self._spec = request.spec
+        self._num_prompt = request.num_prompt_tokens
         self._parts: list[_SiteRows] = []
 
     def add(self, block: RowBlock, rows_SNB: Bytes, start: int, stop: int) -> None:
@@ -114,28 +116,31 @@ class _CollectedRows:
         # Few kinds of blocks come for a request, and all of a kind share the tuple of their sites.
         part = next((part for part in self._parts if part.sites is block.sites), None)
         if part is None:
-            part = _SiteRows(block, self._num_expected, self._pool)
+            part = _SiteRows(block, self._num_expected(block.sites), self._pool)
             self._parts.append(part)
         part.add(rows_SNB, block.positions, start, stop)
 
-    def rows_below(self, num_positions: int) -> tuple[Int64Array, dict[Site, Tensor]]:
-        """Return the positions below `num_positions` that every site has, and each site's rows of them."""
-        pieces: dict[Site, list[tuple[Int64Array, Tensor]]] = {site: [] for site in self._sites}
+    def rows_below(self, num_positions: int) -> tuple[list[Int64Array], dict[Site, Tensor]]:
+        """Return each site's rows of positions below `num_positions`, and the positions of each of the selections."""
+        pieces: dict[Site, list[tuple[Int64Array, Tensor]]] = {site: [] for site in self._spec.sites}
         for part in self._parts:
             positions, rows_SND = part.rows_below(num_positions)
             for site, rows_ND in zip(part.sites, rows_SND, strict=True):
                 pieces[site].append((positions, rows_ND))
-        sites = {site: self._join(site, found) for site, found in pieces.items()}
-        common = sites[self._sites[0]][0]
-        if all(positions is common or np.array_equal(positions, common) for positions, _ in sites.values()):
-            return common, {site: rows for site, (_, rows) in sites.items()}
-        # Rows of some sites were lost on their way: only complete positions can be handed over.
-        for positions, _ in sites.values():
-            common = np.intersect1d(common, positions, assume_unique=True)
-        return common, {
-            site: rows[torch.from_numpy(np.searchsorted(positions, common))]
-            for site, (positions, rows) in sites.items()
-        }
+        found: dict[Site, Tensor] = {}
+        positions_of: list[Int64Array] = []
+        for selected, _ in self._spec.selections:
+            common, rows = _complete({site: self._join(site, pieces[site]) for site in selected})
+            positions_of.append(common)
+            found |= rows
+        return positions_of, {site: found[site] for site in self._spec.sites}
+
+    def _num_expected(self, sites: Sequence[Site]) -> int:
+        """Count the positions of the prompt that are wanted at all of some sites."""
+        prompt = np.arange(self._num_prompt, dtype=np.int64)
+        selectors = {id(each): each for each in map(self._spec.positions_at, sites)}.values()
+        chosen = [each.mask(prompt, np.full_like(prompt, self._num_prompt)) for each in selectors]
+        return int(np.all(chosen, axis=0).sum())
 
     def _join(self, site: Site, pieces: list[tuple[Int64Array, Tensor]]) -> tuple[Int64Array, Tensor]:
         """Put one site's rows in the order of their positions."""
@@ -147,6 +152,19 @@ class _CollectedRows:
         positions = np.concatenate([positions for positions, _ in pieces])
         order = np.argsort(positions)
         return positions[order], torch.cat([rows for _, rows in pieces])[torch.from_numpy(order)]
+
+
+def _complete(sites: Mapping[Site, tuple[Int64Array, Tensor]]) -> tuple[Int64Array, dict[Site, Tensor]]:
+    """Return the positions that all of some sites have, and each site's rows of them."""
+    common = next((positions for positions, _ in sites.values()), np.empty(0, dtype=np.int64))
+    if all(positions is common or np.array_equal(positions, common) for positions, _ in sites.values()):
+        return common, {site: rows for site, (_, rows) in sites.items()}
+    # Rows of some sites were lost on their way: only complete positions can be handed over.
+    for positions, _ in sites.values():
+        common = np.intersect1d(common, positions, assume_unique=True)
+    return common, {
+        site: rows[torch.from_numpy(np.searchsorted(positions, common))] for site, (positions, rows) in sites.items()
+    }
 
 
 class _SiteRows:

@@ -53,6 +53,7 @@ from headgate.capture.schema.consumer import (
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import sort_sites
+from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.schema.vocabulary import Vocabulary
 
 NO_LIMIT = np.iinfo(np.int64).max
@@ -70,28 +71,34 @@ def join_requests(stages: Mapping[int, RequestInfo]) -> RequestInfo:
 
 
 class StageJoin:
-    """Rows of one request that stages have sent and that were not passed on yet. Nothing is, until `start`."""
+    """Rows of one request that stages have sent and that were not passed on yet. Nothing is, until `start`.
+
+    A position is passed on when every stage that wants it has sent it.
+    """
 
     def __init__(self) -> None:
         self._request: RequestInfo | None = None
         self._waiting: dict[int, list[RowBlock]] = {}
         self._reached: dict[int, int] = {}
+        self._specs: dict[int, CaptureSpec] = {}
 
-    def start(self, request: RequestInfo, stages: Sequence[int]) -> list[RowBlock]:
+    def start(self, request: RequestInfo, stages: Mapping[int, RequestInfo]) -> list[RowBlock]:
         """Begin to pass rows on, now that every stage has announced the request.
 
         Args:
             request: Owner of the joined rows.
-            stages: Stages that have sites of the request.
+            stages: The request as each stage has it that has sites of it.
 
         Returns:
             The rows that every stage has sent already.
         """
         self._request = request
+        # Stages want the same positions, unless hook points have positions of their own.
+        self._specs = {stage: info.spec for stage, info in stages.items() if info.spec.hook_positions}
         for stage in stages:
             self._waiting.setdefault(stage, [])
             self._reached.setdefault(stage, -1)
-        return self._take_up_to(min(self._reached.values()), request)
+        return self._take_up_to(self._last_sent(request), request)
 
     def add(self, stage: int, blocks: Sequence[RowBlock]) -> list[RowBlock]:
         """Take the blocks of one write of `stage`, all of whose rows are this request's.
@@ -102,15 +109,36 @@ class StageJoin:
         self._waiting.setdefault(stage, []).extend(blocks)
         last = max(int(block.positions[-1]) for block in blocks)
         self._reached[stage] = max(self._reached.get(stage, -1), last)
-        return [] if self._request is None else self._take_up_to(min(self._reached.values()), self._request)
+        return [] if self._request is None else self._take_up_to(self._last_sent(self._request), self._request)
 
     def end(self) -> list[RowBlock]:
         """Return the rows that every stage has sent, now that none will send more; the rest is thrown away."""
         return [] if self._request is None else self._take_up_to(NO_LIMIT, self._request)
 
+    def _last_sent(self, request: RequestInfo) -> int:
+        """Return the last position up to which no stage has anything to send any more."""
+        if not self._specs:
+            return min(self._reached.values())
+        last = max(self._reached.values())
+        for stage, reached in self._reached.items():
+            if len(left := self._wanted(stage, np.arange(reached + 1, last + 1), request)):
+                last = int(left[0]) - 1
+        return last
+
+    def _wanted(self, stage: int, positions: Int64Array, request: RequestInfo) -> Int64Array:
+        """Return those of some positions that a stage wants at any of its sites."""
+        if stage not in self._specs:
+            return positions
+        num_prompt = np.full(len(positions), request.num_prompt_tokens, dtype=np.int64)
+        chosen = [each.mask(positions, num_prompt) for sites, each in self._specs[stage].selections if sites]
+        return positions[np.any(chosen, axis=0)]
+
     def _take_up_to(self, last: int, request: RequestInfo) -> list[RowBlock]:
-        """Remove and return the positions up to `last` that every stage has; those after it go on waiting."""
-        everywhere = reduce(np.intersect1d, (_positions(blocks, last) for blocks in self._waiting.values()))
+        """Remove and return the positions up to `last` that every stage that wants them has; others go on waiting."""
+        sent = {stage: _positions(blocks, last) for stage, blocks in self._waiting.items()}
+        everywhere = reduce(np.union1d, sent.values())
+        for stage, positions in sent.items():
+            everywhere = np.setdiff1d(everywhere, np.setdiff1d(self._wanted(stage, everywhere, request), positions))
         taken = []
         for stage, blocks in self._waiting.items():
             for block in blocks:
@@ -146,14 +174,12 @@ class _Arriving:
         ended: By stage, how it ended, and how many of its rows were lost on the way.
         request: The request in the consumer's queue, once all stages have begun.
         join: Rows that wait for those of other stages.
-        received: Positions that were passed on.
     """
 
     begun: dict[int, RequestInfo] = field(default_factory=dict)
     ended: dict[int, tuple[FinalState, int]] = field(default_factory=dict)
     request: ConsumerRequest | None = None
     join: StageJoin = field(default_factory=StageJoin)
-    received: list[Int64Array] = field(default_factory=list)
 
 
 class RowReceiver:
@@ -214,7 +240,7 @@ class RowReceiver:
         arriving.request = ConsumerRequest(joined if self._num_stages > 1 else arriving.begun[0])
         self._queue.begin(arriving.request)
         if self._num_stages > 1:
-            with_sites = [stage for stage, info in arriving.begun.items() if info.spec.sites]
+            with_sites = {stage: info for stage, info in arriving.begun.items() if info.spec.sites}
             self._offer(self._owned(arriving, arriving.join.start(joined, with_sites)))
 
     def _rows(self, message: Rows, frames: Sequence[zmq.Frame]) -> None:
@@ -253,7 +279,10 @@ class RowReceiver:
         if self._num_stages > 1:
             self._offer(self._owned(arriving, arriving.join.end()))
         final, _ = arriving.ended[0]
-        _note_lost(arriving, arriving.request, final)
+        if num_lost := sum(count for _, count in arriving.ended.values()):
+            # The stages report how many rows they lost, and not which.
+            arriving.request.audit.lose(num_lost)
+            arriving.request.drop_reason = "they did not reach the front end in time"
         self._queue.finish(arriving.request, final)
         self._forget(key)
 
@@ -273,30 +302,11 @@ class RowReceiver:
         if not parts:
             return
         packet: Packet = join(parts)
-        for portion in packet.portions():
-            if portion.num_new:
-                self._arriving[_key(portion.request.info)].received.append(portion.positions)
         self._queue.offer(packet, may_wait=True)
 
 
 def _key(request: RequestInfo) -> RequestKey:
     return origin_of(request).key, request.request_id
-
-
-def _note_lost(arriving: _Arriving, request: ConsumerRequest, final: FinalState) -> None:
-    """Count the rows that stages have lost on the way as dropped in the request's audit.
-
-    Stages report how many rows they lost, not which: the missing ones, unless some were never computed.
-    """
-    num_lost = sum(count for _, count in arriving.ended.values())
-    if not num_lost:
-        return
-    positions = np.arange(final.num_rows, dtype=np.int64)
-    num_prompt = np.full(final.num_rows, final.num_prompt_tokens, dtype=np.int64)
-    wanted = positions[request.info.spec.positions.mask(positions, num_prompt)]
-    missing = np.setdiff1d(wanted, np.concatenate([wanted[:0], *arriving.received]))
-    request.audit.drop(missing[:num_lost])
-    request.drop_reason = "they did not reach the front end in time"
 
 
 logger = logging.getLogger("headgate")

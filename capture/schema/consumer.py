@@ -38,7 +38,7 @@ from headgate.capture.schema.config import Location
 from headgate.capture.schema.errors import ConfigError, RequestError, shown
 from headgate.capture.schema.positions import MAX_POSITION, parse_positions
 from headgate.capture.schema.results import Origin
-from headgate.capture.schema.sites import Site, SiteShape, parse_configured
+from headgate.capture.schema.sites import HookPoint, Site, SiteShape, parse_configured
 from headgate.capture.schema.spec import CaptureSpec, Memo
 from headgate.capture.schema.vocabulary import Vocabulary
 
@@ -324,7 +324,7 @@ class RowBlock:
     """Rows of one step: the same sites for every row. Read-only, and yours to keep.
 
     A request's rows arrive in ascending order of position, each position once. Its sites may be spread over
-    several blocks of one `write`; every site then has the same positions.
+    several blocks of one `write`; every site then has the same positions, but for `CaptureSpec.hook_positions`.
 
     Attributes:
         sites: ``S`` sites.
@@ -370,9 +370,10 @@ class CapturedRequest:
         final: Its tokens and how it ended.
         sites: In the order of the forward pass.
         rows: One tensor per site, ``[num_rows, width]`` in the site's dtype, on the CPU; as in `RowBlock`.
-        positions: int64 ``[num_rows]``, ascending; the same for every site.
+        positions: int64 ``[num_rows]``, ascending; the same for every site, but those of `hook_positions`.
         token_ids: int64 ``[num_rows]``: the token whose forward gave the row.
         dropped_rows: Rows that were lost to overload.
+        hook_positions: The same as `positions`, of the sites of hook points for which the spec has others.
     """
 
     request: RequestInfo
@@ -382,6 +383,11 @@ class CapturedRequest:
     positions: Int64Array = field(repr=False)
     token_ids: Int64Array = field(repr=False)
     dropped_rows: int = 0
+    hook_positions: Mapping[HookPoint, Int64Array] = field(default_factory=dict, repr=False)
+
+    def positions_at(self, site: Site) -> Int64Array:
+        """Return the positions of the rows of a site."""
+        return self.hook_positions.get(site.hook, self.positions)
 
     @property
     def is_prefill(self) -> npt.NDArray[np.bool_]:

@@ -20,6 +20,7 @@ from headgate.capture.schema.consumer import (
     RequestInfo,
 )
 from headgate.capture.schema.positions import Named, Span
+from headgate.capture.schema.sites import HookPoint, Site
 from tests.fakes.pipeline import HIDDEN, MODEL, SITES, block, consumer_request, final_state, info, row_values
 
 
@@ -92,6 +93,26 @@ def test_positions_may_have_gaps() -> None:
 
     assert keeper.captured[0].positions.tolist() == [0, 3, 6]
     assert keeper.captured[0].is_prefill.tolist() == [True, True, False]
+
+
+def test_hook_points_may_have_positions_of_their_own() -> None:
+    first = Site(0, HookPoint.PRE_ATTN)
+    keeper, request = Keeper(), consumer_request(num_prompt=4)
+    spec = replace(request.info.spec, sites=(first, *SITES), hook_positions={HookPoint.PRE_ATTN: Named("last_prompt")})
+    request.info = replace(request.info, spec=spec)
+    assembler = Assembler(keeper)
+    rows = block([(request, [3])], SITES[:1])
+
+    assembler.begin(request.info)
+    assembler.write([block([(request, range(5))])])
+    assembler.write([replace(rows, sites=(first,))])
+    assembler.finish(finished(request.info, 6))
+
+    (captured,) = keeper.captured
+    assert list(captured.rows) == [first, *SITES]
+    assert (captured.positions.tolist(), captured.positions_at(first).tolist()) == ([0, 1, 2, 3, 4], [3])
+    assert torch.equal(captured.rows[first], rows.rows[0])
+    assert torch.equal(captured.rows[SITES[2]], row_values(1, np.arange(5), 2))
 
 
 def test_what_is_kept_of_a_request_does_not_hold_the_rows_of_its_neighbours() -> None:

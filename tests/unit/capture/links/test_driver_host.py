@@ -15,9 +15,23 @@ from headgate.capture.links.peer import numbering, rows_address
 from headgate.capture.links.sender import ZmqResultSender
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import CapturedRequest
+from headgate.capture.schema.positions import Named
 from headgate.capture.schema.results import CaptureResult, Origin
+from headgate.capture.schema.sites import HookPoint, Site
 from tests.fakes.driver_consumers import FLOW, WHOLE, Worker, assert_rows, expect, flow, hosting, result, whole
-from tests.fakes.pipeline import ROW_BYTES, TIMEOUT_S, Gate, Reports, at_gate, final_state, packet, running
+from tests.fakes.pipeline import (
+    ROW_BYTES,
+    SITES,
+    TIMEOUT_S,
+    Gate,
+    Reports,
+    at_gate,
+    block,
+    consumer_request,
+    final_state,
+    packet,
+    running,
+)
 
 pytestmark = pytest.mark.usefixtures("driver_consumers")
 
@@ -192,6 +206,34 @@ def test_rows_lost_on_the_way_are_in_the_result(folder: Path, sender: ZmqResultS
             str(answer.error)
         )
         assert_rows(whole(host).captured[0], 1, [0, 1])
+
+
+def test_a_consumer_of_another_party_may_want_other_positions_at_a_hook_point(
+    folder: Path, sender: ZmqResultSender
+) -> None:
+    own = Site(0, HookPoint.PRE_ATTN)
+    with hosting(folder, WHOLE) as (hub, host):
+        worker = Worker(hub, sender, "whole")
+        requests = [worker.request(name) for name in ("request-1", "request-2")]
+        spec = replace(requests[0].spec, sites=(own, *SITES), hook_positions={HookPoint.PRE_ATTN: Named("last_prompt")})
+        requests = [replace(request, spec=spec) for request in requests]
+        expect(hub, "whole", "request-1", "request-2")
+
+        worker.begin(*requests)
+        worker.write((requests[0], [0, 1, 2, 3]), (requests[1], [0, 1, 2, 3]))
+        row = block([(consumer_request(), [3])], SITES[:1])
+        worker.sink.write([replace(row, sites=(own,), spans=(replace(row.spans[0], request=requests[0]),))])
+        worker.finish(requests[0])
+        worker.finish(requests[1], dropped_rows=1)
+
+        answer, lost = result(hub, "whole"), result(hub, "whole", "request-2")
+        assert (answer.status, answer.num_rows, answer.num_bytes) == ("ok", 4, (4 * 3 + 1) * ROW_BYTES)
+        captured = next(each for each in whole(host).captured if each.request.request_id == "request-1")
+        assert_rows(captured, 1, [0, 1, 2, 3])
+        assert captured.positions_at(own).tolist() == [3]
+        assert captured.rows[own].tolist() == row.rows[0].tolist()
+        assert (lost.status, lost.num_rows, lost.dropped_rows) == ("partial_error", 3, 1)
+        assert "1 dropped (they did not reach the front end in time)" in str(lost.error)
 
 
 def test_rows_that_the_workers_queue_dropped_are_in_the_result(folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from headgate.capture.links.driver import StageJoin, join_requests
 from headgate.capture.schema.consumer import RequestInfo, RowBlock, RowSpan
-from headgate.capture.schema.positions import Named
+from headgate.capture.schema.positions import Indices, Named
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 
@@ -97,6 +98,10 @@ def test_all_sites_of_one_write_have_the_same_positions(schedule: Schedule, star
         assert len(set(positions.values())) == 1
 
 
+def stages_of(sites: Sequence[tuple[Site, ...]]) -> dict[int, RequestInfo]:
+    return {stage: request(own) for stage, own in enumerate(sites)}
+
+
 def run(
     schedule: Schedule, sites: list[tuple[Site, ...]], joined: RequestInfo, *, start_at: int
 ) -> list[list[RowBlock]]:
@@ -104,18 +109,19 @@ def run(
     join, released = StageJoin(), []
     for index, (stage, positions) in enumerate(schedule.writes):
         if index == start_at:
-            released.append(join.start(joined, range(len(sites))))
+            released.append(join.start(joined, stages_of(sites)))
         blocks = [block(sites[stage][:1], positions), block(sites[stage][1:], positions)]
         released.append(join.add(stage, blocks))
     if start_at == len(schedule.writes):
-        released.append(join.start(joined, range(len(sites))))
+        released.append(join.start(joined, stages_of(sites)))
     return [*released, join.end()]
 
 
 def test_rows_come_out_as_soon_as_the_last_stage_has_sent_them() -> None:
     first, second = Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP)
     join = StageJoin()
-    join.start(join_requests({0: request((first,)), 1: request((second,))}), [0, 1])
+    stages = stages_of([(first,), (second,)])
+    join.start(join_requests(stages), stages)
 
     assert join.add(0, [block((first,), [0, 1, 2])]) == []
     released = join.add(1, [block((second,), [0, 1])])
@@ -128,10 +134,35 @@ def test_a_stage_without_sites_is_not_waited_for() -> None:
     join = StageJoin()
 
     assert join.add(0, [block((only,), [0])]) == []
-    (early,) = join.start(join_requests({0: request((only,)), 1: request(())}), [0])
+    (early,) = join.start(join_requests(stages_of([(only,), ()])), stages_of([(only,)]))
     (late,) = join.add(0, [block((only,), [1])])
 
     assert (early.positions.tolist(), late.positions.tolist()) == ([0], [1])
+
+
+def test_a_stage_holds_up_and_lacks_only_what_it_wants() -> None:
+    """The first stage has keys at all positions, the second one queries at positions 1 and 3 alone."""
+    k, q = Site(0, HookPoint.K), Site(1, HookPoint.Q)
+    own = {HookPoint.Q: Indices.of((1, 3))}
+    stages = {
+        stage: replace(info, spec=replace(info.spec, hook_positions=own))
+        for stage, info in stages_of([(k,), (q,)]).items()
+    }
+    join = StageJoin()
+    join.start(join_requests(stages), stages)
+
+    early = join.add(0, [block((k,), [0, 1, 2])])
+    middle = join.add(1, [block((q,), [1])])
+    late = join.add(0, [block((k,), [4])])
+    end = [*join.add(1, [block((q,), [3])]), *join.end()]
+
+    found = [[(part.sites[0].hook, part.positions.tolist()) for part in parts] for parts in (early, middle, late, end)]
+    assert found == [
+        [(HookPoint.K, [0])],
+        [(HookPoint.K, [1, 2]), (HookPoint.Q, [1])],
+        [],
+        [(HookPoint.K, [4])],  # nobody has position 3 of every stage that wants it
+    ]
 
 
 def test_a_request_of_several_stages_has_all_sites_in_the_order_of_the_forward_pass() -> None:
