@@ -78,13 +78,13 @@ def launch_of(case: Case, coder: tuple[Any, ...]) -> Launch:
     return lambda: reconstruction_deltas(value, addend, None, tokens, count, *coder, k=case.k)
 
 
-def read_us(case: Case) -> float:
-    """Microseconds in which the consumer `features` encodes rows and finds the 20 strongest of each."""
+def read_us(case: Case, dtype: str) -> float:
+    """Microseconds in which the consumer `features` encodes rows of that dtype and finds the 20 strongest of each."""
     size = ModelSize(num_layers=2, hidden=case.width, vocabulary=2)
     with tempfile.TemporaryDirectory() as folder:
         path = write_sae(Path(folder) / "sae", case.features, size, layer=1, k=case.k)
-        function = FeaturesReadout([open_coder(path)], 20).on(torch.device("cuda"))
-    rows = torch.randn(case.tokens, case.width, device="cuda", dtype=torch.float64)
+        function = FeaturesReadout([open_coder(path)], 20, dtype).on(torch.device("cuda"))
+    rows = torch.randn(case.tokens, case.width, device="cuda", dtype=torch.bfloat16).double()
     host = np.full((case.tokens, 21), -1, np.int64)
     arguments = RowArguments(host, torch.from_numpy(host).cuda())
     times = []
@@ -120,8 +120,8 @@ def main() -> int:
     options = read_options()
     if options.read:
         for case in (one for one in CASES if one.listed == one.tokens and (one.k or one.features == 16384)):
-            taken = read_us(case)
-            print(f"{case.width:6} {case.features:9} {case.tokens:6} k {case.k:4} {taken:10.1f} us", flush=True)
+            taken = " ".join(f"{dtype} {read_us(case, dtype):10.1f} us" for dtype in ("float32", "bfloat16"))
+            print(f"{case.width:6} {case.features:9} {case.tokens:6} k {case.k:4} {taken}", flush=True)
         return 0
     launch_us, bytes_per_us = floors()
     about: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "launch_us": launch_us, "cases": []}

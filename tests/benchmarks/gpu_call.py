@@ -193,7 +193,11 @@ ANY_MODEL = {
         pytest_step("lens-cuda", 60, "tests/gpu/test_lens_cuda.py", "tests/gpu/test_readouts_cuda.py"),
         Step("lens", (sys.executable, "-m", "tests.benchmarks.bench_lens", "--model", "{model}"), 400, lines=12),
     ],
-    "top-k": [http("top-k", ["decode"], LIMIT_S, "--servers", *TOP_K_SERVERS, "--modes", *TOP_K_MODES)],
+    "top-k": [
+        pytest_step("features-cuda", 60, "tests/gpu/test_features_cuda.py"),
+        Step("reads", (sys.executable, "-m", "tests.benchmarks.bench_reconstruction", "--read"), 90),
+        http("top-k", ["decode"], LIMIT_S, "--servers", *TOP_K_SERVERS, "--modes", *TOP_K_MODES),
+    ],
     "attention": [
         http("attention", ["chat"], LIMIT_S, "--servers", *ATTENTION_SERVERS, "--modes", *ATTENTION_MODES),
     ],

@@ -81,6 +81,27 @@ def test_given_features_have_the_activations_that_the_kind_selects(kind: CoderKi
         assert found[5, 0] == expected[5].argmax()
 
 
+@pytest.mark.usefixtures("block_bytes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", CoderKind)
+def test_rows_of_bfloat16_are_encoded_as_exactly(kind: CoderKind, dtype: torch.dtype) -> None:
+    """Weights are split into as many parts as their file's dtype needs, and their sum is the weight."""
+    changes = {"encoder": tensor(torch.from_numpy(weights()["W_enc"]).to(dtype).double().numpy()).transposed}
+    coder = coder_of_kind(kind, **changes)
+    x = torch.from_numpy(rows(6)).bfloat16().double()
+    asked = arguments(*[(0,)] * 3, *[(0, 39, 0, 17)] * 3)
+
+    encoder = consumer.DeviceEncoder(coder, torch.device("cpu"), are_rows_narrow=True)
+    found = encoder.features(x, asked, TOP)
+
+    num_parts = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}[dtype]
+    assert encoder._encoder_FD.dtype == torch.bfloat16
+    parts = encoder._encoder_FD.double().unflatten(1, (num_parts, -1)).sum(1)
+    exact = consumer.DeviceEncoder(coder, torch.device("cpu"))
+    assert torch.equal(parts, exact._encoder_FD.double())
+    torch.testing.assert_close(found, exact.features(x, asked, TOP), rtol=1e-5, atol=1e-6)
+
+
 def test_rows_of_several_saes_in_one_chunk_are_each_their_own_and_rows_that_are_not_finite_are_nan() -> None:
     coders = [coder_of_kind(CoderKind.TOPK), coder_of_kind(CoderKind.RELU)]
     x = rows(4)
