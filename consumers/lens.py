@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -54,6 +55,8 @@ _LENS, _WORDS, _TOP, _FIRST_TOKEN = range(4)
 """Places of a request's arguments: the number of its lens, whether words alone are ranked, its top, its tokens."""
 _LOGITS = 1 << 25
 """Logits that are in memory at a time, about: 128 MiB of float32."""
+_MAX_ASKED = 512
+"""Largest value of `max_top` and of `max_tokens`: they set the room of each row, whatever a request asks."""
 _MATRIX_ROWS = 1024
 """Rows of a lens' matrix that are widened to float32 at a time."""
 
@@ -127,9 +130,9 @@ def parse_params(params: Mapping[str, Any]) -> _Settings:
         parsed = msgspec.convert(dict(params), LensParams)
     except msgspec.ValidationError as error:
         raise ConfigError(f"lens: {error}") from error
-    for name, least in (("max_top", 1), ("max_tokens", 0), ("max_values", 1)):
-        if not least <= getattr(parsed, name) <= (1 << 30 if name == "max_values" else 512):
-            raise ConfigError(f"lens: {name}: expected at least {least}, and 512 at most of tokens; got {params[name]}")
+    for name, least, most in (("max_top", 1, _MAX_ASKED), ("max_tokens", 0, _MAX_ASKED), ("max_values", 1, 1 << 30)):
+        if not least <= getattr(parsed, name) <= most:
+            raise ConfigError(f"lens: {name}: expected a number from {least} to {most}, got {getattr(parsed, name)}")
     if LOGIT in parsed.lenses:
         raise ConfigError(f"lens: lenses.{LOGIT}: this is the name of the lens without a file; choose another")
     return _Settings(parsed, {name: _read(name, path) for name, path in parsed.lenses.items()})
@@ -266,6 +269,7 @@ class LensReadout(HeadReadout):
 
     Outputs of a row are those of `_Outputs`, and its arguments the number of its lens, whether words alone are ranked,
     how many tokens are wanted, and the tokens. Where a request wants fewer tokens, the others' outputs are undefined.
+    All are NaN where the row is not finite.
 
     Args:
         layer: The layer.
@@ -397,7 +401,8 @@ def _reduce(
     out: tuple[Tensor, Tensor, Tensor, Tensor],
     sums_of: BlockSums | None,
 ) -> None:
-    """Write the outputs of some rows."""
+    """Write the outputs of some rows: NaN of those that are not finite, and log-probabilities of -inf after the tokens
+    that can be ranked, which may be fewer than are wanted."""
     ids_NK, logprobs_NK, given_NT, ranks_NT = out
     maxima_NB = None
     if sums_of is None:
@@ -417,10 +422,13 @@ def _reduce(
         ranks_NT[:, number] = (logits_NV > values[:, number, None]).sum(dim=1)
     given_NT[:, :tokens] = values - total_N1
     top = min(max(int(arguments.host[:, _TOP].max()), 0), ids_NK.shape[1], logits_NV.shape[1])
+    logprobs_NK.fill_(-torch.inf)
     if top:
         values, ids = logits_NV.topk(top, dim=1) if maxima_NB is None else strongest(logits_NV, maxima_NB, top)
         ids_NK[:, :top] = ids
         logprobs_NK[:, :top] = values - total_N1
+    for part in out:
+        part.masked_fill_(~total_N1.isfinite(), torch.nan)
 
 
 class LensConsumer(StreamingConsumer):
@@ -431,7 +439,8 @@ class LensConsumer(StreamingConsumer):
     "logprobs", "token_logprobs", "token_ranks"}}}``: lists with one row for each position. Rows of ``ids``, their texts
     ``tokens`` and ``logprobs`` are in falling order; rows of ``token_logprobs`` and ``token_ranks`` in the order of the
     request's tokens. Ranks begin at 0. Log-probabilities are over the whole vocabulary, also with ``words_only``, which
-    limits the ranking to tokens of letters alone. A number is None where the row is not finite.
+    limits the ranking to tokens of letters alone. The first three rows are shorter where fewer tokens can be ranked,
+    and empty where the row is not finite; a number of a given token is None there.
 
     Raises:
         ConfigError: If a lens cannot be read, or is of another model.
@@ -486,12 +495,28 @@ class LensConsumer(StreamingConsumer):
         self._running.add(request, _Reading(self._settings, request.spec))
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
+        self._look_up(blocks)
         with self._running.lock:
             for block in blocks:
                 for span in block.spans:
                     part = slice(span.start, span.stop)
                     reading = self._running[span.request.request_id]
                     reading.add(block.sites, block.positions[part], block.rows[:, part].numpy())
+
+    def _look_up(self, blocks: Sequence[RowBlock]) -> None:
+        """Let the vocabulary know the texts of all tokens, here and not on the event loop, which makes chunks of them.
+
+        A tokenizer takes longer for a text than all else that a chunk costs.
+        """
+        vocabulary = self.context.vocabulary
+        if vocabulary is None or not vocabulary.has_texts:
+            return
+        for block in blocks:
+            ids = self._settings.layout.split(block.rows.numpy())[0]
+            for span in block.spans:
+                own = ids[:, span.start : span.stop, : span.request.spec.options[TOP]]
+                for token in np.unique(own[np.isfinite(own)]).tolist():
+                    vocabulary.shown(int(token))
 
     def take_new(self, key: str, sample_index: int, num_rows: int) -> dict[str, Any] | None:
         """See `StreamedResults.take_new`: the payload with the positions that are new, as many as a chunk may have."""
@@ -596,18 +621,16 @@ class _Reading:
     def _layer(self, rows: Any, vocabulary: Vocabulary | None) -> dict[str, Any]:
         ids, logprobs, given, ranks = self.settings.layout.split(rows)
         top, count = self.spec.options[TOP], len(self.spec.options[TOKENS])
-        is_sound = np.isfinite(np.concatenate([logprobs[:, :top], given[:, :count]], axis=1)).all(axis=1)
-        ids = ids[:, :top].astype(np.int64)
+        ids, logprobs = np.nan_to_num(ids[:, :top]).astype(np.int64), logprobs[:, :top]
         texts = None if vocabulary is None or not vocabulary.has_texts else vocabulary.shown
+        tokens = np.full(ids.shape, None).tolist() if texts is None else _texts(ids, texts)
+        is_ranked = logprobs > -np.inf
         return {
-            "ids": ids.tolist(),
-            "tokens": [[None] * top] * len(ids) if texts is None else _texts(ids, texts),
-            "logprobs": _listed(logprobs[:, :top]),
+            "ids": _cut(ids.tolist(), is_ranked),
+            "tokens": _cut(tokens, is_ranked),
+            "logprobs": _cut(logprobs.tolist(), is_ranked),
             "token_logprobs": _listed(given[:, :count]),
-            "token_ranks": [
-                row if sound else [None] * count
-                for row, sound in zip(ranks[:, :count].astype(np.int64).tolist(), is_sound.tolist(), strict=True)
-            ],
+            "token_ranks": _listed(ranks[:, :count], int),
         }
 
 
@@ -623,11 +646,19 @@ def _texts(ids: Int64Array, text_of: Callable[[int], str]) -> list[list[str]]:
     return found
 
 
-def _listed(values: Any) -> list[list[float | None]]:
-    if np.isfinite(values).all():
-        found: list[list[float | None]] = values.tolist()
-        return found
-    listed = values.astype(object)
-    listed[~np.isfinite(values)] = None  # JSON has no NaN
-    found = listed.tolist()
+def _cut(rows: list[list[Any]], is_ranked: npt.NDArray[np.bool_]) -> list[list[Any]]:
+    """Return the first entries of each row: as many as are ranked."""
+    if is_ranked.all():
+        return rows
+    return [row[:count] for row, count in zip(rows, is_ranked.sum(axis=1).tolist(), strict=True)]
+
+
+def _listed(values: Any, kind: type[int | float] = float) -> list[list[int | float | None]]:
+    """Return the rows of values as lists; None for one that is not finite: JSON has no NaN."""
+    is_finite = np.isfinite(values)
+    listed = np.nan_to_num(values).astype(kind)
+    if not is_finite.all():
+        listed = listed.astype(object)
+        listed[~is_finite] = None
+    found: list[list[int | float | None]] = listed.tolist()
     return found

@@ -193,8 +193,61 @@ def test_rows_that_are_not_finite_have_no_numbers(params: dict[str, Any]) -> Non
     spec = request(params, {"layers": [1], "positions": [1, 2], "tokens": [4]}).info.spec
     read = Feed(LensConsumer(params, CONTEXT), HEAD).whole(Broken(spec, "broken"))["layers"]["1"]
 
-    assert (read["logprobs"][1], read["token_logprobs"][1], read["token_ranks"][1]) == ([None] * 10, [None], [None])
+    assert (read["ids"][1], read["tokens"][1], read["logprobs"][1]) == ([], [], [])
+    assert (read["token_logprobs"][1], read["token_ranks"][1]) == ([None], [None])
+    assert [len(read[name][0]) for name in ("ids", "tokens", "logprobs", "token_ranks")] == [10, 10, 10, 1]
     assert isinstance(read["token_ranks"][0][0], int)
+
+
+def test_fewer_words_than_are_wanted_are_a_shorter_list_and_ranks_stay_known(params: dict[str, Any]) -> None:
+    small = 28  # of two letters there are `ab` and `bb`
+    words = [token for token in range(small) if len(Letters(small).shown(token)) > 1]
+    consumer = LensConsumer(params, replace(CONTEXT, vocabulary=Letters(small)))
+    raw = {"layers": [1], "top": 5, "tokens": [3], "words_only": True}
+    head = FakeHead(HIDDEN, small)
+
+    asked = request(params, raw, vocabulary=Letters(small))
+    read = Feed(consumer, head).whole(asked)["layers"]["1"]
+
+    logits = head.logits(head.norm(asked.rows(Site(1, HookPoint.POST_MLP), asked.wanted()).float()))
+    for place, row in enumerate(logits.double()):
+        best = sorted(words, key=lambda token: -float(row[token]))
+        assert read["ids"][place] == best
+        assert read["tokens"][place] == [Letters(small).shown(token) for token in best]
+        np.testing.assert_allclose(read["logprobs"][place], row.log_softmax(0)[best], atol=1e-5)
+        assert read["token_ranks"][place] == [sum(float(row[token] > row[3]) for token in words)]
+    assert len(words) < 5
+
+
+def test_more_tokens_than_the_vocabulary_has_are_a_shorter_list(params: dict[str, Any]) -> None:
+    consumer = LensConsumer(params, replace(CONTEXT, vocabulary=Letters(6)))
+
+    read = Feed(consumer, FakeHead(HIDDEN, 6)).whole(request(params, {"layers": [1]}, vocabulary=Letters(6)))
+
+    assert all(sorted(row) == list(range(6)) for row in read["layers"]["1"]["ids"])
+    assert all(len(row) == 6 for row in read["layers"]["1"]["logprobs"])
+
+
+def test_the_event_loop_asks_no_tokenizer_for_texts(params: dict[str, Any]) -> None:
+    asked_of: list[int] = []
+
+    class Noting(Letters):
+        def shown(self, token: int) -> str:
+            asked_of.append(token)
+            return super().shown(token)
+
+    consumer = LensConsumer(params, replace(CONTEXT, vocabulary=Noting(VOCABULARY)))
+    feed = Feed(consumer, HEAD)
+    one = request(params, {"layers": [0, 2], "top": 3})
+    one.info = replace(one.info, origin=Origin("ipc://hub", "call.1"))
+    feed.begin(one)
+    feed.step({one: (0, 4)})
+    known = set(asked_of)
+
+    payload = consumer.take_new("call.1", 0, 4)
+
+    assert payload is not None
+    assert {token for read in payload["layers"].values() for row in read["ids"] for token in row} == known
 
 
 @pytest.mark.parametrize(
@@ -240,8 +293,9 @@ def test_without_a_tokenizer_texts_are_refused_and_ids_serve(params: dict[str, A
     [
         ({"lenses": {"logit": "x"}}, "lenses.logit: this is the name of the lens without a file"),
         ({"lenses": {"x": "/nowhere.safetensors"}}, r"lenses\.x: .*nowhere"),
-        ({"max_top": 0}, "max_top: expected at least 1"),
-        ({"max_top": 513}, "max_top"),
+        ({"max_top": 0}, "max_top: expected a number from 1 to 512, got 0"),
+        ({"max_top": 513}, "max_top: expected a number from 1 to 512, got 513"),
+        ({"max_values": 0}, "max_values: expected a number from 1 to 1073741824, got 0"),
         ({"nothing": 1}, "unknown field `nothing`"),
     ],
     ids=str,
