@@ -184,7 +184,8 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {', '.join(FIELDS)}")
     name = _name(raw.get(LENS, LOGIT), settings, f"{context.field}.{LENS}")
     sites = _sites(raw.get("layers", "all"), name, settings, context)
-    top = _top(raw.get(TOP, DEFAULT_TOP), settings.params.max_top, f"{context.field}.{TOP}")
+    most = settings.params.max_top
+    top = _top(raw.get(TOP, min(DEFAULT_TOP, most)), most, f"{context.field}.{TOP}")
     tokens = _tokens(raw.get(TOKENS, []), settings.params.max_tokens, context)
     words_only = raw.get(WORDS_ONLY, False)
     if not isinstance(words_only, bool):

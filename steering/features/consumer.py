@@ -332,7 +332,10 @@ class DeviceEncoder:
         if values is None:
             return outputs
         if self._coder.kind is CoderKind.TOPK:
-            values = torch.where(values >= strongest.values[:, -1:], values, 0)
+            # By their ids: an activation may be as large as the k-th one and not be selected.
+            selected = strongest.ids.sort(dim=1).values
+            at = torch.searchsorted(selected, given.contiguous()).clamp_(max=selected.shape[1] - 1)
+            values = torch.where(selected.gather(1, at) == given, values, 0)
         is_given = given[:, :1] >= 0
         outputs[:, :top] = torch.where(is_given, 0, outputs[:, :top])
         outputs[:, top:] = torch.where(is_given, values, outputs[:, top:])

@@ -111,7 +111,7 @@ function captureFields(): Json {
   const { reads, readHook, readLayer, sae } = settings.value;
   const capture: Json = {};
   if (inlineName.value && reads !== "none") capture[inlineName.value] = { hooks: { [readHook]: reads === "all" ? "all" : [readLayer] }, positions: "all" };
-  if (featuresName.value && sae) capture[featuresName.value] = { sae, positions: "all", top: 20 };
+  if (featuresName.value && sae) capture[featuresName.value] = { sae, positions: "all" };
   return Object.keys(capture).length ? { capture, capture_wait: true } : {};
 }
 

@@ -274,6 +274,11 @@ def test_requests_that_cannot_be_read_are_refused_by_field(params: dict[str, Any
         request(params, raw)
 
 
+def test_without_top_a_request_gets_what_is_allowed(params: dict[str, Any]) -> None:
+    assert request(params, {}).info.spec.options["top"] == 10
+    assert request({**params, "max_top": 4}, {}).info.spec.options["top"] == 4
+
+
 @pytest.mark.parametrize(("raw", "field"), [({"tokens": ["b"]}, r"tokens\[0\]"), ({"words_only": True}, "words_only")])
 def test_without_a_tokenizer_texts_are_refused_and_ids_serve(params: dict[str, Any], raw: Any, field: str) -> None:
     silent = Letters(VOCABULARY, has_texts=False)

@@ -102,6 +102,28 @@ def test_rows_of_bfloat16_are_encoded_as_exactly(kind: CoderKind, dtype: torch.d
     torch.testing.assert_close(found, exact.features(x, asked, TOP), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("block_bytes")
+def test_of_equal_activations_those_are_given_that_the_selection_has() -> None:
+    """The first two rows of the encoder stand there six times, so that the k-th activation has equals."""
+    found = weights()
+    w_enc, bias = found["W_enc"].copy(), found["b_enc"].copy()
+    w_enc[:, :12], bias[:12] = np.tile(w_enc[:, :2], (1, 6)), np.tile(bias[:2], 6)
+    w_enc[:, 12:] = bias[12:] = 0
+    coder = coder_of_kind(CoderKind.TOPK, encoder=tensor(w_enc).transposed, bias=bias)
+    x = rows(6)
+    read = FeaturesReadout([coder], 12).on(torch.device("cpu"))
+
+    strongest = read(torch.from_numpy(x), arguments(*[(0,)] * 6, count=13)).numpy()
+    given = read(torch.from_numpy(x), arguments(*[(0, *range(12))] * 6, count=13)).numpy()
+
+    for row in range(6):
+        active = strongest[row, 12:] > 0
+        ids = strongest[row, :12][active].astype(int)
+        assert np.flatnonzero(given[row, 12:]).tolist() == sorted(ids.tolist())
+        assert given[row, 12:][ids].tolist() == strongest[row, 12:][active].tolist()
+    assert ((strongest[:, 12:] > 0).sum(axis=1) == K).any()
+
+
 def test_rows_of_several_saes_in_one_chunk_are_each_their_own_and_rows_that_are_not_finite_are_nan() -> None:
     coders = [coder_of_kind(CoderKind.TOPK), coder_of_kind(CoderKind.RELU)]
     x = rows(4)
