@@ -173,6 +173,15 @@ ANY_MODEL = {
     "changes": [pytest_step("changes", 450, "tests/gpu/test_changes_gpu.py", lines=24)],
     "race": [sanitized("memcheck", 120), sanitized("racecheck", 300)],
     "verify": [verify()],
+    "models": [
+        Step(
+            "models",
+            (sys.executable, "-m", "tests.engine.architectures", "{work}/architectures.json", "--at-once", "6", "gpu"),
+            300,
+            lines=24,
+        )
+    ],
+    "quantised": [pytest_step("quantised", 300, "tests/gpu/test_quantised_gpu.py", lines=24)],
     "lora-fp8": [pytest_step("lora-fp8", 300, "tests/gpu/test_lora_fp8_gpu.py", lines=24)],
     "dynamic": [pytest_step("dynamic", 420, "tests/gpu/test_dynamic_gpu.py", lines=24)],
     "memory": [pytest_step("memory", 450, "tests/gpu/test_memory_gpu.py", lines=24)],
@@ -348,7 +357,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_call", description="One call on a GPU host, under ten minutes.")
     parser.add_argument(
         "call",
-        help="check, race, idle, soak, changes, lora-fp8, verify, memory, kernels, http, http-main, http-crowd, "
+        help="check, race, idle, soak, changes, lora-fp8, models, quantised, verify, "
+        "memory, kernels, http, http-main, http-crowd, "
         "crowd, crowd-open, "
         "http-parts, http-inline, ops, gates, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
     )

@@ -79,8 +79,11 @@ def reference(
     is_steered: bool,
     forced: Sequence[Rows] | None = None,
     is_as_vllm: bool = False,
+    is_rounded: bool = False,
 ) -> list[Reference]:
     """Run Hugging Face's model over each of `tokens`; with `is_as_vllm`, changed to what `AS_VLLM` says.
+
+    With `is_rounded`, its weights are rounded to bfloat16; it computes in float32 nevertheless.
 
     With `forced`, every layer, the final norm and what follows it get these rows as their input instead of what the
     part before them computed: each part is compared alone.
@@ -89,6 +92,8 @@ def reference(
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    for parameter in model.parameters() if is_rounded else ():
+        parameter.data = parameter.data.bfloat16().float()
     if is_as_vllm and model.config.model_type in AS_VLLM:
         AS_VLLM[model.config.model_type][1](model)
     found = []

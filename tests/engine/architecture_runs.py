@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -20,14 +21,25 @@ from headgate.capture.schema.errors import SelfTestError, UnsupportedError
 from headgate.capture.schema.sites import INNER_HOOKS, HookPoint, Site
 from tests.conftest import start_llm, stop_llm
 from tests.engine.architecture_reference import AS_VLLM, STEERED_LAYER, Reference, Rows, reference, vector
-from tests.engine.architectures import HUGGING_FACE, LAYERS, VOCABULARY, make_model
-from tests.engine.hf_reference import own_process, relative_error
+from tests.engine.architectures import (
+    HUGGING_FACE,
+    IN_BFLOAT16,
+    LAYERS,
+    VOCABULARY,
+    WITH_A_VISION_TOWER,
+    make_model,
+)
+from tests.engine.hf_reference import own_process, relative_error, row_cosines
 from tests.environment import ENVIRONMENT, add_plugins
 
 PROMPTS = [[1, *((7 * i) % (VOCABULARY - 5) + 5 for i in range(40))], [1, *(range(30, 49))]]
 NUM_OUTPUT = 4
 MAX_ERROR = 1e-4
 MAX_ROUNDING = MAX_ERROR / 10
+MIN_COSINE = 0.999
+"""Of every row of a model in bfloat16, whose largest error says little."""
+MAX_SUM_ERROR = 2**-6
+"""Of a stream in bfloat16 and the sum of its branches."""
 AROUND_ATTENTION = INNER_HOOKS | {HookPoint.ATTN_IN, HookPoint.HOOK_Z}
 """Left to the parity tests: many models lack one of them and have all others."""
 INNER = [hook for hook in HookPoint if hook is not HookPoint.FINAL_NORM and hook not in AROUND_ATTENTION]
@@ -44,7 +56,31 @@ ENGINE: dict[str, Any] = {
     "in_process": True,
 }
 """vLLM's rotary kernel for CPUs is left out: of queries with three dimensions it rotates some values wrongly."""
-ENGINE |= json.loads(os.environ.get("GPU_TEST_ENGINE", "{}"))
+ON_GPUS: dict[str, Any] = {
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 1 << 28,
+    "compilation_config": {},
+    "gdn_prefill_backend": "triton",
+}
+"""What differs on a GPU. FlashInfer may be missing."""
+
+
+def _has_gpus() -> bool:
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
+
+
+def engine_of(model_type: str) -> dict[str, Any]:
+    """The settings of a type's engine on this machine."""
+    settings = {**ENGINE, **({"language_model_only": True} if model_type in WITH_A_VISION_TOWER else {})}
+    if _has_gpus():
+        settings |= ON_GPUS
+        if model_type in IN_BFLOAT16:
+            settings["dtype"] = "bfloat16"
+        else:
+            settings["attention_config"] = {"backend": "TRITON_ATTN"}  # others compute no float32
+    return settings | json.loads(os.environ.get("GPU_TEST_ENGINE", "{}"))
 
 
 def compare(model_type: str, helpers: ProcessPoolExecutor, cache: Path) -> dict[str, Any]:
@@ -76,14 +112,14 @@ def _start(folder: Path) -> tuple[Any, list[HookPoint]]:
     """Start with as many hook points as the model has."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    hooks = list(INNER)
+    settings, hooks = engine_of(folder.name), list(INNER)
     while True:
         capture: dict[str, Any] = {"consumers": [{"name": "memory"}], "sites": {hook.value: "all" for hook in hooks}}
         capture["sites"]["final_norm"] = "all"
         steering = {"sites": {"post_mlp": "all"}}
         try:
             return start_llm(
-                model=folder, **ENGINE, additional_config={"headgate": {"capture": capture, "steering": steering}}
+                model=folder, **settings, additional_config={"headgate": {"capture": capture, "steering": steering}}
             ), hooks
         except Exception as error:
             cleanup_dist_env_and_memory()
@@ -118,10 +154,11 @@ def _compare(llm: Any, hooks: list[HookPoint], folder: str, helpers: ProcessPool
     def ask(*args: Any, **settings: Any) -> list[Reference]:
         return helpers.submit(reference, folder, *args, **settings).result()
 
-    compared = [each for is_steered in (False, True) for each in _compare_run(llm, hooks, ask, is_steered=is_steered)]
+    run = _compare_rounded if (is_rounded := Path(folder).name in IN_BFLOAT16 and _has_gpus()) else _compare_run
+    compared = [each for is_steered in (False, True) for each in run(llm, hooks, ask, is_steered=is_steered)]
     worst = max(compared, key=lambda each: each.error)
-    found = {"error": float(f"{worst.error:.1e}")}
-    differing = [each for each in compared if each.error > MAX_ERROR]
+    found: dict[str, Any] = {"error": float(f"{worst.error:.1e}"), **({"dtype": "bfloat16"} if is_rounded else {})}
+    differing = [each for each in compared if each.error > (1 - MIN_COSINE if is_rounded else MAX_ERROR)]
     if not differing:
         return {"result": "equal", **found}
     wrong = [each for each in differing if not each.is_vllms]
@@ -149,6 +186,27 @@ def _compare_run(
     as_vllm = ask(tokens, is_steered=is_steered, is_as_vllm=True)
     judged = map(_judge, compared, outputs, captured, ask(tokens, is_steered=is_steered), forced, as_vllm)
     return list(judged)
+
+
+def _compare_rounded(
+    llm: Any, hooks: list[HookPoint], ask: Callable[..., list[Reference]], *, is_steered: bool
+) -> list[Comparison]:
+    """Compare a run in bfloat16 with Hugging Face's float32 of the same rounded weights: an error is 1 - cosine."""
+    outputs = _generate(llm, hooks, is_steered=is_steered)
+    tokens = [[*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]] for output in outputs]
+    compared = []
+    for output, own in zip(outputs, ask(tokens, is_steered=is_steered, is_rounded=True), strict=True):
+        rows = _captured(output)
+        _check_sums(rows, hooks, is_steered=is_steered, scale=MAX_SUM_ERROR / MAX_ERROR)
+        errors = {site: 1 - row_cosines(rows[site], own.rows[site]) for site in own.rows}
+        site = max(errors, key=lambda site: float(errors[site].max()))
+        note = ", ".join(
+            f"{site.name} {int((found > 1 - MIN_COSINE).sum())} of {len(found)}" for site, found in errors.items()
+        )
+        compared.append(
+            Comparison(error=float(errors[site].max()), site=site.name, note=f"rows that differ by site: {note}")
+        )
+    return compared
 
 
 def _judge(
@@ -196,7 +254,7 @@ def _captured(output: Any) -> Rows:
     return {site: result.payload[site] for site in result.payload.sites}
 
 
-def _check_sums(rows: Rows, hooks: list[HookPoint], *, is_steered: bool) -> None:
+def _check_sums(rows: Rows, hooks: list[HookPoint], *, is_steered: bool, scale: float = 1) -> None:
     """The stream is the sum of its branches, wherever they are captured, and a layer gets what the one before left."""
     for index in range(LAYERS):
         row = {hook: rows[Site(index, hook)] for hook in hooks}
@@ -206,12 +264,14 @@ def _check_sums(rows: Rows, hooks: list[HookPoint], *, is_steered: bool) -> None
         for parts, whole in sums:
             if {*parts, whole} <= set(hooks):
                 error = relative_error(torch.stack([row[part] for part in parts]).sum(0), row[whole])
-                assert error <= MAX_ERROR, f"layer {index}: {whole} differs from {' + '.join(parts)} by {error}"
+                assert error <= scale * MAX_ERROR, f"layer {index}: {whole} differs from {' + '.join(parts)} by {error}"
         if index + 1 < LAYERS:
             left = row[HookPoint.POST_MLP]
             left = left + vector() if is_steered and index == STEERED_LAYER else left
             error = relative_error(rows[Site(index + 1, HookPoint.PRE_ATTN)], left)
-            assert error <= MAX_ROUNDING, f"layer {index + 1} gets another stream than layer {index} left, by {error}"
+            assert error <= scale * MAX_ROUNDING, (
+                f"layer {index + 1} gets another stream than layer {index} left, by {error}"
+            )
 
 
 def _logprobs(output: Any) -> Tensor:
@@ -255,6 +315,8 @@ def serve(pipe: Connection) -> None:
     """Answer each ``(type, folder for models)`` from `pipe` with its entry, until nobody listens."""
     os.setpgid(0, 0)
     os.environ.update(ENVIRONMENT)
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"  # by default its products of float32 have TF32's ten bits
+    os.environ["TRITON_CACHE_DIR"] = str(Path(gettempdir()) / "headgate-triton-ieee")
     add_plugins()
     _save_time()
     with own_process() as helpers, contextlib.suppress(EOFError):

@@ -1,9 +1,10 @@
 """Tiny random models of every type that vLLM serves and Hugging Face defines, each compared with Hugging Face's own.
 
-``python -m tests.engine.architectures RESULTS.json [TYPE ...]`` adds what is missing in RESULTS.json.
-``architectures_vllm_0.32.json`` holds what was found and judged, and `test_architectures` compares with it;
-``python -m tests.engine.architectures --table RESULTS.json`` prints the sentences and the table of
-docs/reference/models.md.
+``python -m tests.engine.architectures RESULTS.json [TYPE ...]`` adds what is missing in RESULTS.json; with
+``--at-once 6``, six types at a time; ``gpu`` in place of the types means `ON_A_GPU`.
+``architectures_vllm_0.32.json`` holds what was found and judged on a CPU, ``architectures_vllm_0.26_gpu.json`` what on
+an H100; `test_architectures` compares with both. ``python -m tests.engine.architectures --table`` prints the sentences
+and the tables of docs/reference/models.md.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -58,6 +61,20 @@ MLA = {
     "topk_method": "noaux_tc",
 }
 """The one size that vLLM's multi-head latent attention has on CPUs."""
+
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 64),
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+}
 
 TYPES: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {"num_dense_layers": 1, "score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
@@ -127,7 +144,23 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "inkling_text": {},
     "jais2": {},
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 4},
-    "kimi_linear": {},
+    "kimi_linear": {
+        **{name: size for name, size in MLA.items() if name not in ("head_dim", "topk_method")},
+        "q_lora_rank": None,
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2],
+            "head_dim": 128,
+            "num_heads": 2,
+            "short_conv_kernel_size": 4,
+        },
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "first_k_dense_replace": 1,
+        "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_local_experts": 4,
+        "use_grouped_topk": True,
+    },
     "laguna": {},
     "lfm2": {
         "layer_types": ["conv", "full_attention", "conv"],
@@ -151,9 +184,30 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "mamba": {},
     "mamba2": {"num_heads": 4, "state_size": 16, "n_groups": 1, "chunk_size": 16},
     "mellum": {},
-    "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 0]},
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1, 0],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "moe_layer_freq": [0, 1, 1],
+        "layernorm_epsilon": 1e-5,
+        **dict.fromkeys(("v_head_dim", "swa_head_dim", "swa_v_head_dim"), 32),
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "sliding_window_size": 16,
+        "add_swa_attention_sink_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+            for name in ("full_attention", "sliding_attention")
+        },
+        **dict.fromkeys(("rope_theta", "swa_rope_theta"), 10_000.0),
+    },
     "minicpm3": MLA,
-    "minimax_m2": {"use_routing_bias": True, "rotary_dim": 16, "scoring_func": "sigmoid"},
+    "minimax_m2": {
+        "use_routing_bias": True,
+        "rotary_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        "scoring_func": "sigmoid",
+    },
     "ministral3": {},
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
@@ -167,11 +221,13 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
         "ssm_state_size": 16,
         "chunk_size": 16,
         "moe_shared_expert_intermediate_size": 64,
+        "sliding_window": None,  # vLLM heeds it, Hugging Face's model does not
+        "time_step_min": 1e-9,  # Hugging Face's model alone limits the time step by it
     },
     "olmo": {},
     "olmo2": {},
     "olmo3": {},
-    "olmo_hybrid": {},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "olmoe": {},
     "opt": {},
     "phi": {},
@@ -179,10 +235,12 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {},
     "qwen2_moe": {},
     "qwen3": {},
+    "qwen3_5": DELTA_NET,
+    "qwen3_5_moe": DELTA_NET,
     "qwen3_5_moe_text": {},
     "qwen3_5_text": {},
     "qwen3_moe": {},
-    "qwen3_next": {},
+    "qwen3_next": {name: size for name, size in DELTA_NET.items() if name != "rope_parameters"},
     "qwen4_exp_text": {},
     "seed_oss": {},
     "smollm3": {},
@@ -201,6 +259,36 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
 }
 """Model type -> what its configuration needs beside `SIZES`."""
 
+WITH_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": HIDDEN,
+    "num_position_embeddings": 16,
+}
+"""The vision tower of a type whose text model is a part of it: it is loaded and not run."""
+
+WITH_A_VISION_TOWER = ("qwen3_5", "qwen3_5_moe")
+"""Types whose text model vLLM 0.26 has as a part of another alone."""
+
+ON_A_GPU = (
+    *("qwen3_5", "kimi_linear", "nemotron_h", "olmo_hybrid", "minimax_m2", "mimo_v2_flash", "qwen3_5_moe", "jamba"),
+    *("qwen3_next", "deepseek_v32", "glm_moe_dsa", "hy_v3", "llama", "mamba", "falcon_mamba"),
+)
+"""What a call on a GPU tries: types that a CPU lacks a kernel for, and one that it does not."""
+
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "olmo_hybrid": {
+        ".attention_layer_norm.": ".input_layernorm.",
+        ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    },
+}
+"""Model type -> parts of the names of tensors that Hugging Face saves -> what vLLM and Hugging Face both load."""
+
+IN_BFLOAT16 = ("deepseek_v32", "glm_moe_dsa", "kimi_linear")
+"""Types whose kernels for GPUs take nothing else."""
+
 HUGGING_FACE = "Hugging Face: "
 """Begins the note of a type whose model Hugging Face's own code does not make."""
 
@@ -211,19 +299,37 @@ LIMIT_S = patience(240)
 def make_model(model_type: str, folder: Path) -> None:
     """Write the tiny model of a type, its norms and biases perturbed: ones and zeros would hide a missing one."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    cls = CONFIG_MAPPING[model_type]
+    whole = CONFIG_MAPPING[model_type]
+    has_vision = model_type in WITH_A_VISION_TOWER
+    cls = whole.sub_configs["text_config"] if has_vision else whole
     known = cls().to_dict() | dict.fromkeys(getattr(cls, "attribute_map", {}))
     config = cls(**{name: value for name, value in SIZES.items() if name in known} | dict(TYPES[model_type]))
+    if has_vision:
+        config = whole(text_config=config.to_dict(), vision_config=WITH_VISION)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    auto = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
+    _rename(folder, RENAMED.get(model_type, {}))
+
+
+def _rename(folder: Path, parts: Mapping[str, str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for path in folder.glob("*.safetensors") if parts else ():
+        renamed = {}
+        for name, tensor in load_file(path).items():
+            for old, new in parts.items():
+                name = name.replace(old, new)
+            renamed[name] = tensor
+        save_file(renamed, path, metadata={"format": "pt"})
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -231,7 +337,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     head = ("model type", "class in vLLM", "result", "hook points", "largest error", "note")
     rows = [head, ("---",) * len(head)]
     for name, found in sorted(results.items()):
-        error = f"{found['error']:.1e}" if "error" in found else ""
+        error = f"{found['error']:.1e}{' (1 - cosine, bfloat16)' * ('dtype' in found)}" if "error" in found else ""
         shown = (found.get("model", ""), found["result"], found.get("hooks", ""), error, found.get("note", ""))
         rows.append((f"`{name}`", *shown))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -246,15 +352,15 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def coverage(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """How much of what the installed vLLM lists was tried, in a sentence."""
+def coverage(results: Mapping[str, Mapping[str, Any]], on_a_gpu: Mapping[str, Mapping[str, Any]]) -> str:
+    """How much of what the installed vLLM lists was tried, on a CPU or on a GPU, in a sentence."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
     found: dict[str, set[str]] = {}
     for name, classes in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         for model in (classes,) if isinstance(classes, str) else classes:
-            found.setdefault(model, set()).add(results.get(name, {}).get("result", ""))
+            found.setdefault(model, set()).update(each.get(name, {}).get("result", "") for each in (results, on_a_gpu))
     order = ("equal", "as vLLM", "refused", "not built", "not tried")
     best = [
         next((each for each in order if each in found.get(model, ())), order[-1]) for model in _TEXT_GENERATION_MODELS
@@ -263,8 +369,7 @@ def coverage(results: Mapping[str, Mapping[str, Any]]) -> str:
     return (
         f"vLLM lists {len(best)} architectures that generate text. Of these, {counts['equal']} are equal, "
         f"{counts['as vLLM']} as vLLM, {counts['refused']} refused, {counts['not built']} not built, and "
-        f"{counts['not tried']} are not in the table: Hugging Face's library has no such model to compare with, or "
-        "(`nemotron_h`) vLLM's own logprobs differ from Hugging Face's for an unknown reason."
+        f"{counts['not tried']} are not in the tables: Hugging Face's library has no such model to compare with."
     )
 
 
@@ -324,19 +429,42 @@ class Trials:
 
 
 def main(arguments: list[str]) -> None:
-    """Try what RESULTS.json lacks, or print its table."""
+    """Try what RESULTS.json lacks, or print the tables of what was judged."""
     if arguments[0] == "--table":
-        results = json.loads(Path(arguments[1]).read_text())
-        print(summary(results), coverage(results), table(results), sep="\n\n")
+        results, on_a_gpu = judged()
+        print(summary(results), coverage(results, on_a_gpu), table(results), table(on_a_gpu), sep="\n\n")
         return
-    path, names = Path(arguments[0]), arguments[1:] or list(TYPES)
-    with Trials() as trials:
-        for name in names:
-            results = json.loads(path.read_text()) if path.exists() else {}
-            if name not in results:
+    num_at_once = int(arguments.pop(arguments.index("--at-once") + 1)) if "--at-once" in arguments else 1
+    path, *names = (argument for argument in arguments if argument != "--at-once")
+    try_types(Path(path), ON_A_GPU if names == ["gpu"] else names or list(TYPES), num_at_once)
+
+
+def judged() -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was found and judged, on a CPU and on an H100."""
+    cpu, gpu = (Path(__file__).with_name(f"architectures_vllm_{name}.json") for name in ("0.32", "0.26_gpu"))
+    return json.loads(cpu.read_text()), json.loads(gpu.read_text())
+
+
+def try_types(path: Path, names: Sequence[str], num_at_once: int) -> None:
+    """Add the entries that the document at `path` lacks; each is written at once."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    missing, lock = iter([name for name in names if name not in results]), threading.Lock()
+
+    def work(_: int) -> None:
+        with Trials() as trials:
+            while True:
+                with lock:
+                    name = next(missing, None)
+                if name is None:
+                    return
                 found = trials.try_type(name)
-                path.write_text(json.dumps(results | {name: found}, indent=1, sort_keys=True) + "\n")
-                print(name, found, flush=True)
+                with lock:
+                    results[name] = found
+                    path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+                    print(name, found, flush=True)
+
+    with ThreadPoolExecutor(num_at_once) as pool:
+        list(pool.map(work, range(num_at_once)))
 
 
 if __name__ == "__main__":
