@@ -106,6 +106,7 @@ ANATOMIES: Mapping[str, Anatomy] = {
         mlp_out="fc2",
         mid="final_layer_norm",
     ),
+    "gpt_oss": PRE_NORM,
     "idefics3": Anatomy(layers="model.text_model.layers", final_norm="model.text_model.norm"),
     "gpt2": Anatomy(
         layers="transformer.h",
