@@ -3,9 +3,11 @@
 Shape suffixes: N rows of a chunk, F features, M tiles of features, K features that are selected, D hidden size. The
 definition is `headgate.steering.worker.reconstruction`.
 
-The k-th largest activation is found digit by digit of its bits, among the tiles of features whose largest activation is
-among the k largest of all tiles: no other tile can hold a selected feature. Activations are not negative, so that they
-are in the order of their bits. A row's bits do not depend on other rows.
+The k-th largest activation is found digit by digit of its bits, among the candidates: activations that are at least the
+k-th largest of the largest activations of all tiles of features. There are at least k of these, seldom many more, and
+no other activation can be selected. With too many of them, which equal activations make, it is found among the tiles
+that have candidates. Activations are not negative, so that they are in the order of their bits. A row's bits do not
+depend on other rows.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ _IF_ACTIVE = tl.constexpr(int(Flag.IF_ACTIVE))
 
 _BLOCK = 2048
 """Activations that are looked at together."""
+_CANDIDATES = 1024
+"""Candidates of a row that there is room for."""
+_CANDIDATE_BLOCK = 256
+"""Candidates that are looked at together."""
 _DEPTH = 8
 """Decoder rows that are read together."""
 _COLUMNS = 256
@@ -74,11 +80,13 @@ def select(activations_NF: Tensor, maxima_NM: Tensor, first: int, count_3: Tenso
     values = torch.empty((num_rows, k), dtype=torch.float32, device=device)
     bounds = torch.empty((num_rows, 3), dtype=torch.int32, device=device)
     tiles = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=device)
+    candidates = torch.empty((num_rows, _CANDIDATES), dtype=torch.int32, device=device)
     _select_kernel[(num_rows,)](
         activations_NF.view(torch.int32),
         maxima_NM.view(torch.int32),
         count_3,
         tiles,
+        candidates,
         ids,
         values.view(torch.int32),
         bounds,
@@ -88,6 +96,8 @@ def select(activations_NF: Tensor, maxima_NM: Tensor, first: int, count_3: Tenso
         k,
         TILE=tile,
         BLOCK=_BLOCK,
+        CANDIDATES=_CANDIDATES,
+        CANDIDATE_BLOCK=_CANDIDATE_BLOCK,
         num_warps=8,
     )
     return Selected(activations_NF, ids, values, bounds)
@@ -204,13 +214,13 @@ def _kth_largest(values_ptr, tiles_ptr, count, F, k, TILE: tl.constexpr, BLOCK: 
 
 @triton.jit(do_not_specialize=["first"])
 def _select_kernel(
-    activations_ptr, maxima_ptr, count_ptr, tiles_ptr, ids_ptr, values_ptr, bounds_ptr,
-    first, F, M, K, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    activations_ptr, maxima_ptr, count_ptr, tiles_ptr, candidates_ptr, ids_ptr, values_ptr, bounds_ptr,
+    first, F, M, K, TILE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, CANDIDATE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if first + row >= tl.load(count_ptr):
         return
-    activations, tiles = activations_ptr + row * F, tiles_ptr + row * M
+    activations, tiles, candidates = activations_ptr + row * F, tiles_ptr + row * M, candidates_ptr + row * CANDIDATES
     least_maximum, _equal = _kth_largest(maxima_ptr + row * M, None, M, M, K, TILE, BLOCK)
     num_tiles = M * 0
     for start in range(0, M, BLOCK):
@@ -219,23 +229,43 @@ def _select_kernel(
         tl.store(tiles + num_tiles + tl.cumsum(is_kept.to(tl.int32), 0) - 1, index, mask=is_kept)
         num_tiles += tl.sum(is_kept.to(tl.int32))
     tl.debug_barrier()  # threads read tiles that others have stored
-    least, num_equal = _kth_largest(activations, tiles, num_tiles * TILE, F, K, TILE, BLOCK)
-    found, equal, last = M * 0, M * 0, M * 0 - 1
+    num_candidates = M * 0
     for start in range(0, num_tiles * TILE, BLOCK):
         bits, index = _bits_at(activations, tiles, start, num_tiles * TILE, F, TILE, BLOCK)
+        is_kept = (bits > 0) & (bits >= least_maximum)
+        place = num_candidates + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        tl.store(candidates + place, index, mask=is_kept & (place < CANDIDATES))
+        num_candidates += tl.sum(is_kept.to(tl.int32))
+    tl.debug_barrier()
+    ids, values, bounds = ids_ptr + row * K, values_ptr + row * K, bounds_ptr + 3 * row
+    if num_candidates <= CANDIDATES:
+        _store_selected(activations, candidates, num_candidates, F, K, ids, values, bounds, 1, CANDIDATE_BLOCK)
+    else:
+        _store_selected(activations, tiles, num_tiles * TILE, F, K, ids, values, bounds, TILE, BLOCK)
+
+
+@triton.jit
+def _store_selected(
+    activations_ptr, tiles_ptr, count, F, K, ids_ptr, values_ptr, bounds_ptr, TILE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store the K largest activations of the listed tiles, `count` features in all, and their bounds."""
+    least, num_equal = _kth_largest(activations_ptr, tiles_ptr, count, F, K, TILE, BLOCK)
+    found, equal, last = count * 0, count * 0, count * 0 - 1
+    for start in range(0, count, BLOCK):
+        bits, index = _bits_at(activations_ptr, tiles_ptr, start, count, F, TILE, BLOCK)
         is_equal = (bits > 0) & (bits == least)
         rank = equal + tl.cumsum(is_equal.to(tl.int32), 0)
         is_last = is_equal & (rank <= num_equal)
         is_kept = (bits > least) | is_last
         place = found + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-        tl.store(ids_ptr + row * K + place, index, mask=is_kept)
-        tl.store(values_ptr + row * K + place, bits, mask=is_kept)
+        tl.store(ids_ptr + place, index, mask=is_kept)
+        tl.store(values_ptr + place, bits, mask=is_kept)
         found += tl.sum(is_kept.to(tl.int32))
         equal += tl.sum(is_equal.to(tl.int32))
         last = tl.maximum(last, tl.max(tl.where(is_last, index, -1)))
-    tl.store(bounds_ptr + 3 * row, found)
-    tl.store(bounds_ptr + 3 * row + 1, least)
-    tl.store(bounds_ptr + 3 * row + 2, last)
+    tl.store(bounds_ptr, found)
+    tl.store(bounds_ptr + 1, least)
+    tl.store(bounds_ptr + 2, last)
 
 
 @triton.jit(do_not_specialize=["first"])
