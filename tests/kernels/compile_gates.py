@@ -1,4 +1,4 @@
-"""Compiles kernels of gates and of SAEs for sm_90, without a GPU: ``python -m tests.kernels.compile_gates``.
+"""Compiles kernels of gates, SAEs and lenses for sm_90, without a GPU: ``python -m tests.kernels.compile_gates``.
 
 Prints a line for each: its name and the instructions that it was compiled to. Triton's interpreter, under which the
 other tests run, knows nothing of the types and layouts that a compiler wants.
@@ -13,6 +13,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from headgate.consumers.kernels import block_sums
 from headgate.steering.kernels import reconstruct_rows, run_programs, scan_gates, select_features
 from headgate.steering.programs.codes import NUM_CODES, NUM_NUMBERS, NUM_PARAMS, NUM_SUMS, InputNorm
 
@@ -88,8 +89,10 @@ def main() -> int:
         setattr(reconstruct_rows, name, Compiled(getattr(reconstruct_rows, name)))
     for name in ("_select_kernel", "_decode_kernel", "_edit_kernel"):
         setattr(select_features, name, Compiled(getattr(select_features, name)))
+    block_sums._block_sums_kernel = Compiled(block_sums._block_sums_kernel)
     run()
     reconstruct()
+    block_sums.block_sums(torch.zeros(TOKENS, 5000))
     return 0
 
 

@@ -364,4 +364,11 @@ def test_the_kernels_can_be_compiled_for_a_gpu(tmp_path):
     names = [line.split()[0] for line in done.stdout.splitlines()]
     of_saes = ["_norm_kernel", "encode_kernel", "decode_kernel", "_delta_kernel"]
     of_top_k = ["_norm_kernel", "encode_kernel", "_select_kernel", "_decode_kernel", "_delta_kernel", "_edit_kernel"]
-    assert names == ["_scores_kernel", "_scan_kernel", "_program_deltas_kernel", *of_saes, *of_top_k]
+    assert names == [
+        "_scores_kernel",
+        "_scan_kernel",
+        "_program_deltas_kernel",
+        *of_saes,
+        *of_top_k,
+        "_block_sums_kernel",
+    ]
