@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +20,7 @@ from headgate.capture.links.network import NetworkKeys
 from headgate.capture.local_delivery import WorkerPlace
 from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.monitoring.step_log import compact
-from headgate.capture.planning.planner import StepPlanner
+from headgate.capture.planning.planner import Candidates, StepPlanner
 from headgate.capture.planning.step_plan import PackGroup, StepPlan
 from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import (
@@ -31,6 +32,7 @@ from headgate.capture.schema.batch import (
     Int64Array,
     MemoryWanted,
     NewRequest,
+    StepOutcome,
 )
 from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, ReadoutSite
@@ -127,8 +129,11 @@ class CaptureSession:
         self._window = BatchingWindow(linger_s)
         self._urgent = set[str]()  # requests whose clients wait for what consumers make of their rows
         self._ends: dict[str, End] = {}  # requests that have ended, while rows are left in the ring
-        self._plan: StepPlan | None = None
+        self._plan: StepPlan | Candidates | None = None
+        self._unsettled: deque[tuple[StepOutcome, Candidates]] = deque()
+        """Kept steps with drafts whose outcomes were not known yet."""
         self._step_thread: int | None = None
+        self._outcome: StepOutcome | None = None
         self._planner = StepPlanner(sites, readouts, shapes)
         self._patience_s = _patience_s(config)
         self._close_report: CloseReport | None = None
@@ -179,12 +184,14 @@ class CaptureSession:
         """
         if self._keys.pop(req_id, None) is None:
             return
+        # Steps that sampled tokens of its answer have known outcomes. Rows of a later step are of no token of it.
+        self._settle(waits=False)
         self._planner.remove(req_id)
         self._ends[req_id] = End(req_id, final)
         self._window.stop(req_id)
         if req_id in self._urgent or self._staging.kept_since is None:
             self._urgent.discard(req_id)
-            self._collect()
+            self._collect(waits=False)
         self._collect_if_last()
 
     def step_begins(self, view: BatchView | None, token_ids: Tensor | None = None) -> None:
@@ -198,19 +205,28 @@ class CaptureSession:
         if self._delivery.is_lost:
             self._start_afresh()
         is_idle = view is None or not self._keys or self._close_report is not None
-        self._plan = None if is_idle or view is None else self._planner.plan(view)
+        self._plan = None if is_idle or view is None else self._plan_step(view)
         if self._plan is not None and self._staging.has_to_collect(self._plan):
             self._collect()
         self._staging.begin(self._plan, token_ids)
 
+    def _plan_step(self, view: BatchView) -> StepPlan | Candidates | None:
+        if view.outcome is None:
+            return self._planner.plan(view)
+        self._settle(waits=False)
+        self._outcome = view.outcome
+        return self._planner.candidates(view)
+
     def step_ends(self) -> None:
-        """After the forward of the step was launched."""
+        """After the forward of the step was launched, and after its sampling."""
         plan, self._plan = self._plan, None
         if plan is not None:
             self._staging.keep(plan)
+        if isinstance(plan, Candidates) and self._outcome is not None:
+            self._unsettled.append((self._outcome, plan))
         since = self._staging.kept_since
         if since is not None and (self._staging.is_well_filled or time.monotonic() >= since + self._window.seconds):
-            self._collect()
+            self._collect(waits=False)
 
     def describe_step(self) -> dict[str, Any] | None:
         """Return the plan of the step that has begun, for the step log; None if nothing of it is captured.
@@ -221,6 +237,8 @@ class CaptureSession:
         plan = self._plan
         if plan is None:
             return None
+        if isinstance(plan, Candidates):
+            return {"candidate_rows": compact(plan.token_rows.tolist())}
         ring_rows = self._staging.slots[: int(plan.token_rows[-1]) + 1].cpu().numpy()
         groups = [
             {
@@ -233,15 +251,32 @@ class CaptureSession:
         return {"ring_rows": compact(ring_rows.tolist()), "groups": groups}
 
     def _collect_if_last(self) -> None:
-        """Without a request that runs there may be no step after which to look again."""
-        if not self._window.is_anything_running:
-            self._collect()
+        """Without a request that runs there may be no step after which to look again.
 
-    def _collect(self) -> None:
+        A step whose outcome is not known yet was launched in vain: its requests ended with tokens of earlier ones.
+        """
+        if not self._window.is_anything_running:
+            self._collect(waits=False)
+
+    def _settle(self, *, waits: bool) -> None:
+        """Plan the kept steps with drafts whose outcomes are known: rows of rejected drafts never leave the ring.
+
+        Args:
+            waits: Whether to wait for the outcomes of all of them.
+        """
+        while self._unsettled and (waits or self._unsettled[0][0].is_known()):
+            outcome, candidates = self._unsettled.popleft()
+            self._staging.settle(self._planner.settle(candidates, outcome.view()))
+
+    def _collect(self, *, waits: bool = True) -> None:
         """Start the copies of the rows that are left in the ring: some calls for each time, however many steps.
 
         What ended meanwhile had its last rows among them.
+
+        Args:
+            waits: Whether to wait until the last steps were sampled, if they have drafts; else their rows stay.
         """
+        self._settle(waits=waits)
         self._staging.collect(self._hand_over_rows, patience_s=self._patience_s)
         self._window.collected()
         self._hand_over_ends()
@@ -274,6 +309,7 @@ class CaptureSession:
         self._urgent.clear()
         self._staging.readouts.arguments.clear()
         self._staging.drop_kept()
+        self._unsettled.clear()
         self._window.collected()
         self._delivery.recover()
 

@@ -30,6 +30,24 @@ class SteeringAsPart(Part):
 
         return SteeringPart(parse_config(section))
 
+    def refused_with_drafts(self, section: Mapping[str, Any]) -> list[str]:
+        """Say what acts on, or counts, rows of drafts that are rejected later."""
+        from headgate.steering.config import has_controllers, parse_config
+
+        config, refused = parse_config(section), []
+        if has_controllers(config):
+            refused.append(
+                "controllers, and consumers that steer, with speculative decoding: scores of rejected drafts would be "
+                "read; start without --steering-controllers and steering.from_consumers, or without "
+                "--speculative-config"
+            )
+        if config.sae_encode:
+            refused.append(
+                "encoded SAEs with speculative decoding: figures on rebuilt rows would count those of rejected drafts; "
+                "start without --sae-encode, or without --speculative-config"
+            )
+        return refused
+
     def core(self, facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> SteeringCore:
         """Return steering's part in one engine core."""
         from headgate.steering.core.steering_core import open_core

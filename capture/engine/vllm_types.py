@@ -111,6 +111,12 @@ class CompilationConfig(Protocol):
     cudagraph_capture_sizes: Sequence[int] | None
 
 
+class SpeculativeConfig(Protocol):
+    """``vllm.config.SpeculativeConfig``."""
+
+    method: str | None
+
+
 class VllmConfig(Protocol):
     """``vllm.config.VllmConfig``."""
 
@@ -121,7 +127,7 @@ class VllmConfig(Protocol):
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
     compilation_config: CompilationConfig
-    speculative_config: object | None
+    speculative_config: SpeculativeConfig | None
     kv_transfer_config: object | None
 
 
@@ -302,6 +308,7 @@ class PersistentBatch(Protocol):
     num_reqs: int
     req_ids: Sequence[str]
     num_computed_tokens_cpu: npt.NDArray[np.int32]
+    vocab_size: int
 
 
 class StepBatch(Protocol):
@@ -313,6 +320,20 @@ class StepBatch(Protocol):
     num_scheduled_tokens: npt.NDArray[np.int32]
     num_computed_tokens_np: npt.NDArray[np.int32]
     input_ids: Tensor
+    positions: Tensor
+    query_start_loc: Tensor
+
+
+class SampledTokens(Protocol):
+    """``vllm.v1.outputs.SamplerOutput``."""
+
+    sampled_token_ids: Tensor
+
+
+class DraftedTokens(Protocol):
+    """``vllm.v1.spec_decode.metadata.SpecDecodeMetadata``, of the V1 model runner."""
+
+    num_draft_tokens: Sequence[int]
 
 
 class ModelRunner(Protocol):
@@ -329,6 +350,7 @@ class ModelRunnerV1(ModelRunner, Protocol):
     input_batch: PersistentBatch
     query_start_loc: HostAndDevice
     input_ids: HostAndDevice
+    num_computed_tokens: Tensor
 
 
 class Worker(Protocol):

@@ -10,7 +10,7 @@ terms of a request.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, count
 from typing import Literal, NamedTuple
@@ -398,6 +398,20 @@ FEW = 4
 them would take ten times as long. Where clients capture a row of each prompt, most steps are like that."""
 
 
+class Candidates(NamedTuple):
+    """Rows of a step with drafts that may be wanted.
+
+    Attributes:
+        token_rows: int64 ``[K]``, ascending: they get staging slots.
+        sites: Of the requests that have them, each once, in the order of the batch.
+        num_copies: Upper limit of wanted (row, site) pairs.
+    """
+
+    token_rows: Int64Array
+    sites: tuple[Site, ...]
+    num_copies: int
+
+
 class StepPlanner:
     """Turns each step's batch into the rows to keep. One thread: the step thread.
 
@@ -437,7 +451,7 @@ class StepPlanner:
         self.remove(req_id)
         request_plan = self._reader.read(num_prompt, specs)
         if request_plan is not None:
-            self._table.insert(req_id, request_plan)
+            self._table.insert(req_id, request_plan, num_prompt)
 
     def remove(self, req_id: str) -> None:
         """Forget a request. An unknown id is accepted: its request wanted nothing, or nothing more."""
@@ -462,6 +476,34 @@ class StepPlanner:
         if plan is not None and fresh.is_decode and not fresh.ended and all(shape.is_run for shape in shapes):
             self._steady = _DecodeRun(view, slots, plan, fresh.num_alike)
         return plan
+
+    def candidates(self, view: BatchView) -> Candidates | None:
+        """Return the batch rows of a step that may be wanted, before it is known which of its rows count.
+
+        Nothing counts as taken: `settle` or `plan` does that, with the step's outcome. The answer depends on the
+        requests and on `view` alone, so that all ranks have the same one. None if no row may be wanted.
+        """
+        slots = self._table.slots_of(view.req_ids)
+        return None if slots is None else self._table.candidates(slots, view)
+
+    def settle(self, candidates: Candidates, view: BatchView) -> StepPlan:
+        """Plan a step whose outcome is known; called in the order of the steps.
+
+        Args:
+            candidates: What `candidates` returned before the step.
+            view: Its rows that count.
+
+        Returns:
+            A plan with the rows of the candidates. Some may be unwanted; without a wanted one it has no groups.
+        """
+        plan = self.plan(view)
+        if plan is None:
+            return StepPlan(candidates.token_rows, ())
+        places = np.searchsorted(candidates.token_rows, plan.token_rows)
+        if len(candidates.token_rows) <= places[-1] or (candidates.token_rows[places] != plan.token_rows).any():
+            raise AssertionError(f"rows {plan.token_rows} are wanted of a step whose candidates were {candidates}")
+        groups = tuple(replace(group, rows=places[group.rows]) for group in plan.groups)
+        return StepPlan(candidates.token_rows, groups, num_copies=plan.num_copies)
 
     def _plan_few(self, shape: SelectionShape, members: Sequence[int], view: BatchView) -> StepPlan | None:
         """Plan the requests that `_RequestTable.few_of` found."""
@@ -611,12 +653,14 @@ class _RequestTable:
         self._plans: dict[int, RequestPlan] = {}
         self._next: Int64Array = np.full(1, NOWHERE, np.int64)
         self._end = self._next.copy()
+        self._first, self._num_prompt = self._next.copy(), self._next.copy()
+        """First wanted position of each request, and the length of its prompt."""
         self._shapes: Int64Array = np.zeros(1, np.int64)
         """Number of each request's shape."""
         self._bounds: Int64Array = np.zeros((1, 3, 1), dtype=np.int64)
         self._batch: tuple[tuple[str, ...], Int64Array | None] | None = None
 
-    def insert(self, req_id: str, plan: RequestPlan) -> None:
+    def insert(self, req_id: str, plan: RequestPlan, num_prompt: int) -> None:
         """Take a request that is not in the table."""
         if not self._free:
             self._grow()
@@ -624,6 +668,7 @@ class _RequestTable:
         self._slots[req_id] = slot
         self._plans[slot] = plan
         self._next[slot], self._end[slot], self._shapes[slot] = plan.first, plan.end, plan.shape.number
+        self._first[slot], self._num_prompt[slot] = plan.first, num_prompt
         if not plan.shape.is_run:  # a run's terms' bounds are never asked for
             num_terms = len(plan.bounds)
             if num_terms > len(self._bounds):
@@ -705,6 +750,27 @@ class _RequestTable:
             is_decode=bool((view.num_scheduled == 1).all()),
         )
 
+    def candidates(self, slots: Int64Array, view: BatchView) -> Candidates | None:
+        """Return what `StepPlanner.candidates` does.
+
+        Positions within the prompt are exact. Later ones are upper limits, but no smaller than the prompt is long.
+        """
+        low, stop, num_prompt = view.num_computed, view.num_computed + view.num_scheduled, self._num_prompt[slots]
+        first, end = self._first[slots], self._end[slots]
+        begin = np.maximum(low, first)
+        last = np.where(low <= num_prompt, np.minimum(stop, end), np.where(end > num_prompt, stop, 0))
+        members = np.flatnonzero(last > begin)
+        if not len(members):
+            return None
+        counts = (last - begin)[members]
+        starts = np.cumsum(counts) - counts
+        token_rows = np.sort(prolonged((view.starts + begin - low)[members], starts, counts))
+        shapes = [self._plans[slot].shape for slot in slots[members].tolist()]
+        num_sites = {shape: sum(len(cover.ids) for cover in shape.covers) for shape in dict.fromkeys(shapes)}
+        num_copies = sum(num_sites[shape] * count for shape, count in zip(shapes, counts.tolist(), strict=True))
+        sites = dict.fromkeys(site for shape in num_sites for cover in shape.covers for site in cover.sites)
+        return Candidates(token_rows, tuple(sites), num_copies)
+
     def note_taken(self, slots: Int64Array, stops: Int64Array) -> None:
         """Count positions up to these as taken."""
         self._next[slots] = np.maximum(stops, self._next[slots])
@@ -746,8 +812,9 @@ class _RequestTable:
 
     def _grow(self) -> None:
         size = len(self._next)
-        self._next, self._end, self._shapes = (
-            _enlarged(each, axis=0, size=2 * size) for each in (self._next, self._end, self._shapes)
+        arrays = self._next, self._end, self._shapes, self._first, self._num_prompt
+        self._next, self._end, self._shapes, self._first, self._num_prompt = (
+            _enlarged(each, axis=0, size=2 * size) for each in arrays
         )
         self._bounds = _enlarged(self._bounds, axis=2, size=2 * size)
         self._free.extend(range(2 * size - 1, size - 1, -1))

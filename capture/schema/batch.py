@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import msgspec
 import numpy as np
@@ -24,6 +24,22 @@ WIRE_VERSION = 1
 """Version of `RequestWire`, in which a request travels from the front end that resolved it: plain values and bytes."""
 
 
+class StepOutcome(Protocol):
+    """Which rows of a step count, with speculative decoding: known once the step's tokens were sampled."""
+
+    def is_known(self) -> bool:
+        """Whether `view` returns without waiting."""
+        ...
+
+    def view(self) -> BatchView:
+        """Wait until the step was sampled, and return the rows that count.
+
+        Each request has the batch rows from its ``starts`` on, without those of rejected drafts, and ``num_computed``
+        is exact. A step that was never sampled has no rows of requests with drafts.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class BatchView:
     """One step's batch, laid out as the runner really laid it out. A snapshot: nothing in it changes.
@@ -36,12 +52,15 @@ class BatchView:
         starts: First batch row of each request, int64 ``[num_requests]``.
         num_scheduled: Tokens of each request in this step, int64 ``[num_requests]``.
         num_computed: Tokens of each request computed before this step, int64 ``[num_requests]``.
+        outcome: None if every row counts. With speculative decoding, rows of rejected drafts do not, and
+            ``num_computed`` is an upper limit beyond the prompt: the drafts of steps in flight may be rejected.
     """
 
     req_ids: tuple[str, ...]
     starts: Int64Array
     num_scheduled: Int64Array
     num_computed: Int64Array
+    outcome: StepOutcome | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         # A longer array, such as vLLM's query_start_loc with its closing entry, would broadcast over one request.

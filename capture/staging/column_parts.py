@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headgate.capture.planning.planner import StepPlanner
+from headgate.capture.planning.planner import Candidates, StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.schema.batch import BatchView, Int64Array, NewRequest
 from headgate.capture.schema.config import MIB
@@ -67,7 +67,7 @@ class ColumnParts:
         self._specs = SpecReader(sites)
         self._planner = StepPlanner(sites)
         self._requests: set[str] = set()
-        self._plan: StepPlan | None = None
+        self._plan: StepPlan | Candidates | None = None
         self._index: tuple[Int64Array | None, Tensor] = (None, torch.empty(0))
         with torch.inference_mode(False):
             self.rows = {
@@ -100,14 +100,20 @@ class ColumnParts:
 
     def step_begins(self, view: BatchView | None) -> None:
         """Plan a step before its forward."""
-        self._plan = self._planner.plan(view) if view is not None and self._requests else None
+        if view is None or not self._requests:
+            self._plan = None
+        else:
+            self._plan = self._planner.plan(view) if view.outcome is None else self._planner.candidates(view)
 
     def step_ends(self) -> None:
-        """Gather the rows that are wanted of a step whose forward was launched."""
+        """Gather the rows that are wanted, or may be, of a step whose forward was launched."""
         plan, self._plan = self._plan, None
         if plan is None:
             return
-        sites = dict.fromkeys(site for group in plan.groups for site in group.sites)
+        if isinstance(plan, Candidates):
+            sites = dict.fromkeys(plan.sites)
+        else:
+            sites = dict.fromkeys(site for group in plan.groups for site in group.sites)
         if plan.token_rows is not self._index[0]:  # the same array in all steps of a run
             self._index = plan.token_rows, torch.from_numpy(plan.token_rows.copy()).to(self.slots.device)
         self.gather(sites, self._index[1])

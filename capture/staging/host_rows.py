@@ -141,13 +141,20 @@ class CopyPart(NamedTuple):
     start: int
     """Index of the first one among the wanted rows of those steps."""
     num_rows: int
-    """Number of wanted rows."""
+    """Number of rows from there on; with speculative decoding, rows that turned out to be unwanted count too."""
     num_copies: int
     """Rows of the stream's shape to copy, over all their sites; rows that are read out are none of them."""
     num_token_rows: int = 0
     """Rows of the arena that hold the tokens of the rows, ahead of the rows; 0 if the tokens are not known."""
     num_output_rows: int = 0
     """Rows of the arena that hold rows of other shapes and the outputs of readouts, after the rows of the stream."""
+
+    @property
+    def num_wanted(self) -> int:
+        """Wanted rows; one at several sites counts once."""
+        if any(len(group.rows) == self.num_rows for group in self.groups):
+            return self.num_rows
+        return len(np.unique(np.concatenate([group.rows for group in self.groups])))
 
     @property
     def num_leased(self) -> int:

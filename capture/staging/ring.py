@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,10 +41,24 @@ NUM_TRASH_ROWS = 64
 """Unwanted rows share this many slots: 8192 rows at one address slow a prefill by 3 % on an H200, at 64 by nothing."""
 
 
+class WantedSlots(Protocol):
+    """The wanted rows of a step, as far as they are known before its forward: a `StepPlan`, or `Candidates` for one."""
+
+    @property
+    def token_rows(self) -> Int64Array:
+        """int64 ``[K]``, ascending: the batch rows that get slots."""
+        ...
+
+    @property
+    def num_copies(self) -> int:
+        """Wanted (row, site) pairs, at most."""
+        ...
+
+
 class _KeptStep(NamedTuple):
     """A step whose rows are in the ring."""
 
-    plan: StepPlan
+    wanted: WantedSlots
     base: int
     """Slot of its first wanted row; the others follow."""
     has_token_ids: bool
@@ -54,7 +68,7 @@ class _KeptStep(NamedTuple):
     @property
     def end(self) -> int:
         """The slot after its last wanted row."""
-        return self.base + len(self.plan.token_rows)
+        return self.base + len(self.wanted.token_rows)
 
 
 class _SlotTable:
@@ -236,8 +250,8 @@ class StagingRing:
         self.on_wait: Callable[[], object] = lambda: None
         self._log = SparseLog("capture staging")
         self._is_open = self._has_token_ids = False
-        self._base = self._next_slot = self._kept_copies = 0
-        self._kept: list[_KeptStep] = []
+        self._base = self._next_slot = self._kept_copies = self._num_settled = 0
+        self._kept: list[_KeptStep] = []  # of the first `_num_settled`, the plans are final
 
     @property
     def host_bytes(self) -> int:
@@ -256,7 +270,7 @@ class StagingRing:
         self._slot_table.reset()
         self._next_slot = 0
         self._is_open = False
-        self._kept, self._kept_copies = [], 0
+        self.drop_kept()
 
     @property
     def kept_since(self) -> float | None:
@@ -279,13 +293,13 @@ class StagingRing:
 
     def drop_kept(self) -> None:
         """Let go of the rows of all steps that were kept; they are no longer wanted."""
-        self._kept, self._kept_copies = [], 0
+        self._kept, self._num_settled, self._kept_copies = [], 0, 0
 
-    def has_to_collect(self, plan: StepPlan) -> bool:
+    def has_to_collect(self, plan: WantedSlots) -> bool:
         """Whether `begin` needs slots, for this plan, that lie past the end of the ring while rows are kept in it."""
         return bool(self._kept) and self._next_slot + len(plan.token_rows) > self._num_rows
 
-    def begin(self, plan: StepPlan | None, token_ids: torch.Tensor | None = None) -> None:
+    def begin(self, plan: WantedSlots | None, token_ids: torch.Tensor | None = None) -> None:
         """Choose the slots of a step before its forward. Idle steps after an idle step cost a comparison.
 
         Args:
@@ -314,21 +328,30 @@ class StagingRing:
         elif token_ids is not None:
             self._token_ids.index_put_((self._slot_table.live,), token_ids[:num_live].to(torch.int32))
 
-    def keep(self, plan: StepPlan) -> None:
+    def keep(self, plan: WantedSlots) -> None:
         """Leave the rows of a step whose forward was launched in the ring, until `collect`.
 
         Args:
-            plan: The plan that `begin` got.
+            plan: What `begin` got. If it is no `StepPlan`, the step's rows stay until `settle` and `collect`.
         """
         if not self._is_open:
             raise RuntimeError("the step was not begun, or was collected already")
         self._is_open = False
         self.counters.steps += 1
         self._kept_copies += plan.num_copies
+        if isinstance(plan, StepPlan) and self._num_settled == len(self._kept):
+            self._num_settled += 1
         self._kept.append(_KeptStep(plan, self._base, self._has_token_ids, time.monotonic()))
 
+    def settle(self, plan: StepPlan) -> None:
+        """Take the plan of the first kept step that has none: it is known now which of its rows count."""
+        step = self._kept[self._num_settled]
+        self._kept_copies += plan.num_copies - step.wanted.num_copies
+        self._kept[self._num_settled] = step._replace(wanted=plan)
+        self._num_settled += 1
+
     def collect(self, hand_over: Callable[[StagedRows], object], *, patience_s: float) -> None:
-        """Start the copies of all steps that were kept, and hand their rows over.
+        """Start the copies of all kept steps whose plans are final, and hand their rows over.
 
         Rows that need more than half of the host memory come in several parts; each holds all sites of its rows.
 
@@ -339,13 +362,15 @@ class StagingRing:
             patience_s: Seconds to wait without any host memory becoming free; then the rest is lost, which is counted
                 and logged.
         """
-        if not self._kept:
+        kept, self._kept, self._num_settled = self._kept[: self._num_settled], self._kept[self._num_settled :], 0
+        plans = [step.wanted for step in kept if isinstance(step.wanted, StepPlan)]
+        self._kept_copies -= sum(plan.num_copies for plan in plans)
+        if not any(plan.groups for plan in plans):
             return
-        kept, self._kept, self._kept_copies = self._kept, [], 0
         first_slot, stop_slot = kept[0].base, kept[-1].end
         self._copier.wait_for_forward()
         parts = cut_into_parts(
-            joined([step.plan for step in kept]),
+            joined(plans),
             stop_slot - first_slot,
             max_copies=self._max_part_rows,
             row_bytes=self.row_bytes,
@@ -398,7 +423,7 @@ class StagingRing:
             self.counters.bytes += num_bytes
         copied = self._copier.gather(runs)
         self.counters.bytes += sum(run.target_ND.nbytes for run in runs)
-        self.counters.rows += part.num_rows
+        self.counters.rows += part.num_wanted
         return part, copied
 
     def _fill_index(self, part: CopyPart, first: int, base: int) -> list[RowRun]:
@@ -425,7 +450,7 @@ class StagingRing:
         return runs
 
     def _count_lost(self, parts: Sequence[CopyPart], patience_s: float) -> None:
-        self.counters.dropped_rows += sum(part.num_rows for part in parts)
+        self.counters.dropped_rows += sum(part.num_wanted for part in parts)
         self._log.error(f"rows were dropped: no staging memory became free for {patience_s:g} s")
 
 

@@ -305,7 +305,8 @@ def gated(
     if not content.max_gates:
         raise RequestError(
             gates[0].where,
-            "this engine takes no gates: its layers lie on several pipeline stages; start it with tensor parallelism",
+            "this engine takes no gates: it decodes speculatively, or its layers lie on several pipeline stages; start "
+            "it without --speculative-config, and with tensor parallelism",
         )
     keys = owned.keys(gates, content)
     if keys or any(gate.then.attenuate is not None for gate in gates):

@@ -19,7 +19,7 @@ from headgate.steering.gates.trace import GateSource
 from headgate.steering.programs.operations import Float32Row
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import SteeringSpec, SteeringWire
-from headgate.steering.vectors.phase_vectors import PhaseVectors
+from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -327,15 +327,31 @@ def _parts(contents: Sequence[tuple[PhaseVectors | Program, float]]) -> Parts:
     return tuple([(content.key, scale) for content, scale in contents])
 
 
-def check_positions(own: tuple[Program | None, Program | None], num_prompt: int) -> None:
+def check_positions(
+    own: tuple[Program | None, Program | None], num_prompt: int, steerable: Steerable | None = None
+) -> None:
     """Check the positions to which operations of a request are limited.
 
+    Args:
+        own: Its programs, by phase.
+        num_prompt: Tokens of its prompt.
+        steerable: The model, if it limits them.
+
     Raises:
-        RequestError: If there are none such in its prompt.
+        RequestError: If there are none such in its prompt, or some in the answer where an engine decodes speculatively.
     """
+    field = "steering_ops.positions"
+    is_limited = steerable is not None and not steerable.knows_positions
     for program in own:
         for selector in () if program is None else program.groups:
-            selector.resolve(num_prompt, "steering_ops.positions")
+            wanted = selector.resolve(num_prompt, field).wanted(num_prompt)
+            if is_limited and int(wanted[-1]) >= num_prompt:
+                raise RequestError(
+                    field,
+                    f"name positions of the answer, {num_prompt} and later: this engine decodes speculatively, and a "
+                    "row's position is known only after its step; limit operations to positions of the prompt, to "
+                    '"all_prompt" or to "all_generated"',
+                )
 
 
 def check_scales(named: Named, field: str) -> None:

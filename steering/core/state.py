@@ -306,7 +306,7 @@ class SteeringState:
             check_limit(largest + sum(abs(scale) * module.peak for module, scale in named), self._dtype, field)
             check_scales(named, field)
             own = self._programs(spec, features)
-            check_positions(own, num_prompt)
+            check_positions(own, num_prompt, self.steerable)
             brought = Brought.by(named)
             check_phases(brought.acting(own), self.limits, field)
             self._registry.hold(req_id, brought.keys)

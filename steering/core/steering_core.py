@@ -322,6 +322,9 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     if facts.num_stages > 1:
         # Strengths stay on the stage that computes them, and what is read of stages but the last does not come back.
         steerable = replace(steerable, max_gates=0, max_rules=0)
+    if facts.has_drafts:
+        # What gates keep of a request's rows would be that of rows which do not count, too.
+        steerable = replace(steerable, max_gates=0, max_rules=0, knows_positions=False)
     dtype, has_conversations = cast("StoredType", model.dtype), facts.num_engines == 1
     core = SteeringCore(
         dtype,

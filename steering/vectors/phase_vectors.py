@@ -105,6 +105,8 @@ class Steerable:
         max_gates: Gates of one request; 0 if there can be none.
         max_rules: Rules that can be registered; 0 if there can be none.
         max_probe_units: Units of MLP probes at one site, and one for each probe; 0 if none can be read.
+        knows_positions: Whether positions of generated rows are known when their step is launched. With speculative
+            decoding they are not: drafts of the step before may be rejected.
         widths: Of the sites of `sites` whose rows are not as wide as the stream.
         directions: Reads directions of tokens; None where there are none, as in files.
     """
@@ -121,6 +123,7 @@ class Steerable:
     max_gates: int = 0
     max_rules: int = 0
     max_probe_units: int = 0
+    knows_positions: bool = True
     widths: Mapping[Site, int] = field(default_factory=dict, repr=False)
     directions: Directions | None = field(default=None, repr=False, compare=False)
     ranks: Mapping[HookPoint, Sequence[int]] = field(init=False, repr=False, compare=False)

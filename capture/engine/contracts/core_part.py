@@ -25,6 +25,7 @@ class CoreFacts:
         engine: Its index among the engine cores of a server with data parallelism.
         num_stages: Pipeline stages that the model lies on.
         num_engines: Engine cores of the server with data parallelism.
+        has_drafts: Whether it verifies drafts of speculative decoding: steps have rows that do not count.
         has_own_process: Whether it has a process of its own, beside that of its front end.
     """
 
@@ -32,6 +33,7 @@ class CoreFacts:
     engine: int = 0
     num_stages: int = 1
     num_engines: int = 1
+    has_drafts: bool = False
     has_own_process: bool = False
 
 

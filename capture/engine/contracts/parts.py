@@ -65,6 +65,10 @@ class Part:
         """
         return None
 
+    def refused_with_drafts(self, section: Document) -> Iterable[str]:
+        """Say what of the section cannot be served with speculative decoding, why, and what to do instead."""
+        return ()
+
     def core(self, facts: CoreFacts, section: Document, services: CoreServices) -> CorePart:
         """Make the part's half in one engine core, after its workers loaded the model. One part alone has one.
 

@@ -105,6 +105,7 @@ class EngineCoreAdapter:
             engine=parallel.data_parallel_index,
             num_stages=parallel.pipeline_parallel_size,
             num_engines=parallel.data_parallel_size,
+            has_drafts=config.speculative_config is not None,
             has_own_process=self.has_own_process,
         )
         target = action_target(config)

@@ -28,8 +28,19 @@ class Refusal(NamedTuple):
     instead: str
 
 
-def _draft_model(config: VllmConfig) -> bool:
-    return config.speculative_config is not None
+DRAFT_METHODS = ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp")
+"""Methods of speculative decoding that are served."""
+
+
+def _unserved_drafts(config: VllmConfig) -> bool:
+    drafts = config.speculative_config
+    return drafts is not None and (drafts.method not in DRAFT_METHODS or getattr(drafts, "parallel_drafting", False))
+
+
+def _varying_drafts(config: VllmConfig) -> bool:
+    drafts = config.speculative_config
+    adapts = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification")
+    return drafts is not None and any(getattr(drafts, name, None) for name in adapts)
 
 
 def _sequence_parallel(config: VllmConfig) -> bool:
@@ -80,10 +91,22 @@ REFUSALS = (
         "start without --enable-expert-parallel, or with --data-parallel-size 1",
     ),
     Refusal(
-        _draft_model,
-        "speculative decoding",
-        "rows of rejected drafts are computed and their positions computed again",
-        "start without --speculative-config",
+        _unserved_drafts,
+        "this method of speculative decoding",
+        "which rows are of accepted tokens was not proven for it",
+        f"choose another method in --speculative-config ({', '.join(DRAFT_METHODS)}), without parallel_drafting",
+    ),
+    Refusal(
+        _varying_drafts,
+        "speculative decoding that varies how many drafts it verifies",
+        "the batch rows of each request are known on the device alone",
+        "start without num_speculative_tokens_per_batch_size and enable_adaptive_verification",
+    ),
+    Refusal(
+        lambda config: config.speculative_config is not None and config.parallel_config.pipeline_parallel_size > 1,
+        "speculative decoding with pipeline parallelism",
+        "only the last stage knows in time which drafts were accepted",
+        "start without --speculative-config, or with --pipeline-parallel-size 1",
     ),
     Refusal(
         lambda config: config.model_config.is_diffusion,
@@ -118,9 +141,11 @@ def refuse_unsupported_settings(vllm_config: VllmConfig) -> None:
     Raises:
         UnsupportedError: Naming every such setting, why, and what to do instead.
     """
-    found = [refusal for refusal in REFUSALS if refusal.is_set(vllm_config)]
-    if found:
-        lines = [f"- {refusal.what}: {refusal.why}; {refusal.instead}" for refusal in found]
+    lines = [f"- {each.what}: {each.why}; {each.instead}" for each in REFUSALS if each.is_set(vllm_config)]
+    if vllm_config.speculative_config is not None:
+        for name, found in sections(vllm_config).items():
+            lines += [f"- {each}" for each in worker_part(name).refused_with_drafts(found)]
+    if lines:
         raise UnsupportedError("headgate cannot serve with:\n" + "\n".join(lines))
 
 

@@ -162,6 +162,7 @@ class InstalledWorker:
             parts,
             is_output_rank=facts.is_output_rank,
             is_last_stage=facts.is_last_stage,
+            verifies_drafts=worker.vllm_config.speculative_config is not None,
             step_log=self._step_log,
         )
         _after(worker, "compile_or_warm_up_model", self._self_test)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, wraps
 from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from headgate.capture.engine.contracts.wire_format import (
@@ -28,12 +30,14 @@ from headgate.capture.engine.contracts.worker_hooks import StepReadings, WorkerH
 from headgate.capture.engine.vllm_names import V2_RUNNER_MODULES
 from headgate.capture.engine.vllm_types import (
     AsyncRunnerOutput,
+    DraftedTokens,
     Function,
     ModelRunner,
     ModelRunnerV1,
     NewRequestData,
     RequestParams,
     RunnerOutput,
+    SampledTokens,
     SchedulerOutput,
     StepBatch,
 )
@@ -91,6 +95,8 @@ class BatchLayout(Protocol):
 
     method: str
     """Name of the runner's method that lays out a step's inputs."""
+    sampling: str
+    """Name of the runner's method that samples a step's tokens, and verifies its drafts."""
 
     def view(self, args: Sequence[object], result: object) -> BatchView:
         """Read the layout after the method returned `result` for the arguments `args`."""
@@ -101,6 +107,24 @@ class BatchLayout(Protocol):
 
         Both runners lay the tokens out on every pipeline stage, with sampled tokens that the last stage broadcasts or
         the scheduler sends back. The embedding, which reads them, is on the first stage.
+        """
+        ...
+
+    def num_computed(self, result: object, num_requests: int) -> Tensor:
+        """Read how many tokens of each request were computed before the step that was laid out, ``[num_requests]``.
+
+        On the device, where it is exact: the host may not know yet which drafts of steps in flight were rejected. Valid
+        until the step's tokens were sampled.
+        """
+        ...
+
+    def num_rejected(self, args: Sequence[object], result: object, num_requests: int) -> Tensor:
+        """Read how many of each request's rows, the last ones, are of rejected drafts: on the device, integers.
+
+        Args:
+            args: Of the sampling.
+            result: What it returned.
+            num_requests: Length of the tensor.
         """
         ...
 
@@ -134,7 +158,7 @@ class _Views:
 class V1Layout:
     """``vllm.v1.worker.gpu_model_runner``: the persistent batch holds the layout."""
 
-    method = "_prepare_inputs"
+    method, sampling = "_prepare_inputs", "_sample"
 
     def __init__(self, runner: ModelRunnerV1) -> None:
         self._runner = runner
@@ -148,11 +172,26 @@ class V1Layout:
     def token_ids(self, result: object) -> Tensor:
         return self._runner.input_ids.gpu
 
+    def num_computed(self, result: object, num_requests: int) -> Tensor:
+        return self._runner.num_computed_tokens[:num_requests]
+
+    def num_rejected(self, args: Sequence[object], result: object, num_requests: int) -> Tensor:
+        sampled = cast("SampledTokens", result).sampled_token_ids[:num_requests]
+        drafted = cast("DraftedTokens | None", args[1] if len(args) > 1 else None)
+        if drafted is None:
+            return torch.zeros(num_requests, dtype=torch.int64, device=sampled.device)
+        num_drafts = torch.tensor(drafted.num_draft_tokens, dtype=torch.int64)
+        if sampled.is_cuda:
+            num_drafts = num_drafts.pin_memory().to(sampled.device, non_blocking=True)
+        # A row of them ends with the placeholders of what was rejected.
+        num_sampled = ((sampled >= 0) & (sampled < self._runner.input_batch.vocab_size)).sum(dim=1)
+        return torch.where(num_drafts > 0, num_drafts + 1 - num_sampled, 0)
+
 
 class V2Layout:
     """``vllm.v1.worker.gpu.model_runner``: the returned input batch holds the layout."""
 
-    method = "prepare_inputs"
+    method, sampling = "prepare_inputs", "sample"
 
     def __init__(self) -> None:
         self._views = _Views()
@@ -167,11 +206,68 @@ class V2Layout:
     def token_ids(self, result: object) -> Tensor:
         return cast("StepBatch", result).input_ids
 
+    def num_computed(self, result: object, num_requests: int) -> Tensor:
+        batch = cast("StepBatch", result)
+        return batch.positions.index_select(0, batch.query_start_loc[:num_requests])
+
+    def num_rejected(self, args: Sequence[object], result: object, num_requests: int) -> Tensor:
+        _, _, num_rejected = cast("tuple[object, Tensor, Tensor]", result)
+        return num_rejected[:num_requests]
+
 
 def layout_of(runner: ModelRunner) -> BatchLayout:
     """Choose the layout reader for `runner`'s generation."""
     is_v2 = type(runner).__module__.startswith(V2_RUNNER_MODULES)
     return V2Layout() if is_v2 else V1Layout(cast("ModelRunnerV1", runner))
+
+
+class SampledStep:
+    """The rows of a step that count, which the device knows once its tokens were sampled: see `StepOutcome`.
+
+    Args:
+        view: The step, as the host has laid it out.
+    """
+
+    def __init__(self, view: BatchView) -> None:
+        self._planned = view
+        self._found: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        self._view: BatchView | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the step."""
+        return len(self._planned.req_ids)
+
+    def sampled(self, num_computed: Tensor, num_rejected: Tensor) -> None:
+        """Start to copy to the host what the device knows; both ``[num_requests]`` there."""
+        found = torch.stack([num_computed.to(torch.int64), num_rejected.to(torch.int64)])
+        if not found.is_cuda:
+            self._found = found
+            return
+        self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        self._found.copy_(found, non_blocking=True)
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(found.device))
+
+    def is_known(self) -> bool:
+        """Whether `view` returns without waiting."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def view(self) -> BatchView:
+        """Wait until the device knows, and return the rows that count."""
+        if self._view is None:
+            self._view = self._read()
+        return self._view
+
+    def _read(self) -> BatchView:
+        if self._event is not None:
+            self._event.synchronize()
+        if self._found is None:  # it failed
+            return replace(self._planned, num_scheduled=np.zeros_like(self._planned.num_scheduled), outcome=None)
+        num_computed, num_rejected = self._found.numpy()
+        num_scheduled = self._planned.num_scheduled - num_rejected
+        return replace(self._planned, num_scheduled=num_scheduled, num_computed=num_computed, outcome=None)
 
 
 class RunnerAdapter:
@@ -184,6 +280,7 @@ class RunnerAdapter:
         runner: vLLM's model runner.
         parts: The worker parts, by name.
         is_output_rank: Whether the scheduler gets the outputs of `runner`; only then the parts' readings are asked for.
+        verifies_drafts: Whether `runner` verifies drafts of speculative decoding, so that views have an outcome.
         is_last_stage: Whether `runner` samples. On earlier pipeline stages ``sample_tokens`` receives what was sampled,
             and nothing is gained by following a step up after it.
         step_log: Gets a line for each step that the parts see; None if steps are not logged.
@@ -196,6 +293,7 @@ class RunnerAdapter:
         *,
         is_output_rank: bool = True,
         is_last_stage: bool = True,
+        verifies_drafts: bool = False,
         step_log: StepLog | None = None,
     ) -> None:
         self._runner, self._step_log, self._samples = runner, step_log, is_last_stage
@@ -221,13 +319,21 @@ class RunnerAdapter:
         plain = overrides(parts, "headgate_plain_request_added")
         self._follows_plain, self._plain_request_added = bool(plain), in_turn(plain.values())
         self._was_active = self._is_laid_out = self._in_self_test = False
+        self._verifies_drafts = verifies_drafts
+        self._unsampled: tuple[SampledStep, object] | None = None
+        """The step that was laid out last, and what laid it out, until its tokens are sampled."""
+        self._watch_methods()
+        # The V1 runner leaves attention out of dummy steps, and its output uninitialised, unless it is asked not to.
+        takes = inspect.signature(runner._dummy_run).parameters
+        self._with_attention = {"force_attention": True} if "force_attention" in takes else {}
+
+    def _watch_methods(self) -> None:
         self._watch("execute_model", self._execute_model)
         self._watch("_dummy_run", self._dummy_run)
         self._watch(self._layout.method, self._lay_out)
         self._watch("sample_tokens", self._sample_tokens)
-        # The V1 runner leaves attention out of dummy steps, and its output uninitialised, unless it is asked not to.
-        takes = inspect.signature(runner._dummy_run).parameters
-        self._with_attention = {"force_attention": True} if "force_attention" in takes else {}
+        if self._verifies_drafts:
+            self._watch(self._layout.sampling, self._sample)
 
     def run_dummy(self, num_tokens: int) -> tuple[Tensor, ...]:
         """Drive a dummy forward without resetting the step state first: for the self-test.
@@ -267,7 +373,7 @@ class RunnerAdapter:
         for part, orders in (getattr(scheduler_output, ORDERS_ATTRIBUTE, None) or {}).items():
             self._ordered(part, orders)
         self._is_laid_out = False
-        self._readings = None
+        self._readings = self._unsampled = None
         result = original(scheduler_output, *args, **kwargs)
         self._is_to_follow_up = self._is_laid_out
         if result is not None or not self._samples:
@@ -282,6 +388,19 @@ class RunnerAdapter:
         result = original(*args, **kwargs)
         self._follow_up()
         return self._complete(result)
+
+    def _sample(self, original: Function, *args: object, **kwargs: object) -> object:
+        """Follow the sampling of a step, before its drafter overwrites anything."""
+        result = original(*args, **kwargs)
+        step, self._unsampled = self._unsampled, None
+        if step is not None:
+            outcome, laid_out = step
+            num_requests = outcome.num_requests
+            outcome.sampled(
+                self._layout.num_computed(laid_out, num_requests),
+                self._layout.num_rejected(args, result, num_requests),
+            )
+        return result
 
     def _follow_up(self) -> None:
         if self._is_to_follow_up:
@@ -310,15 +429,22 @@ class RunnerAdapter:
         if self._live or (self._plain and any(needs() for needs in self._needs_plain_steps)):
             self._was_active = self._is_laid_out = True
             view = self._layout.view(args, result)
+            if self._verifies_drafts:
+                outcome = SampledStep(view)
+                self._unsampled = outcome, result
+                view = replace(view, outcome=outcome)
             token_ids = self._layout.token_ids(result)
             self._step_begins(view, token_ids)
             if self._step_log is not None:
-                self._log_step(self._step_log, view, token_ids)
+                self._log_step(self._step_log, view, token_ids, result)
         else:
             self._clear_step()
         return result
 
-    def _log_step(self, log: StepLog, view: BatchView, token_ids: Tensor) -> None:
+    def _log_step(self, log: StepLog, view: BatchView, token_ids: Tensor, laid_out: object) -> None:
+        if view.outcome is not None:
+            exact = self._layout.num_computed(laid_out, len(view.req_ids))
+            view = replace(view, num_computed=np.array(exact.tolist(), dtype=np.int64))
         requests = []
         columns = (view.starts.tolist(), view.num_scheduled.tolist(), view.num_computed.tolist())
         for req_id, start, size, computed in zip(view.req_ids, *columns, strict=True):

@@ -298,6 +298,11 @@ def _open_host(
 
 
 def _checked(steerable: Steerable | None, facts: CoreFacts) -> Steerable:
+    if facts.has_drafts:
+        raise ConfigError(
+            f"{_PLACE}: with speculative decoding, scores of rows that do not count would be read; start the engine "
+            "without --speculative-config"
+        )
     if facts.num_stages > 1:
         raise ConfigError(
             f"{_PLACE}: scores of pipeline stages but the last do not come back to the engine core; start the engine "

@@ -48,8 +48,9 @@ def made_rule(state: RuleState, rule: Rule) -> KeptRule:
     if state.steerable is not None and not state.steerable.max_rules:
         raise RequestError(
             "name",
-            "this engine takes no rules: --max-steering-rules is 0, or its layers lie on several pipeline stages, "
-            "where what a rule did would not come back; start it with tensor parallelism",
+            "this engine takes no rules: --max-steering-rules is 0, it decodes speculatively, or its layers lie on "
+            "several pipeline stages, where what a rule did would not come back; start it without "
+            "--speculative-config, and with tensor parallelism",
         )
     first = state.rules.place(rule)
     others = [each for each in state.rules.all() if each.name != rule.name]

@@ -349,3 +349,48 @@ def test_mistakes_of_ours_are_found_where_they_are_made() -> None:
         planner.add("a", 3, {MAX_CONSUMERS: spec(ALL)})
     with pytest.raises(AssertionError, match="not resolved"):
         planner.add("a", 3, {0: spec(Indices.of((-1,)))})
+
+
+def test_rows_that_may_be_wanted_are_those_at_possible_positions() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("prompt", 10, {0: spec(Named("all_prompt"))})
+    planner.add("answer", 10, {0: spec(GENERATED)})
+    planner.add("some", 10, {0: spec(Indices.of((2, 12)))})
+    before = batch(prompt=(4, 4), answer=(8, 4), some=(0, 4))
+    after = batch(prompt=(13, 4), answer=(13, 4), some=(13, 4), nobody=(13, 4))
+
+    chunk, decode = planner.candidates(before), planner.candidates(after)
+
+    assert chunk is not None
+    assert decode is not None
+    assert chunk.token_rows.tolist() == [0, 1, 2, 3, 6, 7, 10, 11]
+    assert decode.token_rows.tolist() == [4, 5, 6, 7, 8, 9, 10, 11], "answer and some: 13 may be 10"
+    assert decode.num_copies == 8 * len(SITES)
+    assert decode.sites == SITES
+
+
+def test_a_step_is_planned_with_the_rows_that_counted_among_those_that_were_kept() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 2, {0: spec(ALL)})
+    planner.add("b", 2, {0: spec(Indices.of((5, 6)))})
+    view = batch(a=(6, 4), b=(6, 4))
+    kept = planner.candidates(view)
+    assert kept is not None
+
+    plan = planner.settle(kept, BatchView(("a", "b"), view.starts, np.array([1, 3]), np.array([4, 4])))
+
+    assert plan.token_rows is kept.token_rows
+    (group,) = plan.groups
+    assert group.spans == (("a", 0, 1), ("b", 1, 3))
+    assert kept.token_rows[group.rows].tolist() == [0, 5, 6]
+    assert group.positions.tolist() == [4, 5, 6]
+
+
+def test_a_step_of_which_nothing_counts_has_no_groups() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 2, {0: spec(ALL)})
+    view = batch(a=(6, 4))
+    kept = planner.candidates(view)
+    assert kept is not None
+
+    assert planner.settle(kept, BatchView(("a",), view.starts, np.array([0]), np.array([4]))).groups == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -76,10 +77,31 @@ class Life:
         return got, len(wanted) - len(got)
 
 
-class Driven:
-    """Drives a session through a schedule as an engine would, and keeps book."""
+@dataclass
+class Outcome:
+    """Which rows of a step count; the session learns it late, as from a device."""
 
-    def __init__(self, staging_rows: int, num_rows: int, linger_s: float) -> None:
+    counted: BatchView
+    known: bool = False
+
+    def is_known(self) -> bool:
+        return self.known
+
+    def view(self) -> BatchView:
+        self.known = True
+        return self.counted
+
+
+class Driven:
+    """Drives a session through a schedule as an engine would, and keeps book.
+
+    Args:
+        drafts: Decides how many drafts of each request are rejected, and when that is known; None: there are no drafts.
+    """
+
+    def __init__(self, staging_rows: int, num_rows: int, linger_s: float, drafts: Random | None = None) -> None:
+        self.drafts = drafts
+        self.outcomes: list[Outcome] = []
         self.staging = make_staging(SITES, num_rows=num_rows, max_tokens=MAX_TOKENS, staging_rows=staging_rows)
         self.sender = KeptResults()
         self.keepers = {bit: Keeper() for bit in BITS}
@@ -103,9 +125,27 @@ class Driven:
             self.alive[arrival.req_id] = life = Life(len(self.lives), arrival.num_prompt, specs)
             self.lives.append(life)
             self._announce(arrival.req_id, life)
-        self.session.step_begins(step.view, self._token_ids(step.view))
-        self._forward(step.view)
+        view = step.view if self.drafts is None else self._with_drafts(step.view, self.drafts)
+        self.session.step_begins(view, self._token_ids(view))
+        self._forward(view)
         self.session.step_ends()
+
+    def _with_drafts(self, view: BatchView, drafts: Random) -> BatchView:
+        """Add rows of rejected drafts, and the positions that a host expects which takes earlier ones for accepted."""
+        for outcome in self.outcomes:
+            outcome.known |= drafts.random() < 0.4
+        prompts = np.array([self.alive[req_id].num_prompt for req_id in view.req_ids], dtype=np.int64)
+        decodes = view.num_computed + view.num_scheduled > prompts
+        rejected, ahead = (
+            np.array([drafts.randrange(4) if each else 0 for each in able.tolist()], dtype=np.int64)
+            for able in (decodes, view.num_computed >= prompts)
+        )
+        planned = view.num_scheduled + rejected
+        order = np.argsort(view.starts, kind="stable")
+        starts = np.empty_like(view.starts)
+        starts[order] = np.cumsum(planned[order]) - planned[order]
+        self.outcomes.append(Outcome(replace(view, starts=starts)))
+        return BatchView(view.req_ids, starts, planned, view.num_computed + ahead, self.outcomes[-1])
 
     def finish(self) -> None:
         for req_id in [*self.alive]:
@@ -120,11 +160,14 @@ class Driven:
         self.session.request_added(NewRequest(req_id=req_id, prompt_token_ids=prompt, wire=wire))
 
     def _end(self, req_id: str) -> None:
+        for outcome in self.outcomes:  # it has ended with tokens of them
+            outcome.known = True
         self.session.request_finished(req_id, self.alive.pop(req_id).end())
 
     def _token_ids(self, view: BatchView) -> torch.Tensor:
-        """What the forward reads: position p of a request is token ``1000 * its number + p``."""
+        """What the forward reads: position p of a request is token ``1000 * its number + p``, and a draft is none."""
         token_ids = torch.full((MAX_TOKENS,), -1, dtype=torch.int32)
+        view = self.outcomes[-1].counted if self.outcomes else view
         for req_id, start, count, first in zip(
             view.req_ids, view.starts, view.num_scheduled, view.num_computed, strict=True
         ):
@@ -133,6 +176,9 @@ class Driven:
         return token_ids
 
     def _forward(self, view: BatchView) -> None:
+        for buffer in self.staging.site_rows:
+            buffer[self.staging.slots[: view.num_tokens]] = -7.0  # of drafts, where nothing else is written
+        view = self.outcomes[-1].counted if self.outcomes else view
         batch = list(zip(view.req_ids, view.starts, view.num_scheduled, view.num_computed, strict=True))
         for req_id, _, count, first in batch:
             self.alive[req_id].compute(first, first + count)
@@ -148,11 +194,12 @@ class Driven:
     st.sampled_from([64, 128, 100_000]),
     st.sampled_from([MAX_TOKENS, 2 * MAX_TOKENS]),
     st.sampled_from([0.0, 0.02, 1.0]),
+    st.none() | st.randoms(use_true_random=False),
 )
 def test_every_consumer_gets_exactly_its_rows_and_every_request_its_result(
-    steps: list[Step], staging_rows: int, num_rows: int, linger_s: float
+    steps: list[Step], staging_rows: int, num_rows: int, linger_s: float, drafts: Random | None
 ) -> None:
-    driven = Driven(staging_rows, num_rows, linger_s)
+    driven = Driven(staging_rows, num_rows, linger_s, drafts)
     try:
         for step in steps:
             driven.step(step)

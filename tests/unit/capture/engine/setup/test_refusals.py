@@ -10,8 +10,13 @@ from headgate.capture.engine.setup.startup_checks import refuse_unsupported_sett
 from headgate.capture.schema.errors import UnsupportedError
 
 
+def drafts(method="ngram", **changes):
+    return SimpleNamespace(method=method, **changes)
+
+
 def settings(**changes):
     parallel = SimpleNamespace(
+        pipeline_parallel_size=1,
         use_ubatching=False,
         prefill_context_parallel_size=1,
         use_sequence_parallel_moe=False,
@@ -27,6 +32,7 @@ def settings(**changes):
     )
     config = SimpleNamespace(
         parallel_config=parallel,
+        additional_config={},
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
         speculative_config=None,
         kv_transfer_config=None,
@@ -55,7 +61,10 @@ def test_ordinary_settings_are_served():
         ("parallel_config__prefill_context_parallel_size", 2, "prefill context"),
         ("parallel_config__use_sequence_parallel_moe", True, "--enable-expert-parallel"),
         ("compilation_config__pass_config__enable_sp", True, "enable_sp"),
-        ("speculative_config", object(), "speculative"),
+        ("speculative_config", drafts("medusa"), r"this method of speculative decoding.*\(ngram, ngram_gpu, draft_"),
+        ("speculative_config", drafts("eagle", parallel_drafting=True), "parallel_drafting"),
+        ("speculative_config", drafts(enable_adaptive_verification=True), "enable_adaptive_verification"),
+        ("speculative_config", drafts(num_speculative_tokens_per_batch_size=[(1, 8, 3)]), "per_batch_size"),
         ("kv_transfer_config", object(), "--kv-transfer-config"),
         ("model_config__is_encoder_decoder", True, "encoder-decoder"),
         ("model_config__runner_type", "pooling", "pooling"),
@@ -80,8 +89,17 @@ def test_engines_on_several_hosts_and_launchers_of_one_rank_are_served(changes):
     refuse_unsupported_settings(settings(**{f"parallel_config__{name}": value for name, value in changes.items()}))
 
 
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp"])
+def test_drafts_are_served_on_one_stage(method):
+    refuse_unsupported_settings(settings(speculative_config=drafts(method)))
+    with pytest.raises(UnsupportedError, match="speculative decoding with pipeline parallelism"):
+        refuse_unsupported_settings(
+            settings(speculative_config=drafts(method), parallel_config__pipeline_parallel_size=2)
+        )
+
+
 def test_all_are_named_at_once():
-    config = settings(speculative_config=object(), kv_transfer_config=object())
+    config = settings(speculative_config=drafts("suffix"), kv_transfer_config=object())
 
     with pytest.raises(UnsupportedError, match=r"(?s)speculative.*kv-transfer"):
         refuse_unsupported_settings(config)

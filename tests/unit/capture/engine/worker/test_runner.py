@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from headgate.capture.engine.contracts.worker_hooks import WorkerHooks, in_turn, overrides
 from headgate.capture.engine.worker.runner import RunnerAdapter, layout_of
@@ -55,11 +56,19 @@ class V1Runner:
             req_ids=scheduler_output.order,
             num_reqs=len(scheduler_output.order),
             num_computed_tokens_cpu=np.array([*scheduler_output.computed, 99, 99], dtype=np.int32),
+            vocab_size=100,
         )
+        self.num_computed_tokens = torch.tensor([*getattr(scheduler_output, "exact", ()), 99], dtype=torch.int32)
+        self.sampled = getattr(scheduler_output, "sampled", None)
         return "logits_indices", None
 
     def sample_tokens(self, grammar_output):
-        return None
+        if self.sampled is not None:
+            drafted, tokens = self.sampled
+            self._sample("logits", SimpleNamespace(num_draft_tokens=drafted) if any(drafted) else None, tokens)
+
+    def _sample(self, logits, spec_decode_metadata, tokens):
+        return SimpleNamespace(sampled_token_ids=torch.tensor(tokens, dtype=torch.int32))
 
     def _dummy_run(self, num_tokens):
         return num_tokens
@@ -76,7 +85,13 @@ class V2Runner:
 
     def prepare_inputs(self, scheduler_output, batch_desc):
         counts = np.array(scheduler_output.counts, dtype=np.int32)
+        starts = np.cumsum(counts) - counts
+        exact = getattr(scheduler_output, "exact", scheduler_output.computed)
+        self.sampled = getattr(scheduler_output, "sampled", None)
+        spread = [first + row for first, count in zip(exact, counts, strict=True) for row in range(count)]
         return SimpleNamespace(
+            positions=torch.tensor([*spread, 0, 0]),
+            query_start_loc=torch.tensor([*starts, counts.sum()], dtype=torch.int32),
             req_ids=scheduler_output.order,
             num_reqs=len(counts),
             input_ids=self.tokens,
@@ -86,7 +101,13 @@ class V2Runner:
         )
 
     def sample_tokens(self, grammar_output):
-        return None
+        if self.sampled is not None:
+            drafted, tokens = self.sampled
+            self.sample("hidden states", "batch", [1 + each for each in drafted], tokens)
+
+    def sample(self, hidden_states, input_batch, num_logits, tokens):
+        num_sampled = (torch.tensor(tokens) >= 0).sum(dim=1)
+        return "output", num_sampled, torch.tensor(num_logits) - num_sampled
 
     def _dummy_run(self, num_tokens):
         self.execute_model(step(), dummy_run=True)
@@ -410,3 +431,53 @@ def test_a_hook_of_one_part_is_called_itself():
     part = Recorder()
 
     assert in_turn(overrides({"part": part}, "headgate_step_ends").values()) == part.headgate_step_ends
+
+
+@pytest.fixture
+def drafting(runner):
+    recorder = Recorder()
+    runner.adapter = RunnerAdapter(runner, {"recorder": recorder}, verifies_drafts=True)
+    return recorder
+
+
+def with_drafts(output, exact, drafted, tokens):
+    """A step of which the device knows that so many tokens were computed, and which samples these."""
+    output.exact, output.sampled = exact, (drafted, tokens)
+    return output
+
+
+def rows_of(view):
+    return view.req_ids, view.starts.tolist(), view.num_scheduled.tolist(), view.num_computed.tolist()
+
+
+def test_the_outcome_of_a_step_has_exact_positions_and_no_rows_of_rejected_drafts(runner, drafting):
+    tokens = [[5, 6, 7, 8], [5, -1, -1, -1], [5, 6, -1, -1], [5, -1, -1, -1]]
+    new = [request(req_id, 3) for req_id in "abcd"]
+    output = step("abcd", [4, 4, 4, 2], [9, 12, 30, 0], new=new)
+
+    run(runner, with_drafts(output, [7, 12, 25, 0], [3, 3, 3, 0], tokens))
+
+    (view,) = drafting.views
+    assert rows_of(view) == (tuple("abcd"), [0, 4, 8, 12], [4, 4, 4, 2], [9, 12, 30, 0])
+    assert view.outcome.is_known()
+    counted = view.outcome.view()
+    assert rows_of(counted) == (tuple("abcd"), [0, 4, 8, 12], [4, 1, 2, 2], [7, 12, 25, 0])
+    assert counted.outcome is None
+
+
+def test_all_rows_of_a_step_without_drafts_count(runner, drafting):
+    run(runner, with_drafts(step(["a"], [5], [0], new=[request("a", 9)]), [0], [0], [[5]]))
+
+    assert rows_of(drafting.views[0].outcome.view()) == (("a",), [0], [5], [0])
+
+
+def test_a_step_that_was_never_sampled_has_no_rows(runner, drafting):
+    runner.execute_model(with_drafts(step(["a"], [4], [9], new=[request("a", 3)]), [9], [3], [[5, 6, 7, 8]]))
+
+    assert drafting.views[0].outcome.view().num_scheduled.tolist() == [0]
+
+
+def test_without_drafts_views_have_no_outcome(runner, recorder):
+    run(runner, step(["a"], [1], [3], new=[request("a", 3)]))
+
+    assert recorder.views[0].outcome is None

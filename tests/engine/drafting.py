@@ -1,0 +1,198 @@
+"""Requests under speculative decoding, what must be captured of them, and drafts that a test dictates.
+
+Dictated drafts are accepted, rejected, or some of each, with both generations of the model runner. vLLM verifies them
+as any others, so a test knows which rows a step computes in vain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from headgate.capture.schema.sites import INNER_HOOKS, HookPoint
+from tests.engine.hf_reference import HFReference, Steering, relative_error
+
+SITES = {hook.value: "all" for hook in HookPoint if hook not in INNER_HOOKS}
+MAX_ERROR = 1e-4
+NUM_OUTPUT = 30
+NUM_DRAFTS = 3
+CONFIG = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+class Asked(NamedTuple):
+    """A request: its prompt, which of its drafts are right, and how it is cut short."""
+
+    prompt: tuple[int, ...]
+    rights: str
+    positions: Any = "all"
+    max_tokens: int = NUM_OUTPUT
+    stop_at: int | None = None
+    """Index in the answer of a token at which it is to stop."""
+
+    def answer(self, greedy: Sequence[int]) -> list[int]:
+        """What the request gets of its greedy answer."""
+        stop = self.max_tokens if self.stop_at is None else greedy.index(greedy[self.stop_at]) + 1
+        return list(greedy[:stop])
+
+    def wanted(self, num_rows: int) -> list[int]:
+        """The positions to capture of so many."""
+        if isinstance(self.positions, dict):
+            return list(range(self.positions["start"], min(self.positions["stop"], num_rows), self.positions["step"]))
+        if isinstance(self.positions, list):
+            return [position for position in self.positions if position < num_rows]
+        num_prompt = len(self.prompt)
+        start, stop = {"last_prompt": (num_prompt - 1, num_prompt), "all_generated": (num_prompt, num_rows)}.get(
+            self.positions, (0, num_rows)
+        )
+        return list(range(start, stop))
+
+    def params(self, greedy: Sequence[int], **fields: Any) -> Any:
+        """Its ``SamplingParams``, with `fields` of headgate."""
+        from vllm import SamplingParams
+
+        stop = [] if self.stop_at is None else [greedy[self.stop_at]]
+        made = SamplingParams(
+            temperature=0, ignore_eos=True, detokenize=False, max_tokens=self.max_tokens, stop_token_ids=stop
+        )
+        for name, value in fields.items():
+            setattr(made, name, value)
+        return made
+
+    @property
+    def capture(self) -> dict[str, Any]:
+        """Its field ``capture``."""
+        return {"memory": {"hooks": SITES, "positions": self.positions}}
+
+
+def requests() -> list[Asked]:
+    """Prompts of one chunk and of several, with a prefix in common, and answers that end within drafts."""
+    rng = random.Random(3)
+
+    def prompt(length: int, begin: tuple[int, ...] = ()) -> tuple[int, ...]:
+        return begin + tuple(rng.randrange(3, 500) for _ in range(length))
+
+    shared, where = prompt(64), ("last_prompt", "all_generated", [0, 3, 71, 76, 90])
+    return [
+        *(Asked(prompt(rng.randrange(1, 90)), rights) for rights in ("all", "none", "some") for _ in range(4)),
+        *(Asked(prompt(5, shared), rights) for rights in ("all", "none", "some", "some")),
+        *(Asked(prompt(9), "all", max_tokens=number) for number in (1, 2, 3, 4, 5, 6)),
+        *(Asked(prompt(11), "all", stop_at=number) for number in (4, 5, 6, 7)),
+        *(Asked(prompt(70), "some", positions=each) for each in where),
+        Asked(prompt(33), "some", positions={"start": 30, "stop": 60, "step": 3}),
+    ]
+
+
+def greedy(reference: HFReference, prompt: Sequence[int], steering: Steering | None = None) -> list[int]:
+    """The greedy answer of Hugging Face's model."""
+    tokens: list[int] = []
+    with torch.no_grad():
+        while len(tokens) < NUM_OUTPUT:
+            if steering is None:
+                last = reference.model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, -1].argmax()
+            else:
+                last = reference.run(prompt, [*tokens, 0], steering).next_tokens[-1]
+            tokens.append(int(last))
+    return tokens
+
+
+def check(
+    asked: Asked,
+    tokens: list[int],
+    captured: Any,
+    reference: HFReference,
+    steering: Steering | None = None,
+    max_error: float = MAX_ERROR,
+) -> None:
+    """Assert that captured rows are those of a forward over the request's final tokens, each once, and no others."""
+    positions = asked.wanted(len(asked.prompt) + len(tokens) - 1)
+    assert captured.positions.tolist() == positions, asked
+    assert captured.token_ids.tolist() == [(*asked.prompt, *tokens)[position] for position in positions]
+    expected = reference.run(asked.prompt, tokens, steering)
+    for site in expected.rows:
+        error = relative_error(captured.rows[site], expected.rows[site][positions])
+        assert error <= max_error, (asked, site, error)
+
+
+@dataclass
+class Drafter:
+    """Drafts the tokens that it knows will follow, with as many of them wrong as a test wants.
+
+    Attributes:
+        answers: The greedy answer of each prompt.
+        rights: Of each prompt, which of the drafts are right: ``all``, ``none`` or ``some``. A draft is right or wrong
+            whenever it is made, so that two engines answer alike.
+    """
+
+    answers: Mapping[tuple[int, ...], Sequence[int]]
+    rights: Mapping[tuple[int, ...], str]
+
+    def draft(self, known: Sequence[int]) -> list[int]:
+        """The drafts after the tokens of a request so far."""
+        for prompt, answer in self.answers.items():
+            if tuple(known[: len(prompt)]) == prompt:
+                rest = [*answer[len(known) - len(prompt) :], *[0] * NUM_DRAFTS][:NUM_DRAFTS]
+                chance = {"all": 256, "none": 0, "some": 150}[self.rights[prompt]]
+                lots = hashlib.sha256(repr((prompt, len(known))).encode()).digest()
+                return [token if lot < chance else (token + 1) % 500 for token, lot in zip(rest, lots, strict=False)]
+        return [1] * NUM_DRAFTS
+
+    def install(self, runner: Any) -> None:
+        """Draft for a model runner that was started with `CONFIG`."""
+        if hasattr(runner, "speculator"):
+            runner.speculator.propose = self._for_v2(runner)
+        else:
+            runner.drafter.propose = self._for_v1
+
+    def _for_v1(
+        self, num_drafts: int, sampled: Sequence[Sequence[int]], num_tokens: Any, token_ids: Any, **_: Any
+    ) -> list[list[int]]:
+        known = [token_ids[i, : num_tokens[i]].tolist() for i in range(len(sampled))]
+        return [self.draft(tokens)[:num_drafts] if new else [] for tokens, new in zip(known, sampled, strict=True)]
+
+    def _for_v2(self, runner: Any) -> Callable[..., torch.Tensor]:
+        def propose(input_batch: Any, *_: Any, dummy_run: bool = False, **__: Any) -> torch.Tensor:
+            states = runner.req_states
+            device = states.total_len.gpu.device
+            if dummy_run:
+                return torch.zeros(input_batch.num_reqs, NUM_DRAFTS, dtype=torch.int64, device=device)
+            slots = input_batch.idx_mapping.tolist()
+            known = [states.all_token_ids.gpu[slot, : int(states.total_len.gpu[slot])].tolist() for slot in slots]
+            return torch.tensor([self.draft(tokens) for tokens in known], dtype=torch.int64, device=device)
+
+        return propose
+
+
+def eagle_folder(method: str, model: Path) -> Path:
+    """A draft model with random weights for a tiny Llama, in the form of published ones: ``eagle`` or ``eagle3``."""
+    from safetensors.torch import load_file, save_file
+
+    folder = model.with_name(f"{model.name}-{method}")
+    if (folder / "config.json").exists():
+        return folder
+    config = json.loads((model / "config.json").read_text())
+    hidden, weights = config["hidden_size"], load_file(model / "model.safetensors")
+    name, inputs = ("midlayer", 3) if method == "eagle3" else ("layers.0", 2)
+    drawn = torch.Generator().manual_seed(0)
+    found = {"fc.weight": torch.randn(hidden, inputs * hidden, generator=drawn) * 0.1}
+    for key, value in weights.items():
+        if key.startswith("model.layers.0."):
+            part = key.removeprefix("model.layers.0.")
+            if method == "eagle" and part.startswith("input_layernorm"):
+                continue
+            doubles = method == "eagle3" and part.split(".")[1] in ("q_proj", "k_proj", "v_proj")
+            shape = (value.shape[0], 2 * hidden) if doubles else value.shape
+            found[f"{name}.{part}"] = value if "norm" in part else torch.randn(shape, generator=drawn) * 0.1
+    if method == "eagle3":
+        found |= {"norm.weight": torch.ones(hidden), "midlayer.hidden_norm.weight": torch.ones(hidden)}
+        found["lm_head.weight"] = torch.randn(config["vocab_size"], hidden, generator=drawn) * 0.1
+    folder.mkdir(exist_ok=True)
+    save_file({key: value.contiguous() for key, value in found.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    return folder

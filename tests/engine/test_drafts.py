@@ -1,0 +1,160 @@
+"""Speculative decoding: rows of accepted tokens alone, each once, at the position that it has in the answer.
+
+Every row is compared with Hugging Face on the final sequence. One engine with few KV blocks, so that requests are
+preempted, and small steps, so that prompts come in chunks between drafts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import HookPoint
+from tests.conftest import start_llm, stop_llm
+from tests.engine.drafting import CONFIG, SITES, Asked, Drafter, check, eagle_folder, greedy, requests
+from tests.engine.hf_reference import HFReference, Steering
+from tests.engine.steering_cases import Case, Tiers, sites_of, vectors
+from tests.engine.tiny_models import tiny_model
+
+REQUESTS = requests()
+CONSUMERS = [{"name": "memory", "params": {"max_bytes": 1 << 30}}]
+EVERYWHERE = sites_of(HookPoint.PRE_ATTN, HookPoint.POST_ATTN, HookPoint.POST_MLP)
+(OP_SITE,) = sites_of(HookPoint.POST_MLP, layers=[1])
+AXIS = vectors(EVERYWHERE, 1)[OP_SITE].numpy()
+STEERED = [
+    Tiers(base=vectors(EVERYWHERE, 1, 0.5)),
+    Tiers(prefill=vectors(EVERYWHERE, 2, 0.5), decode=vectors(EVERYWHERE, 3, 0.5)),
+    Case("ablated", operations=(("decode", OP_SITE, {"method": "ablate", "vector": AXIS, "scale": 1.0}),)),
+]
+
+
+def start(**settings: Any) -> Any:
+    return start_llm(
+        **{
+            "model": tiny_model("llama"),
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "max_model_len": 256,
+            "max_num_batched_tokens": 48,
+            "max_num_seqs": 8,
+            "num_gpu_blocks_override": 12,
+            "enable_prefix_caching": True,
+            "in_process": True,
+            "disable_log_stats": False,
+            "speculative_config": CONFIG,
+            **settings,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def reference() -> HFReference:
+    return HFReference(tiny_model("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def answers(reference: HFReference) -> dict[tuple[int, ...], list[int]]:
+    return {asked.prompt: greedy(reference, asked.prompt) for asked in REQUESTS}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    steering = {"op_sites": {"post_mlp": [1]}}
+    config = {"headgate": {"capture": {"consumers": CONSUMERS, "sites": SITES}, "steering": steering}}
+    llm = start(additional_config=config)
+    yield llm
+    stop_llm(llm)
+
+
+def draft(llm: Any, answers: Mapping[tuple[int, ...], Sequence[int]], asked: Sequence[Asked]) -> None:
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    Drafter(answers, {each.prompt: each.rights for each in asked}).install(runner)
+
+
+def generate(llm: Any, asked: Sequence[Asked], params: Sequence[Any]) -> list[tuple[list[int], Any]]:
+    """The tokens of each request, and its captured rows."""
+    prompts = [{"prompt_token_ids": list(each.prompt)} for each in asked]
+    found = []
+    for output in llm.generate(prompts, list(params), use_tqdm=False):
+        result = output.capture_results["memory"]
+        assert result.status == "ok", result.error
+        found.append((list(output.outputs[0].token_ids), result.payload))
+    return found
+
+
+def counts(llm: Any) -> dict[str, int]:
+    return {metric.name.removeprefix("vllm:"): metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+
+
+def test_rows_are_of_accepted_tokens_alone_each_once_at_its_position(llm, reference, answers):
+    draft(llm, answers, REQUESTS)
+    order, before = random.Random(1).sample(REQUESTS, len(REQUESTS)), counts(llm)
+
+    found = generate(llm, order, [each.params(answers[each.prompt], capture=each.capture) for each in order])
+
+    for asked, (tokens, captured) in zip(order, found, strict=True):
+        assert tokens == asked.answer(answers[asked.prompt]), asked
+        check(asked, tokens, captured, reference)
+    more = {name: value - before.get(name, 0) for name, value in counts(llm).items()}
+    assert 0.2 < more["spec_decode_num_accepted_tokens"] / more["spec_decode_num_draft_tokens"] < 0.8
+    assert more["num_preemptions"] > 0
+    assert more["prefix_cache_hits"] > 0
+
+
+def test_steered_answers_and_rows_are_those_without_drafts(llm, reference):
+    asked = [Asked(each.prompt, each.rights) for each in REQUESTS[3:9]]
+    steers = [STEERED[index % len(STEERED)] for index in range(len(asked))]
+    steering: list[Steering] = [each.steering() for each in steers]
+    found = [greedy(reference, each.prompt, acts) for each, acts in zip(asked, steering, strict=True)]
+    answers = {each.prompt: tokens for each, tokens in zip(asked, found, strict=True)}
+    draft(llm, answers, asked)
+
+    params = [
+        each.params(answers[each.prompt], capture=each.capture, **acts.fields())
+        for each, acts in zip(asked, steers, strict=True)
+    ]
+    for each, acts, (tokens, captured) in zip(asked, steering, generate(llm, asked, params), strict=True):
+        assert tokens == answers[each.prompt], each
+        check(each, tokens, captured, reference, acts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        (
+            {"steering_gates": [{"when": "always", "then": {"vectors": {"post_mlp": {"1": AXIS.tolist()}}}}]},
+            "steering_gates.*decodes speculatively",
+        ),
+        (
+            {"steering_ops": [{"at": OP_SITE.name, "method": "ablate", "vector": AXIS.tolist(), "positions": [3, 70]}]},
+            "steering_ops.positions",
+        ),
+    ],
+)
+def test_what_needs_to_know_the_accepted_rows_is_refused_by_name(llm, fields, name):
+    asked = REQUESTS[0]
+
+    with pytest.raises(RequestError, match=name):
+        llm.generate([{"prompt_token_ids": list(asked.prompt)}], [asked.params([], **fields)], use_tqdm=False)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
+def test_a_draft_model_is_neither_captured_nor_steered(method, reference, answers):
+    model = tiny_model("llama") if method == "draft_model" else eagle_folder(method, tiny_model("llama"))
+    drafts = {"method": method, "model": str(model), "num_speculative_tokens": 3}
+    config = {"headgate": {"capture": {"consumers": CONSUMERS, "sites": SITES}}}
+    llm = start(speculative_config=drafts, additional_config=config)
+    try:
+        params = [each.params(answers[each.prompt], capture=each.capture) for each in REQUESTS]
+        for asked, (tokens, captured) in zip(REQUESTS, generate(llm, REQUESTS, params), strict=True):
+            assert tokens == asked.answer(answers[asked.prompt]), asked
+            check(asked, tokens, captured, reference)
+        accepted = counts(llm)["spec_decode_num_accepted_tokens"] / counts(llm)["spec_decode_num_draft_tokens"]
+        assert accepted > 0.9 if method == "draft_model" else accepted < 0.5
+    finally:
+        stop_llm(llm)
