@@ -10,6 +10,10 @@ from headgate.capture.engine.setup.startup_checks import refuse_unsupported_sett
 from headgate.capture.schema.errors import UnsupportedError
 
 
+class Settings(SimpleNamespace):
+    """A `VllmConfig`, to which references may be weak."""
+
+
 def drafts(method="ngram", **changes):
     return SimpleNamespace(method=method, **changes)
 
@@ -30,7 +34,7 @@ def settings(**changes):
         data_parallel_size_local=2,
         data_parallel_rank_local=None,
     )
-    config = SimpleNamespace(
+    config = Settings(
         parallel_config=parallel,
         additional_config={},
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
@@ -110,3 +114,19 @@ def test_releases_without_the_sequence_parallel_pass_are_served():
     del config.compilation_config.pass_config.enable_sp
 
     refuse_unsupported_settings(config)
+
+
+@pytest.mark.parametrize(
+    ("steering", "text"),
+    [
+        ({"from_consumers": True, "op_sites": {"post_mlp": "all"}}, "controllers, and consumers that steer"),
+        ({"saes": {"calm": "calm.npz"}, "sae_encode": ["calm"]}, "encoded SAEs .* --sae-encode"),
+    ],
+)
+def test_what_remembers_or_counts_rows_is_refused_with_drafts(steering, text):
+    plain = settings(additional_config={"headgate": {"steering": steering}})
+    refuse_unsupported_settings(plain)
+    plain.speculative_config = drafts()
+
+    with pytest.raises(UnsupportedError, match=text):
+        refuse_unsupported_settings(plain)
