@@ -147,7 +147,8 @@ class _Views:
         starts, counts, computed = starts[:num_reqs], counts[:num_reqs], computed[:num_reqs]
         key, known = (req_ids, starts.tobytes(), counts.tobytes()), self._last
         if known is None or key != self._key:
-            known = BatchView(tuple(req_ids), *(each.astype(np.int64) for each in (starts, counts, computed)))
+            found = [each.astype(np.int64) for each in (starts, counts, computed)]
+            known = BatchView(tuple(req_ids), found[0], found[1], found[2])
             self._key = key
         else:
             known = BatchView(known.req_ids, known.starts, known.num_scheduled, computed.astype(np.int64))
