@@ -38,10 +38,10 @@ def start(**settings: Any) -> Any:
             "model": tiny_model("llama"),
             "dtype": "float32",
             "skip_tokenizer_init": True,
-            "max_model_len": 256,
-            "max_num_batched_tokens": 48,
+            "max_model_len": 160,
+            "max_num_batched_tokens": 64,
             "max_num_seqs": 8,
-            "num_gpu_blocks_override": 12,
+            "num_gpu_blocks_override": 8,
             "enable_prefix_caching": True,
             "in_process": True,
             "disable_log_stats": False,
@@ -130,7 +130,11 @@ def test_steered_answers_and_rows_are_those_without_drafts(llm, reference):
             "steering_gates.*decodes speculatively",
         ),
         (
-            {"steering_ops": [{"at": OP_SITE.name, "method": "ablate", "vector": AXIS.tolist(), "positions": [3, 70]}]},
+            {
+                "steering_ops": [
+                    {"at": OP_SITE.name, "method": "ablate", "vector": AXIS.tolist(), "positions": [0, 120]}
+                ]
+            },
             "steering_ops.positions",
         ),
     ],
@@ -148,7 +152,7 @@ def test_a_draft_model_is_neither_captured_nor_steered(method, reference, answer
     model = tiny_model("llama") if method == "draft_model" else eagle_folder(method, tiny_model("llama"))
     drafts = {"method": method, "model": str(model), "num_speculative_tokens": 3}
     config = {"headgate": {"capture": {"consumers": CONSUMERS, "sites": SITES}}}
-    llm = start(speculative_config=drafts, additional_config=config)
+    llm = start(speculative_config=drafts, additional_config=config, in_process=False)
     try:
         params = [each.params(answers[each.prompt], capture=each.capture) for each in REQUESTS]
         for asked, (tokens, captured) in zip(REQUESTS, generate(llm, REQUESTS, params), strict=True):
