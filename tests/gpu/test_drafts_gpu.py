@@ -5,6 +5,7 @@ Tiny random models in fp32, every method by the model runner that verifies it in
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from tests.engine.drafting import check, greedy, requests
 from tests.engine.hf_reference import HFReference
 from tests.engine.tiny_models import tiny_model
 
+WANTED = [name for name in os.environ.get("DRAFT_MODES", "").split(",") if name] or list(MODES)
 MAX_ERROR = 2e-3
 """Relative, of fp32 on a GPU against fp32 on its host; rows of neighbouring positions differ by their whole size."""
 SAME = 0.9
@@ -41,10 +43,10 @@ def runs(answers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     folder = tmp_path_factory.mktemp("runs")
     torch.save(answers, folder / "answers.pt")
     program = Path(__file__).with_name("draft_runs.py")
-    return run_modes(program, list(MODES), folder, 300, DRAFT_ANSWERS=str(folder / "answers.pt"))
+    return run_modes(program, WANTED, folder, 300, DRAFT_ANSWERS=str(folder / "answers.pt"))
 
 
-@pytest.mark.parametrize("name", [name for name in MODES if not name.endswith("stock")])
+@pytest.mark.parametrize("name", [name for name in WANTED if not name.endswith("stock")])
 def test_rows_are_of_accepted_tokens_alone(name, runs, answers, reference):
     mode, run = MODES[name], runs[name]
     known = answers["steered" if mode.steers else "plain"]
@@ -57,13 +59,14 @@ def test_rows_are_of_accepted_tokens_alone(name, runs, answers, reference):
             captured = SimpleNamespace(**{key: entry[key] for key in ("rows", "positions", "token_ids")})
             check(asked, entry["tokens"], captured, reference, steering, MAX_ERROR)
     assert num_same >= SAME * num, (num_same, num)
-    assert run["async"] == (mode.method != "ngram")
+    assert run["async"] == (mode.method != "ngram" and torch.cuda.is_available())
     if mode.dictates:
         accepted = run["counts"]["spec_decode_num_accepted_tokens"] / run["counts"]["spec_decode_num_draft_tokens"]
         assert 0.2 < accepted < 0.8
     assert run["counts"]["num_preemptions"] > 0
 
 
+@pytest.mark.skipif("eagle3 stock" not in WANTED, reason="DRAFT_MODES leaves it out")
 def test_answers_and_acceptance_are_those_of_stock(runs):
     ours, stock = runs["eagle3"], runs["eagle3 stock"]
     names = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
