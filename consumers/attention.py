@@ -444,7 +444,8 @@ class AttentionConsumer(StreamingConsumer):
         parse_params(params)
         self._facts = _facts_of(context)
         self._requests: dict[str, _Request] = {}
-        num_threads = max(1, min(MAX_PATTERN_THREADS, len(os.sched_getaffinity(0)) // 4))
+        # Half of the processors at most: each thread's products run on so many of torch's own.
+        num_threads = max(1, min(MAX_PATTERN_THREADS, len(os.sched_getaffinity(0)) // (2 * torch.get_num_threads())))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="headgate-attention")
         self._computing: set[Future[dict[str, Any]]] = set()
         self._is_closed = False

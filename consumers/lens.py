@@ -390,8 +390,8 @@ def strongest(logits_NV: Tensor, maxima_NB: Tensor, count: int) -> tuple[Tensor,
         return logits_NV.topk(count, dim=1)
     blocks = maxima_NB.topk(count, dim=1, sorted=False).indices
     ids = (blocks[:, :, None] * LOGITS_OF_BLOCK + torch.arange(LOGITS_OF_BLOCK, device=blocks.device)).flatten(1)
-    found = logits_NV.gather(1, ids.clamp(max=num_logits - 1)).masked_fill_(ids >= num_logits, -torch.inf)
-    values, at = found.topk(count, dim=1)
+    is_logit, ids = ids < num_logits, ids.clamp(max=num_logits - 1)  # the last block may be shorter
+    values, at = logits_NV.gather(1, ids).masked_fill_(~is_logit, -torch.inf).topk(count, dim=1)
     return values, ids.gather(1, at)
 
 
