@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.capture_request import capturing_key, check_consumer
-from headgate.capture.engine.server.openai_routes import plain_result
+from headgate.capture.engine.server.openai_routes import encoded_result
 from headgate.capture.schema.errors import CaptureFileError, OverloadedError
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.results import CaptureResult, ReportContext, StateReporter
@@ -175,13 +175,11 @@ def _add_reading(router: APIRouter, services: RouteServices) -> None:
 def _answer(tokens: Sequence[int], vocabulary: Vocabulary, consumer: str, result: CaptureResult) -> bytes:
     """Return the answer's body: FastAPI would encode it value by value, on the event loop."""
     texts = {token: vocabulary.shown(token) for token in set(tokens)}
-    return msgspec.json.encode(
-        {
-            "prompt_token_ids": tokens,
-            "tokens": [texts[token] for token in tokens],
-            **plain_result(consumer, result),
-        }
-    )
+    shown = {"prompt_token_ids": tokens, "tokens": [texts[token] for token in tokens]}
+    return msgspec.json.encode({**shown, **_FIELDS.decode(encoded_result(consumer, result))})
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _spec_of_prompt(front: FrontEnd, instance: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:

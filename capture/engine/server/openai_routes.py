@@ -299,12 +299,6 @@ def encoded_result(instance: str, result: CaptureResult) -> msgspec.Raw:
         return msgspec.Raw(msgspec.json.encode(plain))
 
 
-def plain_result(instance: str, result: CaptureResult) -> dict[str, Any]:
-    """Return what `encoded_result` says as JSON values."""
-    found: dict[str, Any] = msgspec.json.decode(encoded_result(instance, result))
-    return found
-
-
 MAX_LOCATED = 128
 """Messages of one chat that are looked for: for each the chat up to it is rendered, on the server's event loop."""
 

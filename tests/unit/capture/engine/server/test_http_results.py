@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.server.openai_routes import plain_result
+from headgate.capture.engine.server.openai_routes import encoded_result
 from headgate.capture.schema.results import CaptureResult
+
+
+def plain_result(instance: str, result: CaptureResult) -> Any:
+    return json.loads(bytes(encoded_result(instance, result)))
 
 
 class Summarised:
