@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -26,9 +26,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from headgate.capture.monitoring.machine_memory import share_of_memory
 from headgate.capture.schema.attention import AttentionFacts
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.config import MIB
+from headgate.capture.schema.config import GIB, MIB
 from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
@@ -44,6 +45,7 @@ from headgate.capture.schema.limits import count_rows
 from headgate.capture.schema.positions import keys_before, parse_positions
 from headgate.capture.schema.sites import HookPoint, Site, parse_layers, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
+from headgate.consumers.memory import BytesInUse
 
 FIELDS = ("layers", "heads", "queries", "top", "dtype")
 QUERIES = "queries"
@@ -54,6 +56,8 @@ BLOCK_SCORES = 1 << 22
 QUERIES_AT_ONCE = 64
 """Queries of a request that are computed together: fewer would cost more, since each time all keys are read."""
 MAX_PATTERN_THREADS = 4
+MIN_MEMORY, MAX_MEMORY = 256 * MIB, 16 * GIB
+"""Bounds of the rows of running requests, where no others are configured."""
 ITEM_SIZES = {"float32": 4, "float16": 2}
 MAX_TOP = 4096
 
@@ -66,10 +70,25 @@ class AttentionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             take a third more. A request whose patterns could be larger is refused.
         max_scores: Scores that one prompt may cost: layers times heads times queries times keys, all its samples
             together. A request that could cost more is refused.
+        memory_bytes: Bytes of rows that all running requests may hold in the memory of one worker's host; if None, an
+            eighth of what is available there, within 256 MiB and 16 GiB. A request that could hold more by itself is
+            refused; one that finds no room beside the others ends with an error.
     """
 
     max_bytes: int = 8 * MIB
     max_scores: int = 1 << 30
+    memory_bytes: int | None = None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of rows that all running requests may hold."""
+        return self.memory_bytes or _share_of_memory()
+
+
+@cache
+def _share_of_memory() -> int:
+    """Bytes that a worker may use where it is not configured: what this process first found."""
+    return share_of_memory(8, least=MIN_MEMORY, most=MAX_MEMORY)
 
 
 def parse_params(params: Mapping[str, Any]) -> AttentionParams:
@@ -82,8 +101,8 @@ def parse_params(params: Mapping[str, Any]) -> AttentionParams:
         parsed = msgspec.convert(dict(params), AttentionParams)
     except msgspec.ValidationError as error:
         raise ConfigError(f"attention: {error}") from error
-    for name, value in (("max_bytes", parsed.max_bytes), ("max_scores", parsed.max_scores)):
-        if value < 1:
+    for name in ("max_bytes", "max_scores", "memory_bytes"):
+        if (value := getattr(parsed, name)) is not None and value < 1:
             raise ConfigError(f"attention: {name} must be at least 1, got {value}")
     return parsed
 
@@ -220,6 +239,25 @@ def check_lengths(spec: CaptureSpec, context: SpecContext, lengths: RequestLengt
                 f"{lengths.num_samples} samples could come to {count} {what}; at most {limit} are allowed here "
                 f"(parameter {name}). {instead}fewer queries, layers or heads, or lower max_tokens",
             )
+    _check_memory(spec, context, lengths, num_queries, num_keys)
+
+
+def _check_memory(
+    spec: CaptureSpec, context: SpecContext, lengths: RequestLengths, num_queries: int, num_keys: int
+) -> None:
+    memory = context.parsed_params(parse_params).memory
+    held = lengths.num_samples * sum(
+        context.model.shape(site).row_bytes
+        * (min(num_queries, QUERIES_AT_ONCE) if site.hook is HookPoint.Q else num_keys)
+        for site in spec.sites
+    )
+    if held > memory:
+        raise RequestError(
+            f"{context.field}.layers",
+            f"rows of {num_keys} keys, {len(spec.sites) // 2} layers and {lengths.num_samples} samples come to {held} "
+            f"bytes; all requests together may hold {memory} here (parameter memory_bytes). Choose fewer layers "
+            "or earlier queries, or lower max_tokens",
+        )
 
 
 _HOW_SMALLER = 'Set "top" to get the largest keys of each query alone, choose '
@@ -348,7 +386,7 @@ def _largest(values: npt.NDArray[np.float32], count: int) -> tuple[npt.NDArray[n
 
 
 class _Rows:
-    """Rows of one site so far, in memory that grows by doubling.
+    """Rows of one site so far, in memory that grows by a quarter at a time.
 
     Attributes:
         num_whole: Positions from 0 on that all have a row.
@@ -356,6 +394,7 @@ class _Rows:
 
     def __init__(self, num_expected: int, width: int, dtype: torch.dtype) -> None:
         self.num_whole = 0
+        self._num_expected = num_expected
         self._rows = torch.empty(max(num_expected, 32), width, dtype=dtype)
         self._positions = np.empty(len(self._rows), dtype=np.int64)
         self._count = 0
@@ -364,11 +403,18 @@ class _Rows:
         """Rows."""
         return self._count
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows that are here, or come with the prompt."""
+        return max(self._count, self._num_expected) * self._rows[0].nbytes
+
     def add(self, positions: Int64Array, rows: Tensor) -> None:
         """Copy rows, which come by ascending position."""
         start, stop = self._count, self._count + len(positions)
         if stop > len(self._rows):
-            self._rows = torch.cat([self._rows, self._rows.new_empty(stop, self._rows.shape[1])])
+            before = self._rows
+            self._rows = before.new_empty(stop + stop // 4, before.shape[1])
+            self._rows[:start] = before[:start]
             self._positions = np.resize(self._positions, len(self._rows))
         self._rows[start:stop] = rows
         self._positions[start:stop] = positions
@@ -413,10 +459,26 @@ class _Request:
     Attributes:
         wanted: What it asks.
         layers: By number.
+        num_held: Bytes of rows that are counted for it.
+        failure: Why it ends with an error; its rows are gone.
     """
 
     wanted: Wanted
     layers: dict[int, _Layer]
+    num_held: int = 0
+    failure: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its rows."""
+        return sum(rows.num_bytes for layer in self.layers.values() for rows in (layer.q, layer.k))
+
+    def drop(self) -> None:
+        """Give its rows and patterns up."""
+        for layer in self.layers.values():
+            for part in layer.found:
+                part.cancel()
+        self.layers = {}
 
 
 class AttentionConsumer(StreamingConsumer):
@@ -441,7 +503,8 @@ class AttentionConsumer(StreamingConsumer):
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
-        parse_params(params)
+        self._memory = parse_params(params).memory
+        self._in_use = BytesInUse()
         self._facts = _facts_of(context)
         self._requests: dict[str, _Request] = {}
         # Half of the processors at most: each thread's products run on so many of torch's own.
@@ -473,13 +536,16 @@ class AttentionConsumer(StreamingConsumer):
         rows = {}
         for site in request.spec.sites:
             shape, count = model.shape(site), count_rows(request.spec.positions_at(site), num_prompt, num_prompt)
+            # Queries do not stay: patterns of so many are computed at once.
+            count = min(count, QUERIES_AT_ONCE) if site.hook is HookPoint.Q else count
             rows[site] = _Rows(count, shape.width, getattr(torch, shape.dtype))
         layers = {
             site.layer: _Layer(rows[site], rows[Site(site.layer, HookPoint.K)])
             for site in request.spec.sites
             if site.hook is HookPoint.Q
         }
-        self._requests[request.request_id] = _Request(msgspec.convert(request.spec.options, Wanted), layers)
+        self._requests[request.request_id] = found = _Request(msgspec.convert(request.spec.options, Wanted), layers)
+        self._hold(found)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         written: dict[str, _Request] = {}
@@ -487,15 +553,20 @@ class AttentionConsumer(StreamingConsumer):
             for span in block.spans:
                 req_id, part = span.request.request_id, slice(span.start, span.stop)
                 written[req_id] = self._requests[req_id]
+                if written[req_id].failure is not None:
+                    continue
                 for number, site in enumerate(block.sites):
                     layer = written[req_id].layers[site.layer]
                     rows = layer.q if site.hook is HookPoint.Q else layer.k
                     rows.add(block.positions[part], block.rows[number, part])
         for request in written.values():
+            self._hold(request)
             self._compute(request, QUERIES_AT_ONCE)
 
     def finish(self, finished: FinishedRequest) -> Future[dict[str, Any]] | None:
         found = self._requests.pop(finished.request.request_id)
+        if found.failure is not None:
+            raise ConsumerError(found.failure)
         if not found.layers:
             return None  # its layers belong to other pipeline stages
         self._compute(found, 0)
@@ -503,19 +574,39 @@ class AttentionConsumer(StreamingConsumer):
         payload = self._threads.submit(self._payload, found, finished.final.num_rows)
         self._computing.add(payload)
         payload.add_done_callback(self._computing.discard)
+        payload.add_done_callback(lambda _: self._release(found))
         return payload
 
     def abandon(self, request: RequestInfo) -> None:
-        found = self._requests.pop(request.request_id, None)
-        for layer in found.layers.values() if found else ():
-            for part in layer.found:
-                part.cancel()
+        if (found := self._requests.pop(request.request_id, None)) is not None:
+            self._release(found)
 
     def close(self, timeout_s: float) -> None:
         self._requests.clear()
         wait(list(self._computing), timeout_s)
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _hold(self, request: _Request) -> None:
+        """Count the rows of a request; give it up if they have no room."""
+        if request.failure is not None or not (more := request.num_bytes - request.num_held):
+            return
+        if self._in_use.num_bytes + more > self._memory:
+            others = self._in_use.num_bytes - request.num_held
+            request.failure = (
+                f"attention: the rows of this request take {request.num_bytes} bytes so far, other requests hold "
+                f"{others}, and all may hold {self._memory} (parameter memory_bytes); send it again later, or choose "
+                "fewer layers"
+            )
+            self._release(request)
+            return
+        self._in_use.add(more)
+        request.num_held += more
+
+    def _release(self, request: _Request) -> None:
+        self._in_use.add(-request.num_held)
+        request.num_held = 0
+        request.drop()
 
     def _compute(self, request: _Request, at_least: int) -> None:
         """Begin to compute patterns of the queries at hand, of layers with so many; with 0, of every layer."""

@@ -207,7 +207,7 @@ class MemoryConsumer(StreamingConsumer):
         self._max_bytes = parsed.max_bytes
         limits = KeepLimits(max_bytes=parsed.keep_bytes, max_key_bytes=parsed.keep_key_bytes, max_age_s=parsed.keep_s)
         self._kept = KeptRequests(limits)
-        self._used = _Usage()
+        self._used = BytesInUse()
         self._taken: dict[str, int] = {}  # bytes of each running request
         self._too_large: set[str] = set()
         self._rows = Assembler(_Wrap({}, context))
@@ -312,8 +312,8 @@ class _Wrap(BatchedConsumer):
         return CapturedRows(captured, kept_as=captured.request.spec.options.get(_NAME))
 
 
-class _Usage:
-    """Bytes in use. Payloads give theirs back on whatever thread drops them."""
+class BytesInUse:
+    """Bytes in use. They are given back on whatever thread drops what they are of."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

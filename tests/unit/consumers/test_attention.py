@@ -490,6 +490,47 @@ def test_a_request_that_could_be_too_much_is_refused(raw: Any, params: Any, mess
             AttentionConsumer.check_lengths(spec, context, lengths)
 
 
+def test_a_request_that_could_hold_too_much_memory_by_itself_is_refused() -> None:
+    lengths = RequestLengths(num_prompt=9, max_tokens=5, num_samples=2)
+    queries = MODEL.shape(Site(1, HookPoint.Q)).row_bytes
+    held = 2 * (9 * MODEL.shape(Site(1, HookPoint.K)).row_bytes + queries)  # the last query is of position 8
+    spec = AttentionConsumer.validate_client_spec({"layers": [1]}, spec_context())
+
+    AttentionConsumer.check_lengths(spec, spec_context(memory_bytes=held), lengths)
+    with pytest.raises(
+        RequestError,
+        match=rf"^capture\.attention\.layers: rows of 9 keys, 1 layers and 2 samples come to {held} bytes; all "
+        rf"requests together may hold {held - 1} here \(parameter memory_bytes\)",
+    ):
+        AttentionConsumer.check_lengths(spec, spec_context(memory_bytes=held - 1), lengths)
+
+
+def test_a_request_that_finds_no_room_beside_others_says_so_and_leaves_them_alone() -> None:
+    """There is room for the rows of one prompt, and not for those of two."""
+    first, second, third = (request({"layers": [1]}, request_id=name) for name in "abc")
+    num_bytes = 9 * MODEL.shape(Site(1, HookPoint.K)).row_bytes + MODEL.shape(Site(1, HookPoint.Q)).row_bytes
+    found = AttentionConsumer({"memory_bytes": 2 * num_bytes - 1}, consumer().context)
+    feed = Feed(found)
+
+    feed.begin(first, second)
+    feed.step({first: (0, 9), second: (0, 9)})
+    with pytest.raises(ConsumerError, match=rf"other requests hold {num_bytes}, and all may hold {2 * num_bytes - 1} "):
+        feed.finish(second)
+    patterns = fetch_patterns(feed.finish(first))
+    feed.begin(first)
+    feed.abandon(first)
+
+    torch.testing.assert_close(patterns["1.attention"], expected_rows(first, 1, [8], range(4)), atol=1e-5, rtol=0)
+    assert found._in_use.num_bytes == 0
+    assert fetch_patterns(answer(found, third)).queries.tolist() == [8]
+
+
+def test_memory_follows_from_the_machine_unless_it_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_share_of_memory", lambda: 7)
+
+    assert (attention.parse_params({}).memory, attention.parse_params({"memory_bytes": 9}).memory) == (7, 9)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -507,6 +548,6 @@ def test_a_consumer_that_could_not_answer_does_not_open(changes: dict[str, Any],
 
 
 def test_parameters_are_checked() -> None:
-    for params in ({"max_bytes": 0}, {"max_scores": 0}, {"max_bytes": "1"}, {"bytes": 1}):
+    for params in ({"max_bytes": 0}, {"max_scores": 0}, {"memory_bytes": 0}, {"max_bytes": "1"}, {"bytes": 1}):
         with pytest.raises(ConfigError, match=r"^attention: .*(must be at least 1, got 0|bytes)"):
             AttentionConsumer.check_params(params)
