@@ -53,7 +53,7 @@ WHOLE = ""
 """Name of a tensor of whole rows, after that of its layer."""
 BLOCK_SCORES = 1 << 22
 """Scores that are in memory at a time: 16 MiB, and as much again for what is computed of them."""
-QUERIES_AT_ONCE = 64
+QUERIES_AT_ONCE = 32
 """Queries of a request that are computed together: fewer would cost more, since each time all keys are read."""
 MAX_PATTERN_THREADS = 4
 MIN_MEMORY, MAX_MEMORY = 256 * MIB, 16 * GIB
