@@ -105,8 +105,8 @@ _SET_EXAMPLE = {
     "replace": False,
 }
 _PHASES_EXAMPLE = {
-    "prefill": {"hash": HASH, "sites": ["15.pre_attn", "15.post_mlp"], "op_sites": []},
-    "decode": {"hash": HASH[::-1], "sites": ["15.post_mlp"], "op_sites": ["15.post_mlp"]},
+    "prefill": {"hash": HASH, "sites": ["15.post_mlp"], "op_sites": [], "norms": {"15.post_mlp": 2.5}},
+    "decode": {"hash": HASH[::-1], "sites": [], "op_sites": ["15.post_mlp"], "norms": {}},
     "version": 1,
 }
 _VECTORS: Schema = {**schema_of(Vectors), "description": "Act at prompt and generated positions."}

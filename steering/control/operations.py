@@ -47,11 +47,13 @@ class PhaseContent:
         hash: Hexadecimal; equal if and only if they are. None if nothing acts.
         sites: Sites of vectors, such as ``"12.post_mlp"``, in the order of the forward pass.
         op_sites: Sites of operations.
+        norms: Length of the vector at each of `sites`, before any scale of a request.
     """
 
     hash: str | None
     sites: tuple[str, ...]
     op_sites: tuple[str, ...] = ()
+    norms: Mapping[str, Amount] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -431,7 +433,7 @@ def _module(described: Mapping[str, Any]) -> ModuleStatus:
 
 def _content(described: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of both phases, and its version."""
-    given = [key for key in ("hash", "sites", "op_sites") if key in described]
+    given = [key for key in ("hash", "sites", "op_sites", "norms") if key in described]
     phases = {
         phase: msgspec.convert({key: described[key][phase] for key in given}, PhaseContent)
         for phase in ("prefill", "decode")

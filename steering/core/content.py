@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Demand, Load
@@ -27,12 +29,16 @@ def demand_of(spec: SteeringSpec) -> Demand:
 
 
 def described(spec: SteeringSpec) -> dict[str, object]:
-    """Return content keys (``hash``) and sites of both phases, plain values; ``op_sites`` where there are programs."""
+    """Return content keys (``hash``), sites and norms of both phases, plain values.
+
+    With ``op_sites`` where there are programs.
+    """
     demand = demand_of(spec)
     loads = {"prefill": demand.prefill, "decode": demand.decode}
     about: dict[str, object] = {
         "hash": {phase: load.key.hex() if load else None for phase, load in loads.items()},
         "sites": {"prefill": _sites(spec.prefill), "decode": _sites(spec.decode)},
+        "norms": {"prefill": _norms(spec.prefill), "decode": _norms(spec.decode)},
     }
     if spec.prefill_program or spec.decode_program:
         programs = {"prefill": spec.prefill_program, "decode": spec.decode_program}
@@ -55,6 +61,13 @@ def load_of(
 
 def _sites(vectors: PhaseVectors | None) -> list[str]:
     return [site.name for site in vectors.sites] if vectors else []
+
+
+def _norms(vectors: PhaseVectors | None) -> dict[str, float]:
+    if not vectors:
+        return {}
+    found = np.linalg.norm(vectors.float32().astype(np.float64), axis=1)  # squares of large values leave float32
+    return dict(zip(_sites(vectors), found.tolist(), strict=True))
 
 
 def _op_sites(program: Program | None) -> list[str]:

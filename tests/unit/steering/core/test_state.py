@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,7 +146,13 @@ def test_modules_are_described_by_hashes_and_sites(state: SteeringState) -> None
         "version": 3,
         "hash": {"prefill": CONFIGS[1].key.hex(), "decode": CONFIGS[2].key.hex()},
         "sites": {"prefill": ["0.pre_attn", "1.pre_attn"], "decode": ["0.post_attn", "0.post_mlp", "1.pre_attn"]},
+        "norms": {phase: norms_of(CONFIGS[number]) for phase, number in (("prefill", 1), ("decode", 2))},
     }
+
+
+def norms_of(vectors: PhaseVectors) -> dict[str, Any]:
+    norms = np.sqrt((vectors.float32().astype(np.float64) ** 2).sum(axis=1))
+    return {site.name: pytest.approx(norm) for site, norm in zip(vectors.sites, norms, strict=True)}
 
 
 def test_global_tiers_add_up_phase_by_phase() -> None:
@@ -207,6 +214,7 @@ def test_versions_tell_global_changes_from_changes_of_modules(state: SteeringSta
         "tiers": {},
         "hash": {"prefill": None, "decode": None},
         "sites": {"prefill": [], "decode": []},
+        "norms": {"prefill": {}, "decode": {}},
     }
 
 
