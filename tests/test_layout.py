@@ -73,7 +73,12 @@ LAYERS = {
     "headgate.consumers.datasets": (
         *(["index"], ["selection"], ["view"], ["mixing"], ["dataset"], ["feeds", "export"]),
     ),
-    "headgate.consumers.filesystem": (["storage"], ["formats", "uploading"], ["request_writer"], ["consumer"]),
+    "headgate.consumers.filesystem": (
+        ["storage"],
+        ["formats", "uploading"],
+        ["request_writer", "browsing"],
+        ["consumer"],
+    ),
 }
 """Folders and modules of a package from the lowest to the highest. Each imports those before it, and none beside it."""
 

@@ -129,5 +129,9 @@ class CaptureFileError(HeadgateError, ValueError):
     """A file of captured rows cannot be read: partial, damaged, or of another format; the message names it."""
 
 
+class NoCaptureError(CaptureFileError):
+    """There is no such stored capture, or the client may not see it, which looks alike."""
+
+
 class NewerFormatError(CaptureFileError):
     """A file was written by a newer headgate in a format that this one cannot read; the message has both versions."""

@@ -6,7 +6,7 @@ How the answers of several pipeline stages become one result, and those of sever
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -250,12 +250,14 @@ class ReportContext:
         query: Fields of the client's query, by name.
         allows_site: Whether the client's key allows a site; every site without keys.
         allows_tag: Whether it allows a tag.
+        allows_owner: Whether the client may see rows that requests of this client left; see `SpecContext.owner`.
     """
 
     params: Mapping[str, Any]
     query: Mapping[str, str]
     allows_site: Callable[[Site], bool]
     allows_tag: Callable[[str], bool]
+    allows_owner: Callable[[str | None], bool] = lambda owner: False
 
 
 @runtime_checkable
@@ -271,6 +273,59 @@ class StateReporter(Protocol):
         Raises:
             RequestError: Naming the field of the query that is wrong.
             CaptureFileError: If the state cannot be read.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentFile:
+    """A file that is read while it is sent.
+
+    Attributes:
+        num_bytes: Its length.
+        pieces: Its bytes in order, each read when it is asked for. Raises `CaptureFileError` if they are not there.
+    """
+
+    num_bytes: int
+    pieces: Iterator[bytes]
+
+
+@runtime_checkable
+class CaptureBrowser(Protocol):
+    """A consumer class that shows clients what it has stored for them: ``GET /v1/capture/INSTANCE/captures``.
+
+    In API servers, which may have no instance of it, on any thread.
+    """
+
+    @classmethod
+    def list_captures(cls, context: ReportContext) -> dict[str, Any]:
+        """Return a page of captures in JSON values, the newest first.
+
+        Raises:
+            RequestError: Naming the field of the query that is wrong.
+            CaptureFileError: If the captures cannot be read here.
+        """
+        ...
+
+    @classmethod
+    def describe_capture(cls, context: ReportContext, tag: str, name: str) -> dict[str, Any]:
+        """Return all about one capture in JSON values, with ``positions`` and ``token_ids`` of its rows.
+
+        Raises:
+            RequestError: Naming the field of the query that is wrong.
+            NoCaptureError: If there is none.
+            CaptureFileError: If it cannot be read.
+        """
+        ...
+
+    @classmethod
+    def send_capture(cls, context: ReportContext, tag: str, name: str) -> SentFile:
+        """Return the rows of one capture as a file of the format safetensors.
+
+        Raises:
+            RequestError: Naming the field of the query that is wrong.
+            NoCaptureError: If there is none.
+            CaptureFileError: If it cannot be read.
         """
         ...
 

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import TIMEOUT_MAX
@@ -34,12 +34,14 @@ from headgate.capture.schema.consumer import (
     parse_client_spec,
     paths_as_text,
 )
-from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.limits import check_tag
 from headgate.capture.schema.positions import parse_positions
+from headgate.capture.schema.results import ReportContext, SentFile
 from headgate.capture.schema.sites import parse_hook
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.consumers.filesystem.formats.layout import Layout, LayoutName, MessagePlace
+from headgate.consumers.filesystem.browsing import describe_capture, list_captures, send_capture
+from headgate.consumers.filesystem.formats.layout import OWNER, Layout, LayoutName, MessagePlace
 from headgate.consumers.filesystem.formats.raw_layout import RawLayout
 from headgate.consumers.filesystem.formats.request_layout import RequestLayout
 from headgate.consumers.filesystem.formats.shard_layout import ShardLayout
@@ -201,8 +203,8 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     """Check and resolve ``{"hooks", "positions", "tag", "request_id", "layout", "messages"}``; ``hooks`` is required.
 
     Returns:
-        The spec; its options are ``tag``, ``request_id``, ``layout`` and ``name``, the file's name; and ``messages``,
-        where the chat's messages lie, if the request says so.
+        The spec; its options are ``tag``, ``request_id``, ``layout`` and ``name``, the file's name; ``owner``, the
+        client's name, if it has shown a key; and ``messages``, where the chat's messages lie, if the request says so.
 
     Raises:
         RequestError: Naming the field.
@@ -222,6 +224,8 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         if name.isdecimal():  # `LLM` numbers its requests from 0 in every run
             name = f"{name}~{context.parsed_params(_run)}"
     resolved = {"tag": tag, "request_id": request_id, "name": name, "layout": layout}
+    if context.owner is not None:
+        resolved[OWNER] = context.owner
     if "messages" in options:
         resolved["messages"] = _messages(options["messages"], f"{context.field}.messages")
     return CaptureSpec(sites=spec.sites, positions=spec.positions, options=resolved)
@@ -282,7 +286,8 @@ def parse_global(context: SpecContext) -> CaptureSpec | None:
     params = context.parsed_params(parse_params)
     if params.hooks is None:
         return None
-    return parse_request({"hooks": params.hooks, "positions": params.positions}, context)
+    asked = {"hooks": params.hooks, "positions": params.positions}
+    return parse_request(asked, replace(context, owner=None))  # the rows are the operator's
 
 
 _LOCAL_ONLY = ("max_tag_bytes", "max_root_bytes")
@@ -403,6 +408,21 @@ class FilesystemConsumer(StreamingConsumer):
         from headgate.consumers.reader import open_stored  # which imports this package
 
         return open_stored(payload)
+
+    @classmethod
+    def list_captures(cls, context: ReportContext) -> dict[str, Any]:
+        """See `headgate.capture.schema.results.CaptureBrowser`."""
+        return list_captures(_browsed(context), context)
+
+    @classmethod
+    def describe_capture(cls, context: ReportContext, tag: str, name: str) -> dict[str, Any]:
+        """See `headgate.capture.schema.results.CaptureBrowser`."""
+        return describe_capture(_browsed(context), context, tag, name)
+
+    @classmethod
+    def send_capture(cls, context: ReportContext, tag: str, name: str) -> SentFile:
+        """See `headgate.capture.schema.results.CaptureBrowser`."""
+        return send_capture(_browsed(context), context, tag, name)
 
     def begin(self, request: RequestInfo) -> None:
         if request.spec.sites:
@@ -535,6 +555,21 @@ def _rows_of(block: RowBlock, model: ModelInfo) -> npt.NDArray[np.uint8]:
             given = f"{block.rows.dtype} and width {block.rows.shape[2]}"
             raise ConsumerError(f"rows of {given}; the model has {shape.dtype} and width {shape.width} at {site.name}")
     return block.rows.contiguous().view(torch.uint8).numpy()
+
+
+def _browsed(context: ReportContext) -> Path:
+    """The root, for clients that look into it.
+
+    Raises:
+        CaptureFileError: If it is none of this machine.
+    """
+    settings = parse_params(context.params)
+    if settings.is_remote:
+        raise CaptureFileError(
+            f"{settings.root}: captures in an object store cannot be browsed over HTTP; open them with "
+            "headgate.consumers.reader.open_captures"
+        )
+    return settings.local_root.resolve()
 
 
 def _quota(settings: FilesystemParams, remote: RemoteRoot | None) -> DiskQuota:

@@ -47,10 +47,11 @@ class Capturing:
         client_id: str = "client-1",
         engine_id: str | None = None,
         sample: tuple[int, int] = (0, 1),
+        owner: str | None = None,
         **shape: Any,
     ) -> ExampleRequest:
-        """A request that wrote `raw` besides its hooks; `shape` as for `ExampleRequest`."""
-        context = spec_context(self.params, client_id)
+        """A request of `owner` that wrote `raw` besides its hooks; `shape` as for `ExampleRequest`."""
+        context = replace(spec_context(self.params, client_id), owner=owner)
         spec = FilesystemConsumer.validate_client_spec({"hooks": HOOKS, **(raw or {})}, context)
         engine_id = engine_id or f"engine-{client_id}-{sample[0]}"
         request = ExampleRequest(spec, engine_id, model=self.model, **shape)

@@ -250,7 +250,7 @@ def test_every_route_needs_the_role_that_the_documentation_says(started: Callabl
         for who in (None, *roles):
             answer = server.ask(
                 method,
-                path.replace("{consumer}", "rows").replace("{name}", "none"),
+                path.replace("{consumer}", "rows").replace("{name}", "none").replace("{tag}", "none"),
                 {} if method == "POST" else None,
                 **({} if who is None else {"X-Headgate-Key": f"key-of-{who}"}),
             )

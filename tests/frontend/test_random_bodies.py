@@ -79,4 +79,7 @@ def test_every_route_is_described(description: Any) -> None:
         "GET /v1/capture/consumers",
         "GET /v1/capture/{consumer}",
         "POST /v1/capture/{consumer}",
+        "GET /v1/capture/{consumer}/captures",
+        "GET /v1/capture/{consumer}/captures/{tag}/{name}",
+        "GET /v1/capture/{consumer}/captures/{tag}/{name}/rows",
     }

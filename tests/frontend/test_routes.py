@@ -175,6 +175,7 @@ def test_consumers_are_listed_without_their_parameters(server: Server) -> None:
         "reads_client_spec": True,
         "overload": "block",
         "offers": {},
+        "is_browsable": False,
     }
     assert answer.json()["sites"] == {"post_mlp": [3, 5]}
     assert "size" not in answer.text
@@ -282,6 +283,9 @@ def test_a_body_that_cannot_be_read_is_refused(server: Server, content: bytes, k
     assert error["param"] == (field if status == 400 else None)
 
 
+ROWS = "/v1/capture/{consumer}/captures/{tag}/{name}/rows"
+
+
 def test_the_description_has_every_route_with_examples(server: Server) -> None:
     paths = get(server, "/openapi.json").json()["paths"]
     ours = {path: found for path, found in paths.items() if path.startswith(("/v1/steering", "/v1/capture"))}
@@ -308,7 +312,11 @@ def test_the_description_has_every_route_with_examples(server: Server) -> None:
         ("/v1/capture/consumers", "get"),
         ("/v1/capture/{consumer}", "get"),
         ("/v1/capture/{consumer}", "post"),
+        ("/v1/capture/{consumer}/captures", "get"),
+        ("/v1/capture/{consumer}/captures/{tag}/{name}", "get"),
+        (ROWS, "get"),
     }
+    assert "application/octet-stream" in ours.pop(ROWS)["get"]["responses"]["200"]["content"]
     for found in ours.values():
         for operation in found.values():
             assert "example" in operation["responses"]["200"]["content"]["application/json"]

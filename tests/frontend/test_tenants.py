@@ -11,9 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load, load_file
 
 from headgate.capture.engine.access.access_key import digest_of
 from tests.deadlines import patience
+from tests.fakes.capturing import capturing
 from tests.fakes.routes_server import FLAGS, PLUGINS
 from tests.fakes.server import Server, serving
 
@@ -30,9 +33,12 @@ def entry(name: str, role: str, **fields: Any) -> dict[str, Any]:
 
 ALICE = entry("alice", "capture", tags=["alice-*"], default_tag="alice-runs", sites={"post_mlp": [3]})
 BOB = entry("bob", "capture", tags=["bob-*"], consumers=["rows"])
+CAROL = entry("carol", "capture", sites={"post_mlp": [3]})
+DAVE = entry("dave", "capture")
+FILES = "filesystem"
 TWICE = entry("twice", "capture", limits={"max_requests_per_day": 2})
 SMALL = entry("small", "capture", limits={"max_request_rows": 4})
-KEYS = (ALICE, BOB, TWICE, SMALL, entry("root", "admin"))
+KEYS = (ALICE, BOB, CAROL, DAVE, TWICE, SMALL, entry("root", "admin"))
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +50,15 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: Path, keys: Path) -> Iterator[Server]:
-    with serving([*COMMAND, str(model_dir), *FLAGS, "--headgate-keys", str(keys)], **PLUGINS) as running:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("captures")
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path, keys: Path, root: Path) -> Iterator[Server]:
+    at = FLAGS.index("--capture-sites")
+    flags = [*FLAGS[:at], f"filesystem:root={root}", *FLAGS[at:], "--headgate-keys", str(keys)]
+    with serving([*COMMAND, str(model_dir), *flags], **PLUGINS, HEADGATE_CAPTURE_KEYS="key-of-environment") as running:
         yield running
 
 
@@ -102,7 +115,8 @@ def test_a_tenant_is_told_what_its_key_allows(server: Server) -> None:
     assert consumers("alice")["sites"] == {"post_mlp": [3]}
     assert [consumer["name"] for consumer in consumers("bob")["consumers"]] == ["rows"]
     assert consumers("root")["sites"] == {"post_mlp": [3, 5]}
-    assert consumers("root")["count"] == 2
+    assert consumers("root")["count"] == 3
+    assert [consumer["name"] for consumer in consumers("root")["consumers"] if consumer["is_browsable"]] == [FILES]
 
 
 def test_a_used_up_quota_is_a_429_that_says_when_it_is_whole_again(server: Server) -> None:
@@ -128,6 +142,51 @@ def test_the_size_of_a_call_is_limited_by_its_key(server: Server) -> None:
         400,
         "capture.rows",
     )
+
+
+def read(server: Server, who: str, path: str) -> httpx.Response:
+    headers = {"X-Headgate-Key": f"key-of-{who}"}
+    return httpx.get(f"{server.url}/v1/capture/{FILES}/captures{path}", headers=headers, timeout=patience(60))
+
+
+def test_clients_browse_their_own_captures_alone(server: Server, root: Path) -> None:
+    """Carol and Dave may use the same tags; an administrator sees all, and Bob may not use the consumer.
+
+    The worker without a model captures nothing, so the files are written here.
+    """
+    with capturing(root) as files:
+        for who, name, layers in (("carol", "hers", [3]), ("dave", "his", [1, 3])):
+            raw = {"hooks": {"post_mlp": layers}, "request_id": name}
+            files.feed.whole(files.request(raw, client_id=name, owner=who))
+    (root / "default" / "link.safetensors").symlink_to(root / "default" / "hers.safetensors")
+
+    def listed(who: str, query: str = "") -> list[str]:
+        return [capture["name"] for capture in read(server, who, query).json()["captures"]]
+
+    assert listed("carol") == ["hers.safetensors"]
+    assert listed("dave") == ["his.safetensors"]
+    assert listed("root") == ["his.safetensors", "hers.safetensors"]
+    assert listed("root", "?site=1.post_mlp&tag=default") == ["his.safetensors"]
+    assert listed("alice") == []  # the tag is none of hers
+    for who in ("bob", "environment", "nobody"):
+        assert read(server, who, "").status_code == 403
+    own = read(server, "dave", "/default/his.safetensors")
+    assert own.json()["metadata"]["owner"] == "dave"
+    assert own.json()["sites"] == {"post_mlp": [1, 3]}
+    assert own.json()["tokens"] is None  # of another model than this server's
+    sent = read(server, "dave", "/default/his.safetensors/rows")
+    assert sent.headers["Content-Type"] == "application/octet-stream"
+    rows, stored = load(sent.content), load_file(root / "default" / "his.safetensors")
+    assert rows.keys() == stored.keys()
+    assert all(torch.equal(rows[name], stored[name]) for name in stored)
+    for path in ("/default/his.safetensors", "/default/link.safetensors", "/default/none"):
+        for end in ("", "/rows"):
+            assert read(server, "carol", path + end).status_code == 404
+    for name in ("%2e%2e", "..%2f..%2fetc", ".tmp", "his.safetensors%00"):
+        assert read(server, "root", f"/default/{name}/rows").status_code in (404, 405)
+        assert read(server, "root", f"/{name}/his.safetensors/rows").status_code in (404, 405)
+    assert refusal(read(server, "dave", "?colour=red")) == (400, "colour")
+    assert refusal(read(server, "dave", "/default/his.safetensors/rows?sites=4.post_mlp")) == (400, "sites")
 
 
 def test_keys_are_rotated_by_a_signal_and_the_server_goes_on(server: Server, keys: Path) -> None:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
+from headgate.capture.engine.access.access_key import ADMIN, AccessKey
+from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.capture_request import capturing_key, check_consumer
 from headgate.capture.engine.server.openai_routes import encoded_result
-from headgate.capture.schema.errors import CaptureFileError, OverloadedError
+from headgate.capture.schema.errors import (
+    CaptureFileError,
+    ForbiddenError,
+    NoCaptureError,
+    OverloadedError,
+    RequestError,
+)
 from headgate.capture.schema.registry import load_configured
-from headgate.capture.schema.results import CaptureResult, ReportContext, StateReporter
-from headgate.capture.schema.sites import site_map
+from headgate.capture.schema.results import CaptureBrowser, CaptureResult, ReportContext, SentFile, StateReporter
+from headgate.capture.schema.sites import HookPoint, Site, site_map
 from headgate.capture.schema.vocabulary import Vocabulary, read_tokens
 
 if TYPE_CHECKING:
@@ -37,8 +46,9 @@ _CONSUMER = {
             "additionalProperties": {"type": "array", "items": _TEXT},
             "description": "Names that requests may choose from, by the field that names them: {lens: [logit]}.",
         },
+        "is_browsable": {"type": "boolean", "description": "Whether its captures can be listed and read back."},
     },
-    "required": ["name", "consumer", "location", "reads_client_spec", "overload", "offers"],
+    "required": ["name", "consumer", "location", "reads_client_spec", "overload", "offers", "is_browsable"],
 }
 _SCHEMA = {
     "type": "object",
@@ -50,8 +60,29 @@ _SCHEMA = {
             "additionalProperties": {"type": "array", "items": {"type": "integer"}},
             "description": "What can be captured: {hook point: layers}.",
         },
+        "memory": {
+            "type": "object",
+            "description": "What capturing costs on the device: each site has room for one step, at least.",
+            "properties": {
+                "step_rows": {"type": "integer", "description": "Rows of one site."},
+                "hooks": {
+                    "type": "object",
+                    "additionalProperties": {
+                        "type": "object",
+                        "properties": {
+                            "layers": {"type": "integer", "description": "Layers whose rows have that size."},
+                            "width": {"type": "integer", "description": "Values of a row, of the widest layer."},
+                            "dtype": _TEXT,
+                            "site_bytes": {"type": "integer", "description": "Of one site, of the widest layer."},
+                        },
+                    },
+                    "description": "By hook point, whether or not it is captured. That a model has it is not said.",
+                },
+            },
+            "required": ["step_rows", "hooks"],
+        },
     },
-    "required": ["consumers", "count", "sites"],
+    "required": ["consumers", "count", "sites", "memory"],
 }
 _EXAMPLE = {
     "consumers": [
@@ -62,10 +93,15 @@ _EXAMPLE = {
             "reads_client_spec": True,
             "overload": "block",
             "offers": {},
+            "is_browsable": True,
         }
     ],
     "count": 1,
     "sites": {"post_mlp": [0, 1, 2]},
+    "memory": {
+        "step_rows": 2048,
+        "hooks": {"post_mlp": {"layers": 3, "width": 576, "dtype": "bfloat16", "site_bytes": 2359296}},
+    },
 }
 
 
@@ -112,6 +148,32 @@ _READ_EXAMPLE = {
 }
 
 
+_CAPTURE_EXAMPLE = {
+    "tag": "default",
+    "name": "day.safetensors",
+    "request_id": "day",
+    "layout": "request",
+    "written_at": "2030-01-01T12:00:00.000+00:00",
+    "model": "my/model",
+    "status": "stop",
+    "num_rows": 2,
+    "num_prompt_tokens": 1,
+    "num_bytes": 4608,
+    "dropped_rows": 0,
+    "sites": {"post_mlp": [12, 20]},
+    "roles": ["user"],
+    "stage": [0, 1],
+}
+_PAGE_EXAMPLE = {"captures": [_CAPTURE_EXAMPLE], "count": 1, "next": None, "damaged": []}
+_ONE_EXAMPLE = {
+    **_CAPTURE_EXAMPLE,
+    "metadata": {"model": "my/model", "num_tokens": 3, "selector": "all"},
+    "positions": [0, 1],
+    "token_ids": [504, 3575],
+    "tokens": ["The", " capital"],
+}
+
+
 def open_routes(services: RouteServices) -> APIRouter:
     """The router of ``/v1/capture``."""
     router = APIRouter(prefix="/v1/capture", tags=["capture"], dependencies=[Depends(services.require_key)])
@@ -128,10 +190,13 @@ def open_routes(services: RouteServices) -> APIRouter:
     )
     async def consumers() -> dict[str, object]:
         """The consumers that the operator configured, without their parameters, which may hold secrets."""
-        return described(_front_end(services))
+        front = _front_end(services)
+        max_tokens = services.engine().vllm_config.scheduler_config.max_num_batched_tokens
+        return {**described(front), "memory": memory_of(front, front.config.ring_rows or max_tokens)}
 
     _add_reading(router, services)
     _add_state(router, services)
+    _add_browsing(router, services)
     return router
 
 
@@ -224,6 +289,127 @@ def _add_state(router: APIRouter, services: RouteServices) -> None:
                 raise HTTPException(500, str(error)) from None
 
 
+class _Browsing:
+    """The routes of stored captures, one method each.
+
+    Args:
+        services: Services of the server.
+    """
+
+    def __init__(self, services: RouteServices) -> None:
+        self._services = services
+        self._browsing = asyncio.Lock()  # one at a time: a root may have a million files
+
+    async def _ask(self, consumer: str, request: Request, question: Callable[[Any, ReportContext], Any]) -> Any:
+        front = _front_end(self._services)
+        with self._services.client_errors():
+            check_consumer(consumer, "consumer")
+            _refuse_nameless()
+            make = partial(question, _browser(front, consumer), _report_context(front, consumer, request.query_params))
+            try:
+                async with self._browsing:
+                    return await asyncio.to_thread(make)
+            except NoCaptureError as error:
+                raise HTTPException(404, str(error)) from None
+            except CaptureFileError as error:
+                raise HTTPException(500, str(error)) from None
+
+    async def captures(self, consumer: str, request: Request) -> dict[str, Any]:
+        """List the captures of the client's own requests; an administrator sees all, and everybody without keys.
+
+        Fields of the query: `tag`; `site`, such as `12.post_mlp`; `role` of a message of the chat; `limit`, 50 if
+        absent and 500 at most; `after`, the `next` of the page before.
+        """
+        found: dict[str, Any] = await self._ask(
+            consumer, request, lambda browser, context: browser.list_captures(context)
+        )
+        return found
+
+    async def capture(self, consumer: str, tag: str, name: str, request: Request) -> dict[str, Any]:
+        """Return what the list has of a capture, with `metadata`, `positions`, `token_ids` and the `tokens`' texts.
+
+        `tokens` is null if another model was captured, or if this server has no tokenizer.
+        """
+        found: dict[str, Any] = await self._ask(
+            consumer, request, lambda browser, context: browser.describe_capture(context, tag, name)
+        )
+        texts = None
+        if found["model"] == _front_end(self._services).model.name:
+            with suppress(RequestError):
+                vocabulary = await self._services.vocabulary()
+                texts = [vocabulary.shown(token) for token in found["token_ids"]]
+        return {**found, "tokens": texts}
+
+    async def rows(self, consumer: str, tag: str, name: str, request: Request) -> StreamingResponse:
+        """Return the rows at all sites that the client's key allows.
+
+        The field `sites` of the query lists some of them: `12.post_mlp,13.post_mlp`. The file is like the one that
+        layout `request` of `filesystem` writes.
+        """
+        file: SentFile = await self._ask(
+            consumer, request, lambda browser, context: browser.send_capture(context, tag, name)
+        )
+        headers = {"Content-Length": str(file.num_bytes), "X-Content-Type-Options": "nosniff"}
+        return StreamingResponse(file.pieces, media_type="application/octet-stream", headers=headers)
+
+
+def _browsing_answers(what: str, content: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    return {
+        200: {"description": what, "content": content},
+        400: {"description": "A field of the query is wrong; `param` names it."},
+        403: {"description": "The request lacks the role `capture`, or its key does not allow this consumer."},
+        404: {"description": "There is no such consumer or capture, or it belongs to another client."},
+        500: {"description": "Files cannot be read."},
+    }
+
+
+def _add_browsing(router: APIRouter, services: RouteServices) -> None:
+    routes = _Browsing(services)
+    page, one = (
+        {"application/json": {"schema": {"type": "object"}, "example": example}}
+        for example in (_PAGE_EXAMPLE, _ONE_EXAMPLE)
+    )
+    router.get(
+        "/{consumer}/captures",
+        summary="Captures that a consumer such as `filesystem` has stored for this client, the newest first",
+        response_model=None,
+        responses=_browsing_answers("A page of them; `after=NEXT` gives the following one.", page),
+    )(routes.captures)
+    router.get(
+        "/{consumer}/captures/{tag}/{name}",
+        summary="One stored capture: its metadata, and the positions and tokens of its rows",
+        response_model=None,
+        responses=_browsing_answers("Done.", one),
+    )(routes.capture)
+    router.get(
+        "/{consumer}/captures/{tag}/{name}/rows",
+        summary="The rows of one stored capture, as a file of the format safetensors",
+        response_class=StreamingResponse,
+        responses=_browsing_answers(
+            "`positions` and `token_ids`, int64 `[rows]`, and `[rows, width]` of each site under its name.",
+            {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        ),
+    )(routes.rows)
+
+
+def _refuse_nameless() -> None:
+    """Refuse keys of the environment: their names are numbers, which change with their order, so they own nothing."""
+    key = capturing_key()
+    if key is not None and key.is_of_environment and not key.has_role(ADMIN):
+        raise ForbiddenError(
+            f"the key {key.name!r} of HEADGATE_CAPTURE_KEYS owns no captures; send one of the file --headgate-keys, or "
+            "one with the role admin"
+        )
+
+
+def _browser(front: FrontEnd, instance: str) -> CaptureBrowser:
+    known = [spec.instance for spec in front.config.consumers if isinstance(load_configured(spec), CaptureBrowser)]
+    if instance not in known:
+        raise HTTPException(404, f"no consumer {instance!r} that stores captures; known: {', '.join(known) or 'none'}")
+    browser: Any = front.consumers[instance]
+    return browser  # type: ignore[no-any-return]
+
+
 def _front_end(services: RouteServices) -> FrontEnd:
     engine = services.engine()
     front = None if engine is None else front_end_of(engine)
@@ -253,7 +439,40 @@ def _report_context(front: FrontEnd, instance: str, query: Mapping[str, str]) ->
         query=dict(query),
         allows_site=(lambda site: True) if key is None else key.allows_site,
         allows_tag=(lambda tag: True) if key is None else key.allows_tag,
+        allows_owner=_allows_owner(key),
     )
+
+
+def _allows_owner(key: AccessKey | None) -> Callable[[str | None], bool]:
+    caller = current_caller()
+    if key is None or caller is None or key.has_role(ADMIN):
+        return lambda owner: True
+    return lambda owner: owner == caller.name
+
+
+STREAM_HOOKS = ("pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp")
+"""Hook points whose rows are as wide as the stream in every model that has them."""
+
+
+def memory_of(front: FrontEnd, step_rows: int) -> dict[str, object]:
+    """Return the device memory that a site takes, by hook point, whether or not the server captures there.
+
+    Args:
+        front: The engine's front end.
+        step_rows: Rows that each site has room for.
+    """
+    model = front.model
+    stream = (Site(layer, HookPoint(hook)) for hook in STREAM_HOOKS for layer in range(model.num_layers))
+    by_hook: dict[HookPoint, set[Site]] = {}
+    for site in (*stream, *model.shapes, *model.sites):
+        by_hook.setdefault(site.hook, set()).add(site)
+    hooks = {}
+    for hook in HookPoint:
+        if hook in by_hook:
+            widest = max((model.shape(site) for site in by_hook[hook]), key=lambda shape: shape.row_bytes)
+            size = {"width": widest.width, "dtype": widest.dtype, "site_bytes": step_rows * widest.row_bytes}
+            hooks[hook.value] = {"layers": len(by_hook[hook]), **size}
+    return {"step_rows": step_rows, "hooks": hooks}
 
 
 def described(front: FrontEnd) -> dict[str, object]:
@@ -273,6 +492,7 @@ def described(front: FrontEnd) -> dict[str, object]:
                 "reads_client_spec": consumer.reads_client_spec,
                 "overload": spec.overload,
                 "offers": consumer.offers(spec.params),
+                "is_browsable": isinstance(consumer, CaptureBrowser),
             }
         )
     return {"consumers": found, "count": len(found), "sites": site_map(sites)}

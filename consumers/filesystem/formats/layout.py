@@ -28,6 +28,8 @@ FORMAT_VERSION = 2
 POSITIONS = "positions"
 TOKEN_IDS = "token_ids"  # noqa: S105  (a tensor's name)
 SHARD_FOLDER = "_shards"
+OWNER = "owner"
+"""Option of a resolved spec: see `Sidecar.owner`."""
 LayoutName = Literal["request", "shards", "raw"]
 Bytes2D = npt.NDArray[np.uint8]
 
@@ -73,6 +75,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         messages: Those of the request's chat, in order; None if the request did not set ``capture_messages``.
         notes: By part, what it noted of the rows in this file (`of_rows`): of ``steering``, scores and strengths.
         shapes: ``{site: [width, dtype]}`` of the sites whose rows are not those of the residual stream.
+        owner: Name of the key of the client whose request it was; None without keys, and of what the operator records.
     """
 
     format: str = FORMAT
@@ -103,6 +106,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[MessagePlace] | None = None
     notes: dict[str, Any] = msgspec.field(default_factory=dict)
     shapes: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
+    owner: str | None = None
 
     def shape(self, site: str) -> SiteShape:
         """The shape of the rows of a site, by its name."""
@@ -110,10 +114,11 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         return SiteShape(width, dtype)
 
     def document(self) -> dict[str, Any]:
-        """The fields as plain values; `shapes` only if there are any."""
+        """The fields as plain values; `shapes` and `owner` only if there are any."""
         found: dict[str, Any] = msgspec.to_builtins(self)
-        if not self.shapes:
-            del found["shapes"]
+        for name in ("shapes", "owner"):
+            if not found[name]:
+                del found[name]
         return found
 
     def to_strings(self) -> dict[str, str]:
@@ -167,8 +172,7 @@ def sidecar_of(
         num_prefill_rows: How many of them are the prompt's.
         name: The file's, without extension and stage.
     """
-    num_rows = len(positions)
-    request, final, model = finished.request, finished.final, context.model
+    num_rows, request, final, model = len(positions), finished.request, finished.final, context.model
     shapes = _shapes_of(request.spec.sites, model)
     return Sidecar(
         format_version=FORMAT_VERSION if shapes else 1,
@@ -198,6 +202,7 @@ def sidecar_of(
         messages=msgspec.convert(request.spec.options.get("messages"), list[MessagePlace] | None),
         notes={part: of_rows(note, positions) for part, note in final.notes.items()},
         shapes=shapes,
+        owner=request.spec.options.get(OWNER),
     )
 
 
