@@ -40,7 +40,7 @@ from headgate.steering.gates.gate import (
 from headgate.steering.gates.lowering import GatedPrograms, Own, lower_gates
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.programs.feature_edits import FeatureEdit
-from headgate.steering.programs.operations import Lookup
+from headgate.steering.programs.operations import Float32Row, Lookup
 from headgate.steering.programs.program import Program, joined
 from headgate.steering.spec import SteeringSpec, programs_to_wire
 from headgate.steering.vectors.dtypes import StoredType
@@ -203,7 +203,11 @@ class GateContent:
 
     def vectors(self, phase: int) -> Lookup:
         """See `Content.vectors`."""
-        return lambda name, site: self._module(name, "steering_gates").vector_at(site, is_decode=phase == 1)
+
+        def vector_at(name: str, site: Site) -> Float32Row | None:
+            return self._module(name, "steering_gates").vector_at(site, self.hidden_size, is_decode=phase == 1)
+
+        return vector_at
 
     def module(self, then: ModuleThen, phase: int) -> tuple[PhaseVectors | None, Program | None]:
         """See `Content.module`."""

@@ -64,11 +64,17 @@ class Module:
         """The slots that the module holds while it is registered."""
         return demand_of(self.spec)
 
-    def vector_at(self, site: Site, *, is_decode: bool) -> Float32Row | None:
-        """Return the module's vector at a site: that of the phase, or else of the other one; None if it has none."""
+    def vector_at(self, site: Site, hidden_size: int | None, *, is_decode: bool) -> Float32Row | None:
+        """Return the module's vector at a site: that of the phase, or else of the other one; None if it has none.
+
+        Args:
+            site: Of the stream's width.
+            hidden_size: That width; None where every site has it.
+            is_decode: The phase.
+        """
         for vectors in (self.decode, self.prefill) if is_decode else (self.prefill, self.decode):
             if vectors is not None and site in vectors.sites:
-                row: Float32Row = vectors.float32()[vectors.sites.index(site)]
+                row: Float32Row = vectors.of_stream(hidden_size)[vectors.sites.index(site)]
                 return row
         return None
 

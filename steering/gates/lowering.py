@@ -309,7 +309,7 @@ def lower_gates(
         made.evaluate(evaluation.finish(root, latched.get(placed.gate.name, math.nan), zeros))
         made.write(placed, effects)
     if attenuating:
-        made.attenuate(attenuating, own, dtype)
+        made.attenuate(attenuating, own, dtype, content.hidden_size)
     prefill = Program.from_entries(_marked(made.phases[PREFILL].entries), dtype, made.phases[PREFILL].groups)
     if made.are_alike:
         return GatedPrograms(prefill, prefill, bool(attenuating), layout)
@@ -397,7 +397,8 @@ def then_programs(then: Then, content: Content, dtype: StoredType) -> list[Progr
     """
     if then.module is not None:
         found = [content.module(then.module, phase) for phase in (PREFILL, DECODE)]
-        return [joined_entries(vectors, program, then.module.scale, dtype) for vectors, program in found]
+        scale, size = then.module.scale, content.hidden_size
+        return [joined_entries(vectors, program, scale, dtype, size) for vectors, program in found]
     if then.features:
         return [content.features(then.features)] * 2
     if any(operation.references for operation in then.operations):
@@ -432,21 +433,21 @@ def _effects(then: Then, content: Content, vectors: StoredVectors) -> tuple[_Eff
 
 
 def joined_entries(
-    vectors: PhaseVectors | None, program: Program | None, scale: float, dtype: StoredType
+    vectors: PhaseVectors | None, program: Program | None, scale: float, dtype: StoredType, hidden_size: int
 ) -> Program | None:
-    """Return vectors and a program as one program, times `scale`."""
-    entries = _added(vectors, scale, dtype)
+    """Return vectors, at sites of the width `hidden_size`, and a program as one program, times `scale`."""
+    entries = _added(vectors, scale, dtype, hidden_size)
     scaled = None if program is None else program.scaled(scale)
     if scaled is not None:
         entries += entries_of(scaled)
     return Program.from_entries(entries, dtype, () if scaled is None else scaled.groups) if entries else None
 
 
-def _added(vectors: PhaseVectors | None, scale: float, dtype: StoredType) -> list[Entry]:
+def _added(vectors: PhaseVectors | None, scale: float, dtype: StoredType, hidden_size: int) -> list[Entry]:
     """Return the entries that add vectors."""
     if vectors is None or scale == 0:
         return []
-    rows = vectors.float32()
+    rows = vectors.of_stream(hidden_size)
     operations = [
         Operation(method=Method.ADDITIVE, site=site, vectors={"vector": row}, numbers={"scale": scale})
         for site, row in zip(vectors.sites, rows, strict=True)
@@ -576,11 +577,11 @@ class _Entries:
                     field = gate_field(entry.group, placed.column.column, is_early=is_early)
                     self.phases[phase].entries.append(entry._replace(group=field))
 
-    def attenuate(self, gates: Sequence[_Placed], own: tuple[Own, Own], dtype: StoredType) -> None:
+    def attenuate(self, gates: Sequence[_Placed], own: tuple[Own, Own], dtype: StoredType, hidden_size: int) -> None:
         """Add the request's own steering, which gates attenuate: as without them, it acts before what gates turn on."""
         self.are_alike = False
         for phase, (vectors, program) in zip(self.phases, own, strict=True):
-            entries = _added(vectors, 1.0, dtype)
+            entries = _added(vectors, 1.0, dtype, hidden_size)
             if program is not None:
                 if program.reconstructs:
                     raise RequestError(f"{gates[0].gate.where}.then.attenuate", "there is no part of a reconstruction")

@@ -167,7 +167,8 @@ class Program:
             groups: Selectors of the position groups.
 
         Raises:
-            AssertionError: If there is no entry, a row is not finite, or there are more than `MAX_GROUPS` groups.
+            AssertionError: If there is no entry, a row is not finite, rows differ in width, or there are more than
+                `MAX_GROUPS` groups.
         """
         listed = list(entries)
         if not listed or len(groups) > MAX_GROUPS:
@@ -182,6 +183,8 @@ class Program:
         numbers[id(None)] = NO_ROW
         codes = [(one.code, numbers[id(one.read)], numbers[id(one.write)], one.group) for one in listed]
         params = [(*one.params, *_NO_PARAMS[len(one.params) :]) for one in listed]
+        if len(sizes := set(map(len, found))) > 1:
+            raise AssertionError(f"a program of rows of {sorted(sizes)} bytes")
         rows = np.frombuffer(b"".join(found), STORAGE[dtype]).reshape(len(found), -1)
         sites = tuple([entry.site for entry in listed])
         return _make(sites, np.array(codes, np.int32), np.array(params, np.float32), rows, dtype, tuple(groups))

@@ -231,6 +231,13 @@ class PhaseVectors:
         """Return rows ``[n, hidden]`` in float32, exactly; read-only if they are stored in float32."""
         return widen(self.rows, self.dtype)
 
+    def of_stream(self, hidden_size: int | None) -> Float32Rows:
+        """Return rows ``[n, hidden_size]`` in float32, without the zeros that make vectors as wide as the widest site.
+
+        Programs take these: they act at sites of the stream's width alone. None leaves rows as they are.
+        """
+        return self.float32()[:, :hidden_size]
+
     def stored_as(self, dtype: StoredType) -> Rows | None:
         """Return `rows` if they are stored in `dtype`, else None."""
         return self.rows if self.dtype == dtype else None

@@ -140,7 +140,8 @@ class Contents:
         return self._of_vectors(shared.decode, "there are no global vectors for generated positions")
 
     def _of_vectors(self, vectors: PhaseVectors | None, otherwise: str) -> Program:
-        program = joined_entries(vectors, None, 1.0, self._content().dtype)
+        content = self._content()
+        program = joined_entries(vectors, None, 1.0, content.dtype, content.hidden_size)
         if program is None:
             raise RequestError(FIELD, otherwise)
         return self._checked(program, FIELD)

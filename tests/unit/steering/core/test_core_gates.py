@@ -30,7 +30,7 @@ from headgate.steering.gates.gate import (
 from headgate.steering.gates.lowering import lower_gates
 from headgate.steering.gates.trace import join_notes
 from headgate.steering.programs.codes import CODE, CODE_MASK, UNIT_MASK, Code, GateScope, Pool, UnitFunction
-from headgate.steering.programs.operations import Method, Operation
+from headgate.steering.programs.operations import Method, ModuleVector, Operation
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import ModuleRef, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -388,3 +388,56 @@ def test_gates_whose_programs_depend_on_more_are_lowered_each_time() -> None:
     ]
 
     assert found[0].key != found[1].key
+
+
+WIDER = Site(1, HookPoint.MLP_ACT)
+PADDED = PhaseVectors.from_rows({LATE: np.array([1, 2, 3, 4, 0, 0], np.float32)})
+"""As vectors are kept where a site that can be steered has rows of six values."""
+
+
+@pytest.mark.parametrize("reads", ["nothing", "its vector"])
+def test_a_modules_vector_acts_as_one_of_the_gates_own_where_some_sites_are_wider(reads: str) -> None:
+    core = core_with(steerable=replace(STEERABLE, sites=(*STEERABLE.sites, WIDER), widths={WIDER: 6}))
+    core.state.register(core.state.read_module("calm", SteeringSpec(prefill=PADDED, decode=PADDED)))
+    vector = np.array([1, 2, 3, 4], np.float32)
+    own = Operation(method=Method.ADDITIVE, site=LATE, vectors={"vector": vector}, numbers={"scale": 1.0})
+    named = replace(own, vectors={"vector": ModuleVector("calm", LATE)})
+    then = Then(module=ModuleThen("calm", where="here")) if reads == "nothing" else Then(operations=(named,))
+
+    by_name = accepted(core, "a", gate(then=then))
+    by_value = accepted(core, "b", gate(then=Then(operations=(own,))))
+
+    assert by_name.decode_program is not None
+    assert by_value.decode_program is not None
+    assert by_name.decode_program.key == by_value.decode_program.key
+    assert by_name.prefill_program == by_value.prefill_program
+
+
+def test_a_gate_attenuates_vectors_where_some_sites_are_wider() -> None:
+    core = core_with(steerable=replace(STEERABLE, sites=(*STEERABLE.sites, WIDER), widths={WIDER: 6}))
+    spec = SteeringSpec(prefill=PADDED, decode=PADDED, gates=(gate(then=Then(attenuate=0.5)),))
+
+    taken = core.accept("a", to_wire(spec), 5)
+
+    assert taken is not None
+    program = from_wire(taken).decode_program
+    assert program is not None
+    assert program.hidden_size == HIDDEN
+    assert [1.0, 2.0, 3.0, 4.0] in (8 * program.rows).tolist() + (4 * program.rows).tolist()
+
+
+def test_operations_along_a_modules_vector_are_as_along_their_own_where_some_sites_are_wider() -> None:
+    core = core_with(steerable=replace(STEERABLE, sites=(*STEERABLE.sites, WIDER), widths={WIDER: 6}))
+    core.state.register(core.state.read_module("calm", SteeringSpec(prefill=PADDED, decode=PADDED)))
+    vector = np.array([1, 2, 3, 4], np.float32)
+    own = Operation(method=Method.ABLATE, site=LATE, vectors={"vector": vector}, numbers={"scale": 1.0})
+    other = replace(own, site=READ)
+
+    def resolved(req_id: str, *operations: Operation) -> Program | None:
+        spec = SteeringSpec(prefill_ops=operations, decode_ops=operations)
+        taken = core.accept(req_id, to_wire(spec), 5)
+        assert taken is not None
+        return from_wire(taken).decode_program
+
+    named = replace(own, vectors={"vector": ModuleVector("calm", LATE)})
+    assert resolved("a", other, named) == resolved("b", other, own)
