@@ -2,9 +2,9 @@
 
 Microseconds of `reconstruction_deltas`, all of its launches, from CUDA graphs of one behind the other, as a forward has
 them; with listed rows, and with none (idle); with k, of a top-k SAE. ``--read`` shows instead what the consumer
-`features` takes for the top 20 of as many rows, by the clock. Beside it the floor: the bytes of the coder at the
-bandwidth of a copy, or the products of all operands at `PRODUCTS_PER_US`. Prints the table and one line of JSON. Needs
-a GPU with torch and Triton, and no engine.
+`features` takes for the top 20 of as many rows, of float32 and of bfloat16, by the clock. Beside it the floor: the
+bytes of the coder at the bandwidth of a copy, or the products of all operands at `PRODUCTS_PER_US`. Prints the table
+and one line of JSON. Needs a GPU with torch and Triton, and no engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +65,8 @@ class Case(NamedTuple):
         return max(passes * values / bytes_per_us, PARTS * passes * values * self.listed / 2 / PRODUCTS_PER_US)
 
 
+DTYPES = ("float32", "bfloat16")
+"""Of the rows that are read."""
 SIZES = ((2560, 16384), (2560, 65536), (4096, 32768), (4096, 65536))
 STEPS = ((64, 0), (2048, 0), (1, 1), (16, 16), (64, 64), (256, 256), (2048, 64), (2048, 2048))
 CASES = tuple(Case(*size, *step) for size in SIZES for step in STEPS)
@@ -78,12 +81,23 @@ def launch_of(case: Case, coder: tuple[Any, ...]) -> Launch:
     return lambda: reconstruction_deltas(value, addend, None, tokens, count, *coder, k=case.k)
 
 
-def read_us(case: Case, dtype: str) -> float:
-    """Microseconds in which the consumer `features` encodes rows of that dtype and finds the 20 strongest of each."""
-    size = ModelSize(num_layers=2, hidden=case.width, vocabulary=2)
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_sae(Path(folder) / "sae", case.features, size, layer=1, k=case.k)
-        function = FeaturesReadout([open_coder(path)], 20, dtype).on(torch.device("cuda"))
+def read_us(cases: Sequence[Case]) -> Iterator[tuple[Case, str, float]]:
+    """Microseconds in which the consumer `features` encodes rows and finds the 20 strongest of each.
+
+    Yields each case with the dtype of its rows; cases of one SAE follow one another.
+    """
+    for (width, features, k), some in groupby(cases, key=lambda case: (case.width, case.features, case.k)):
+        size, listed = ModelSize(num_layers=2, hidden=width, vocabulary=2), list(some)
+        with tempfile.TemporaryDirectory() as folder:
+            coder = open_coder(write_sae(Path(folder) / "sae", features, size, layer=1, k=k))
+            functions = {name: FeaturesReadout([coder], 20, name).on(torch.device("cuda")) for name in DTYPES}
+        for case in listed:
+            for name, function in functions.items():
+                yield case, name, reading_us(function, case)
+
+
+def reading_us(function: Callable[..., Any], case: Case) -> float:
+    """Microseconds of one reading."""
     rows = torch.randn(case.tokens, case.width, device="cuda", dtype=torch.bfloat16).double()
     host = np.full((case.tokens, 21), -1, np.int64)
     arguments = RowArguments(host, torch.from_numpy(host).cuda())
@@ -119,9 +133,10 @@ def main() -> int:
     """Print the table and the JSON; returns the exit status."""
     options = read_options()
     if options.read:
-        for case in (one for one in CASES if one.listed == one.tokens and (one.k or one.features == 16384)):
-            taken = " ".join(f"{dtype} {read_us(case, dtype):10.1f} us" for dtype in ("float32", "bfloat16"))
-            print(f"{case.width:6} {case.features:9} {case.tokens:6} k {case.k:4} {taken}", flush=True)
+        chosen = [one for number, one in enumerate(CASES) if options.cases is None or number in options.cases]
+        for case, name, taken in read_us([one for one in chosen if one.listed == one.tokens]):
+            about_case = f"{case.width:6} {case.features:9} {case.tokens:6} k {case.k:4}"
+            print(f"{about_case} {name:>9} {taken:10.1f} us", flush=True)
         return 0
     launch_us, bytes_per_us = floors()
     about: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "launch_us": launch_us, "cases": []}

@@ -77,6 +77,8 @@ TOP_K_SERVERS = ("stock", "encode 80k", "read 16k", "read 80k")
 TOP_K_MODES = ("stock", "encode 80k idle", "80k edits", "encode 80k", "read 16k", "read 80k idle", "read 80k")
 ATTENTION_SERVERS = ("stock", "capture", "attention")
 ATTENTION_MODES = ("stock", "capture idle", "attention idle", "attention", "attention rows")
+TOP_K_CASES = ("--cases", *map(str, range(40, 48)))
+"""Of `bench_reconstruction`: the SAE of 80k features."""
 CROWD_SERVERS = ("stock", "both", "wide")
 CROWD_MODES = ("stock", "both idle", "last_prompt", "1 layer", "4 layers", "all layers", "all layers, wide")
 CROWD_SETTING = ("--kv-gib", "16", "--capture-params", "memory_bytes=25769803776")
@@ -204,7 +206,8 @@ ANY_MODEL = {
     ],
     "top-k": [
         pytest_step("features-cuda", 60, "tests/gpu/test_features_cuda.py"),
-        Step("reads", (sys.executable, "-m", "tests.benchmarks.bench_reconstruction", "--read"), 90),
+        Step("selects", (sys.executable, "-m", "tests.benchmarks.bench_reconstruction", *TOP_K_CASES), 60),
+        Step("reads", (sys.executable, "-m", "tests.benchmarks.bench_reconstruction", "--read", *TOP_K_CASES), 90),
         http("top-k", ["decode"], LIMIT_S, "--servers", *TOP_K_SERVERS, "--modes", *TOP_K_MODES),
     ],
     "attention": [
