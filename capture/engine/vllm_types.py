@@ -86,6 +86,7 @@ class CacheConfig(Protocol):
 
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
+    kv_sharing_fast_prefill: bool
 
 
 class SchedulerConfig(Protocol):

@@ -73,6 +73,12 @@ REFUSALS = (
         "start without --enable-dbo",
     ),
     Refusal(
+        lambda config: config.cache_config.kv_sharing_fast_prefill,
+        "fast prefill of layers that share keys and values (--kv-sharing-fast-prefill)",
+        "these layers compute the last row of a prompt only, so batch rows would be attributed to the wrong requests",
+        "start without --kv-sharing-fast-prefill",
+    ),
+    Refusal(
         lambda config: config.parallel_config.prefill_context_parallel_size > 1,
         "prefill context parallelism",
         "each rank computes a part of the prompt's positions",

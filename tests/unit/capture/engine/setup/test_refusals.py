@@ -37,6 +37,7 @@ def settings(**changes):
     config = Settings(
         parallel_config=parallel,
         additional_config={},
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
         speculative_config=None,
         kv_transfer_config=None,
@@ -59,6 +60,7 @@ def test_ordinary_settings_are_served():
     ("change", "value", "text"),
     [
         ("parallel_config__use_ubatching", True, "--enable-dbo"),
+        ("cache_config__kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
         ("parallel_config__data_parallel_backend", "ray", "--data-parallel-backend ray"),
         ("parallel_config__distributed_executor_backend", "external_launcher", "external_launcher"),
         ("model_config__is_diffusion", True, "block-diffusion"),
