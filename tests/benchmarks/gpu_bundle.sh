@@ -2,7 +2,12 @@
 # Makes the folder that gpu_host.sh wants on a GPU host without a package registry: headgate's wheel as the tree is now,
 # and wheels of what its tests need. Run in the repository's root:  sh tests/benchmarks/gpu_bundle.sh [FOLDER]
 # The bundle with vLLM itself (vllm-gpu.tar.xz, env.sh) is not made here: put it there once, or have vLLM on the host.
+# With --vllm VERSION FOLDER it makes FOLDER/host, and parts of another vLLM and its torch beside it (gpu_vllm.sh).
 set -eu
+if [ "${1:-}" = --vllm ]; then
+  sh "$0" "$3/host"
+  exec sh "$(dirname "$0")/gpu_vllm.sh" "$2" "$3"
+fi
 dir=${1:-.gpu}
 python=${PYTHON:-.venv/bin/python}
 mkdir -p "$dir/whl/extra"

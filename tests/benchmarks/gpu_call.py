@@ -281,7 +281,7 @@ class Runner:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._began = time.monotonic()
-        self._model = options.models / options.model
+        self._model: Path = options.folder
         self._work: Path = options.work
 
     @property
@@ -366,6 +366,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "http-parts, http-inline, ops, gates, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
     )
     parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")
+    parser.add_argument("--layers", type=int, help="so many of the model's layers: engines start sooner")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is kept")
     parser.add_argument("--work", type=Path, help="folder for everything else (default: in /tmp, named after the call)")
     parser.add_argument(
@@ -381,6 +382,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.work = options.work or Path(f"/tmp/gpu-call-{options.call}-{options.model}")
     if options.model not in MODELS:
         parser.error(f"no model {options.model!r}; known: {', '.join(MODELS)}")
+    options.folder = options.models / (f"{options.model}-{options.layers}" if options.layers else options.model)
     try:
         options.steps = steps_of(options.call, options.model)
     except ValueError as error:
@@ -397,8 +399,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{step.name} ({step.limit_s} s): {shlex.join(runner.command(step, step.limit_s))}")
         return 0
     options.work.mkdir(parents=True, exist_ok=True)
-    if not (options.models / options.model / "config.json").exists():
-        write_model(options.model, options.models / options.model)
+    if not (options.folder / "config.json").exists():
+        write_model(options.model, options.folder, **({"num_hidden_layers": options.layers} if options.layers else {}))
     outcomes = []
     for step in options.steps:
         outcomes.append(runner.run(step))

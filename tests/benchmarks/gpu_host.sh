@@ -4,6 +4,7 @@
 # and commit (of headgate). tests/benchmarks/gpu_bundle.sh fills it. What cannot work ends a script; at a prompt, this file.
 _dir=${1:-.gpu}
 _site=${TMPDIR:-/tmp}/headgate-site
+if [ -r "${TMPDIR:-/tmp}/headgate-vllm/env.sh" ]; then . "${TMPDIR:-/tmp}/headgate-vllm/env.sh"; fi   # what gpu_part.sh put together
 if ! python3 -c "import vllm" 2>/dev/null; then
   if ! [ -r "$_dir/env.sh" ]; then
     echo "gpu_host.sh: python3 here has no vllm, and there is no $_dir/env.sh that brings one: name the folder that has it" >&2

@@ -99,12 +99,12 @@ def size_of(folder: str | Path) -> ModelSize:
     return ModelSize(config["num_hidden_layers"], config["hidden_size"], config["vocab_size"])
 
 
-def write_model(name: str, folder: Path) -> None:
-    """Write the configuration and the tokenizer of one of `MODELS` into `folder`."""
+def write_model(name: str, folder: Path, **changes: Any) -> None:
+    """Write the configuration of one of `MODELS`, with `changes`, and its tokenizer into `folder`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     special = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
-    config = {**MODELS[name], **special, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    config = {**MODELS[name], **special, "dtype": "bfloat16", "torch_dtype": "bfloat16", **changes}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "bos_token_id": 2}))

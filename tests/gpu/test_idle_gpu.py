@@ -48,10 +48,8 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def made(name: str, folder: Path) -> dict[str, str]:
     """Write a model of few layers with real weights; the environment that has it served."""
-    config = folder / "config" / "config.json"
-    write_model(name, config.parent)
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": NUM_LAYERS[name]}))
-    command = [sys.executable, "-m", RANDOM_WEIGHTS, str(config.parent), str(folder / "model")]
+    write_model(name, folder / "config", num_hidden_layers=NUM_LAYERS[name])
+    command = [sys.executable, "-m", RANDOM_WEIGHTS, str(folder / "config"), str(folder / "model")]
     subprocess.run(command, check=True, timeout=TIMEOUT_S)
     engine = {"kv_cache_memory_bytes": 1 << 30, "max_model_len": 2048, "load_format": "auto"}
     return {"GPU_TEST_MODEL": str(folder / "model"), "GPU_TEST_ENGINE": json.dumps(engine)}

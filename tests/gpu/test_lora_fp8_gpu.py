@@ -70,10 +70,9 @@ class Runs(NamedTuple):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
-    config, model = folder / "config" / "config.json", folder / "model"
-    write_model("llama3-8b", config.parent)
-    config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
-    command = [sys.executable, "-m", RANDOM_WEIGHTS, str(config.parent), str(model)]
+    config, model = folder / "config", folder / "model"
+    write_model("llama3-8b", config, **SIZES)
+    command = [sys.executable, "-m", RANDOM_WEIGHTS, str(config), str(model)]
     subprocess.run(command, check=True, timeout=TIMEOUT_S)
     adapter = write_adapter(model, folder / "adapter")
     usual = {"GPU_TEST_MODEL": str(model)}

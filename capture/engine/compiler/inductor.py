@@ -69,7 +69,7 @@ class Inductor:
     def __init__(self, part: str, *, kernels: bool = False) -> None:
         if missing := missing_symbols(kernels=kernels):
             raise UnsupportedError(
-                f"{part}: compiled, it needs the inductor of torch 2.11 to 2.13, found torch {torch.__version__} "
+                f"{part}: compiled, it needs the inductor of torch 2.11 to 2.14, found torch {torch.__version__} "
                 f"(without {_PACKAGE}.{missing[0]}); run with --enforce-eager"
             )
         self.register_lowering: Callable[..., Callable[[Lower], Lower]] = _find("lowering.register_lowering")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -29,7 +31,7 @@ from tests.benchmarks import bench_kernels, gpu_call, suite
 from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, summarize, summary, tables
 from tests.benchmarks.gpu_call import SIDE_BY_SIDE
 from tests.benchmarks.load import Raw, Share, events, read, send_all
-from tests.benchmarks.models import MODELS, ModelSize
+from tests.benchmarks.models import MODELS, ModelSize, size_of
 from tests.benchmarks.operations import NUM_SITES, op_sites, operations
 from tests.benchmarks.servers import FEATURES, SINKS, Usage, counters, delays, publish_plugins, start_facts
 from tests.benchmarks.suite import jobs_of, rounds_of
@@ -393,6 +395,15 @@ def test_a_call_that_there_is_not_names_those_there_are(capsys: pytest.CaptureFi
         assert told in capsys.readouterr().err
 
 
+def test_a_call_with_few_layers_has_a_model_folder_of_its_own(tmp_path: Path) -> None:
+    arguments = ["verify", "--layers", "3", "--models", str(tmp_path), "--work", str(tmp_path / "work")]
+    options = gpu_call.read_options([*arguments, "--out", str(tmp_path / "out"), "--seconds", "1"])
+    assert str(tmp_path / "gemma3-4b-3") in gpu_call.Runner(options).command(options.steps[0], 60)
+
+    assert gpu_call.main([*arguments, "--out", str(tmp_path / "out"), "--seconds", "1"]) == 0
+    assert size_of(tmp_path / "gemma3-4b-3").num_layers == 3
+
+
 def test_a_step_is_stopped_at_its_limit_and_said_to_have_failed(tmp_path: Path) -> None:
     options = gpu_call.read_options(
         ["tiny", "--out", str(tmp_path / "out"), "--work", str(tmp_path), "--seconds", "60"]
@@ -423,3 +434,21 @@ def test_a_gpu_host_without_vllm_and_without_what_brings_it_stops_at_once(tmp_pa
     assert done.returncode == 1
     assert done.stdout == ""
     assert f"there is no {tmp_path}/env.sh" in done.stderr
+
+
+def test_parts_of_a_vllm_are_waited_for_and_checked(tmp_path: Path) -> None:
+    contents = {"vllm-9.9.9.01": b"first", "vllm-9.9.9.02": b"second"}
+    sums = "".join(f"{hashlib.sha256(made).hexdigest()}  {name}\n" for name, made in contents.items())
+    for name in contents:
+        (tmp_path / name[-2:]).mkdir()
+        (tmp_path / name[-2:] / name).write_bytes(contents[name])
+        (tmp_path / name[-2:] / "sums").write_text(sums)
+
+    def take(part: str) -> str:
+        command = ["bash", "tests/benchmarks/gpu_part.sh", str(tmp_path / part)]
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
+
+    assert take("02") == "not here yet, or not whole: vllm-9.9.9.01\n"
+    (tmp_path / "01/vllm-9.9.9.01").write_bytes(b"damaged")
+    assert take("01") == "not here yet, or not whole: vllm-9.9.9.01\n"
