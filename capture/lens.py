@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from headgate.capture.files.reading import refusing
-from headgate.capture.files.tensors import LazyTensor, open_safetensors
+from headgate.capture.files.reading import load_once
+from headgate.capture.files.tensors import LazyTensor, reading_safetensors
 from headgate.capture.files.writing import replacing
 from headgate.capture.schema.errors import HeadgateError
 
@@ -99,6 +99,17 @@ class Lens:
         row = np.asarray(unembedding, np.float64)
         found: npt.NDArray[np.float64] = self.matrix(layer).astype(np.float64).T @ row
         return found + row if self.kind is LensKind.TUNED else found
+
+    def check(self, hidden_size: int, num_layers: int) -> None:
+        """Refuse another model.
+
+        Raises:
+            LensError: Naming what differs.
+        """
+        if self.hidden_size != hidden_size:
+            raise LensError(f"reads rows of {self.hidden_size} values; the model has {hidden_size}")
+        if beyond := [layer for layer in self.layers if not 0 <= layer < num_layers]:
+            raise LensError(f"has the layers {beyond}; the model has {num_layers}")
 
 
 def save(
@@ -176,17 +187,10 @@ def load(path: str | os.PathLike[str]) -> Lens:
     Raises:
         LensError: If it is not there, damaged, cut off or of another format; the message names it.
     """
-    place = Path(path)
-    if not place.is_file():
-        raise LensError(f"{place}: no such file")
-    try:
-        file = open_safetensors(place, LensError)
-    except OSError as error:
-        raise LensError(f"{place}: cannot be read: {error}") from error
-    with refusing(place, LensError, "not a file of a lens, or damaged"):
+    with reading_safetensors(path, LensError, "lens") as file:
         if (version := file.texts.get(VERSION_KEY)) != VERSION:
             found = "no lens of headgate" if version is None else f"a lens of the format {version!r}"
-            raise LensError(f"{found}; make one of other files: headgate lens import {place} LENS.safetensors")
+            raise LensError(f"{found}; make one of other files: headgate lens import {path} LENS.safetensors")
         about = msgspec.json.decode(file.texts.get("about", ""), type=_About)
         square = (about.hidden_size, about.hidden_size)
         matrices = {layer: file[f"matrix.{layer}"].expect(square, "its hidden size") for layer in about.layers}
@@ -204,3 +208,7 @@ def load(path: str | os.PathLike[str]) -> Lens:
             matrices=matrices,
             biases=biases,
         )
+
+
+load_current = load_once(load, 64)
+"""Returns the lens in a file as it is now; see `load` and `load_once`."""

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save as to_bytes
 
-from headgate.capture.files.reading import refusing
-from headgate.capture.files.tensors import open_safetensors
+from headgate.capture.files.reading import load_once
+from headgate.capture.files.tensors import reading_safetensors
 from headgate.capture.files.writing import replacing
 from headgate.capture.monitoring.notebook import TextTable, norms, page
 from headgate.capture.schema.consumer import Readout
@@ -402,17 +402,14 @@ def load(path: str | os.PathLike[str]) -> Probe:
     Raises:
         ProbeError: If it is not there, damaged, cut off or of another format; the message names it.
     """
-    place = Path(path)
-    if not place.is_file():
-        raise ProbeError(f"{place}: no such file")
-    try:
-        file = open_safetensors(place, ProbeError)
-    except OSError as error:
-        raise ProbeError(f"{place}: cannot be read: {error}") from error
-    with refusing(place, ProbeError, "not a file of a probe, or damaged"):
+    with reading_safetensors(path, ProbeError, "probe") as file:
         about = _about(file.texts)
         names = [_WEIGHT, _BIAS] + ([] if about.activation is None else [_HIDDEN_WEIGHT, _HIDDEN_BIAS])
         return _probe(about, {name: file[name].read(np.float32) for name in names})
+
+
+load_current = load_once(load, 256)
+"""Returns the probe in a file as it is now; see `load` and `load_once`."""
 
 
 def _about(texts: Mapping[str, str]) -> _About:

@@ -12,8 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headgate.capture.lens import LOGIT, Lens, LensError, LensKind, load
+from headgate.capture.lens import LOGIT, Lens, LensError, LensKind, load_current
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
     ConsumerContext,
@@ -139,32 +138,10 @@ def parse_params(params: Mapping[str, Any]) -> _Settings:
 
 
 def _read(name: str, path: str) -> Lens:
-    place = Path(path).expanduser()
     try:
-        status = place.stat()
-        return _load(place, (status.st_mtime_ns, status.st_size, status.st_ino))
+        return load_current(path)
     except (OSError, LensError) as error:
         raise ConfigError(f"lens: lenses.{name}: {error}") from error
-
-
-@lru_cache(maxsize=64)
-def _load(place: Path, version: tuple[int, ...]) -> Lens:
-    """The lens in a file as it was at that `version`."""
-    return load(place)
-
-
-def check_lens(name: str, lens: Lens, model: ModelInfo) -> None:
-    """Refuse a lens of another model.
-
-    Raises:
-        ConfigError: Naming what differs.
-    """
-    where = f"lens: lenses.{name}"
-    if lens.hidden_size != model.hidden_size:
-        raise ConfigError(f"{where}: reads rows of {lens.hidden_size} values; the model has {model.hidden_size}")
-    beyond = [layer for layer in lens.layers if not 0 <= layer < model.num_layers]
-    if beyond:
-        raise ConfigError(f"{where}: has the layers {beyond}; the model has {model.num_layers}")
 
 
 def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
@@ -471,7 +448,10 @@ class LensConsumer(StreamingConsumer):
     def readouts(cls, params: Mapping[str, Any], model: ModelInfo) -> dict[Site, Readout]:
         settings, words = parse_params(params), _Words()
         for name, lens in settings.lenses.items():
-            check_lens(name, lens, model)
+            try:
+                lens.check(model.hidden_size, model.num_layers)
+            except LensError as error:
+                raise ConfigError(f"lens: lenses.{name}: {error}") from error
         sites = _readable(model)
         if not sites:
             raise ConfigError("lens: reads post_mlp, which is not captured here; add it to capture.sites")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial, reduce
-from pathlib import Path
+from functools import partial, reduce
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from headgate.capture.probe import Probe, ProbeError, ProbeReadout, Scores, keys_of, load
+from headgate.capture.probe import Probe, ProbeError, ProbeReadout, Scores, keys_of, load_current
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
     ConsumerContext,
@@ -71,19 +70,10 @@ def parse_params(params: Mapping[str, Any]) -> tuple[ProbeParams, dict[str, Prob
 
 
 def _read(name: str, path: str) -> Probe:
-    place = Path(path).expanduser()
     try:
-        status = place.stat()
-        probe = _load(place, (status.st_mtime_ns, status.st_size, status.st_ino))
+        return load_current(path)
     except (OSError, ProbeError) as error:
         raise ConfigError(f"probe: probes.{name}: {error}") from error
-    return probe
-
-
-@lru_cache(maxsize=256)
-def _load(place: Path, version: tuple[int, ...]) -> Probe:
-    """The probe in a file as it was at that `version`."""
-    return load(place)
 
 
 def parse_request(raw: object, context: SpecContext) -> CaptureSpec:

@@ -15,8 +15,9 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -234,6 +235,28 @@ def read_whole(file: int, offset: int, memory: Bytes) -> int:
 def _version(found: os.stat_result) -> tuple[int, int, int, int]:
     """Return what distinguishes a file from another, and from its state before a write."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+Loaded = TypeVar("Loaded")
+
+
+def load_once(load: Callable[[Path], Loaded], max_files: int) -> Callable[[str | os.PathLike[str]], Loaded]:
+    """Return a function that loads a file once, and again when it has changed. `~` is the user's own folder.
+
+    Args:
+        load: Reads the file. What it raises is not kept.
+        max_files: What is loaded of so many is kept.
+    """
+
+    @lru_cache(max_files)
+    def loaded(path: Path, version: tuple[int, ...]) -> Loaded:
+        return load(path)
+
+    def load_current(path: str | os.PathLike[str]) -> Loaded:
+        place = Path(path).expanduser()
+        return loaded(place, _version(place.stat()) if place.exists() else ())
+
+    return load_current
 
 
 class StoredBytes:

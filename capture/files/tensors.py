@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.files.reading import ByteSource, ReadInto, StoredBytes, StoredFile, Wrong, refusing
+from headgate.capture.schema.errors import HeadgateError
 
 Array = npt.NDArray[Any]
 Index = slice | npt.NDArray[np.int64]
@@ -268,6 +271,29 @@ class _Entry(msgspec.Struct):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+@contextmanager
+def reading_safetensors(path: str | os.PathLike[str], wrong: type[HeadgateError], what: str) -> Iterator[TensorFile]:
+    """Open a file of safetensors that headgate wrote; whatever is wrong with it is an error that names it.
+
+    Args:
+        path: The file.
+        wrong: The error.
+        what: Names what is in it, such as ``probe``.
+
+    Raises:
+        HeadgateError: `wrong`, if it is not there, cannot be read, or is damaged, and on any error of the block.
+    """
+    place = Path(path)
+    if not place.is_file():
+        raise wrong(f"{place}: no such file")
+    try:
+        file = open_safetensors(place, wrong)
+    except OSError as error:
+        raise wrong(f"{place}: cannot be read: {error}") from error
+    with refusing(place, wrong, f"not a file of a {what}, or damaged"):
+        yield file
 
 
 def open_safetensors(path: Path, wrong: Wrong) -> TensorFile:

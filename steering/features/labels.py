@@ -11,13 +11,12 @@ import csv
 import gzip
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from headgate.capture.files.reading import MAX_TEXT_BYTES, read_text, refusing, text_of_line
+from headgate.capture.files.reading import MAX_TEXT_BYTES, load_once, read_text, refusing, text_of_line
 from headgate.capture.files.writing import replacing
 from headgate.capture.schema.errors import shown
 from headgate.steering.features.tensors import FeatureFileError
@@ -77,17 +76,14 @@ def labels_of(coder: Path) -> Labels:
         FeatureFileError: If it is damaged.
     """
     path = labels_path(coder)
-    try:
-        found = path.stat()
-    except OSError:
-        return NO_LABELS
-    return _read(path, (found.st_mtime_ns, found.st_size, found.st_ino))
+    return _read(path) if path.exists() else NO_LABELS
 
 
-@lru_cache(maxsize=16)
-def _read(path: Path, version: tuple[int, ...]) -> Labels:
-    """The labels in a file as it was at that `version`."""
+def _load(path: Path) -> Labels:
     return Labels(read_export([path]).texts)
+
+
+_read = load_once(_load, 16)
 
 
 def write_labels(coder: Path, labels: Mapping[int, str]) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from headgate.capture.lens import LOGIT, Lens, LensError, load
+from headgate.capture.lens import LOGIT, Lens, LensError, load_current
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, HeadgateError, RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site
@@ -95,12 +95,8 @@ def _open(name: str, path: str, model: ModelInfo) -> Lens:
     if name == LOGIT:
         raise ConfigError(f"{where}: this is the name of the lens without a file; choose another")
     try:
-        lens = load(path)
-    except LensError as error:
+        lens = load_current(path)
+        lens.check(model.hidden_size, model.num_layers)
+    except (OSError, LensError) as error:
         raise ConfigError(f"{where}: {error}") from error
-    if lens.hidden_size != model.hidden_size or max(lens.layers) >= model.num_layers:
-        raise ConfigError(
-            f"{where}: has {lens.hidden_size} values and layers up to {max(lens.layers)}; the model has "
-            f"{model.hidden_size} and {model.num_layers} layers"
-        )
     return lens

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Request
@@ -17,6 +17,7 @@ from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.capture_request import capturing_key, check_consumer
 from headgate.capture.engine.server.openai_routes import encoded_result
+from headgate.capture.schema.config import Location, Overload
 from headgate.capture.schema.errors import (
     CaptureFileError,
     ForbiddenError,
@@ -38,9 +39,9 @@ _CONSUMER = {
     "properties": {
         "name": {**_TEXT, "description": "What requests call it."},
         "consumer": {**_TEXT, "description": "Its entry point."},
-        "location": {"type": "string", "enum": ["worker", "driver"]},
+        "location": {"type": "string", "enum": list(get_args(Location))},
         "reads_client_spec": {"type": "boolean", "description": "Whether requests can name it."},
-        "overload": {"type": "string", "enum": ["block", "drop", "spill"]},
+        "overload": {"type": "string", "enum": list(get_args(Overload))},
         "offers": {
             "type": "object",
             "additionalProperties": {"type": "array", "items": _TEXT},

@@ -6,6 +6,7 @@ padding of the vocabulary off, so nothing of that is written again here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,8 @@ from headgate.capture.engine.model.find_layers import find_final_norm
 from headgate.capture.engine.setup.vocabulary import ModelVocabulary, vocabulary_of_config
 from headgate.capture.engine.vllm_types import VllmConfig
 from headgate.capture.schema.errors import UnsupportedError
+
+logger = logging.getLogger("headgate")
 
 _PRECISION = "head_dtype"
 """Attribute of vLLM's `LogitsProcessor`: dtype of the head's product, of the model if None."""
@@ -44,12 +47,20 @@ class VllmHead:
         self._wide: Sequence[nn.Module] = ()
         found = [module for module in model.modules() if isinstance(module, processor) and _PRECISION in vars(module)]
         row = torch.ones(1, config.model_config.get_hidden_size(), dtype=self.dtype, device=device)
-        if self.dtype is not torch.float32 and found:
+        if self.dtype is not torch.float32:
             self._wide = found
+            reason = None if found else "this vLLM computes heads in no other"
             try:
                 self.logits(row)
-            except ValueError:  # a quantized head computes in the model's dtype alone
-                self._wide = ()
+            except ValueError as error:  # a quantized head
+                self._wide, reason = (), str(error)
+            if reason is not None:
+                logger.warning(
+                    "the model's head computes in %s alone (%s), so logits that a lens reads are rounded to it, and "
+                    "tokens whose logits are close may change places",
+                    str(self.dtype).removeprefix("torch."),
+                    reason,
+                )
         self.vocab_size = self.logits(self.norm(row)).shape[1]
 
     @cached_property

@@ -213,7 +213,7 @@ def test_an_mlp_is_scored_beside_others_of_its_site(params: dict[str, Any], tmp_
 
 
 BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda path: None, r"probes.p: .*No such file"),
+    "missing": (lambda path: None, r"probes.p: .*no such file"),
     "damaged": (lambda path: path.write_bytes(b"x" * 40), r"probes.p: .*cut off or damaged"),
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.files.reading import read_json, read_text, refusing, text_lines
+from headgate.capture.files.reading import load_once, read_json, read_text, refusing, text_lines
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.consumers.harvest.prompts import open_prompts
 from headgate.steering import load
@@ -113,3 +113,23 @@ def test_every_reader_of_texts_takes_a_mark_and_names_another_encoding(
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=rf"{name}[:,] line \d: byte 0xe9 in column \d+ is not UTF-8"):
         read(path)
+
+
+def test_a_file_is_loaded_once_and_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Path] = []
+
+    def load(path: Path) -> str:
+        loaded.append(path)
+        return path.read_text()
+
+    load_current = load_once(load, 2)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "file"
+    path.write_text("one")
+
+    assert [load_current(path), load_current("~/file"), load_current(str(path))] == ["one"] * 3
+    path.write_text("three")
+    assert (load_current(path), loaded) == ("three", [path, path])
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        load_current(path)

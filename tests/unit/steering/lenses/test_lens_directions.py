@@ -122,9 +122,9 @@ def test_a_head_that_cannot_be_read_is_the_fields_error(steerable: Steerable) ->
 
 def test_a_lens_of_another_model_is_refused_at_the_start(steerable: Steerable, tmp_path: Path) -> None:
     lenses = {"j": str(tmp_path / "j.safetensors")}
-    with pytest.raises(ConfigError, match=r"steering\.lenses\.j: has 4 values and layers up to 2; the model has 8"):
+    with pytest.raises(ConfigError, match=r"steering\.lenses\.j: reads rows of 4 values; the model has 8"):
         LensDirections(lenses, replace(MODEL, hidden_size=8), Tokens(30))
-    with pytest.raises(ConfigError, match=r"the model has 4 and 2 layers"):
+    with pytest.raises(ConfigError, match=r"steering\.lenses\.j: has the layers \[2\]; the model has 2"):
         LensDirections(lenses, replace(MODEL, num_layers=2), Tokens(30))
     with pytest.raises(ConfigError, match="the name of the lens without a file"):
         LensDirections({"logit": "x"}, MODEL, Tokens(30))

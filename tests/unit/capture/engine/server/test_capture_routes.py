@@ -184,6 +184,15 @@ def test_the_list_of_consumers_is_no_state(client: TestClient) -> None:
     assert client.get("/v1/capture/consumers").json()["count"] == 5
 
 
+def test_the_schema_has_every_location_and_overload_policy(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+
+    answer = document["paths"]["/v1/capture/consumers"]["get"]["responses"]["200"]["content"]["application/json"]
+    fields = answer["schema"]["properties"]["consumers"]["items"]["properties"]
+    assert fields["location"]["enum"] == ["worker", "engine", "driver"]
+    assert fields["overload"]["enum"] == ["block", "drop", "spill"]
+
+
 def test_a_damaged_state_is_an_error_that_names_the_file(client: TestClient, root: Path) -> None:
     (root / "moments-0.safetensors").write_bytes(b"nonsense")
 
