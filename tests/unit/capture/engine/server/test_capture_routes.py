@@ -103,7 +103,10 @@ def client(root: Path) -> Iterator[TestClient]:
         vocabulary=vocabulary,
         read_prompt=read_prompt,
         client_errors=as_client_error,
-        engine=lambda: SimpleNamespace(input_processor=SimpleNamespace(**{FRONT_END: front})),
+        engine=lambda: SimpleNamespace(
+            input_processor=SimpleNamespace(**{FRONT_END: front}),
+            vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64)),
+        ),
     )
     app = FastAPI()
     app.include_router(open_routes(services))
