@@ -23,7 +23,7 @@ from headgate.capture.schema.batch import BatchView, BoolArray, Int64Array
 from headgate.capture.schema.config import MAX_CONSUMERS
 from headgate.capture.schema.consumer import ReadoutSite
 from headgate.capture.schema.positions import MAX_POSITION, parts_of
-from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape
+from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 
 Kind = Literal["run", "stride", "list"]
@@ -403,13 +403,18 @@ class Candidates(NamedTuple):
 
     Attributes:
         token_rows: int64 ``[K]``, ascending: they get staging slots.
-        sites: Of the requests that have them, each once, in the order of the batch.
+        covers: Sites that the requests with these rows want, which may share some.
         num_copies: Upper limit of wanted (row, site) pairs.
     """
 
     token_rows: Int64Array
-    sites: tuple[Site, ...]
+    covers: Sequence[SiteSet]
     num_copies: int
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites of `covers`, each once, sorted: alike on all ranks."""
+        return sort_sites({site for cover in self.covers for site in cover.sites})
 
 
 class StepPlanner:
@@ -765,11 +770,12 @@ class _RequestTable:
         counts = (last - begin)[members]
         starts = np.cumsum(counts) - counts
         token_rows = np.sort(prolonged((view.starts + begin - low)[members], starts, counts))
-        shapes = [self._plans[slot].shape for slot in slots[members].tolist()]
-        num_sites = {shape: sum(len(cover.ids) for cover in shape.covers) for shape in dict.fromkeys(shapes)}
-        num_copies = sum(num_sites[shape] * count for shape, count in zip(shapes, counts.tolist(), strict=True))
-        sites = dict.fromkeys(site for shape in num_sites for cover in shape.covers for site in cover.sites)
-        return Candidates(token_rows, tuple(sites), num_copies)
+        numbers, num_copies, covers = self._shapes[slots[members]], 0, list[SiteSet]()
+        for number, at in zip(*np.unique(numbers, return_index=True), strict=True):
+            found = self._plans[int(slots[members[at]])].shape.covers
+            num_copies += sum(len(cover.ids) for cover in found) * int(counts[numbers == number].sum())
+            covers += found
+        return Candidates(token_rows, covers, num_copies)
 
     def note_taken(self, slots: Int64Array, stops: Int64Array) -> None:
         """Count positions up to these as taken."""
