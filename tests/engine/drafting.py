@@ -90,15 +90,27 @@ def requests() -> list[Asked]:
 
 
 def greedy(reference: HFReference, prompt: Sequence[int], steering: Steering | None = None) -> list[int]:
-    """The greedy answer of Hugging Face's model."""
+    """The greedy answer of Hugging Face's model. Tiny ones are slower in several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _greedy(reference, prompt, steering)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _greedy(reference: HFReference, prompt: Sequence[int], steering: Steering | None) -> list[int]:
     tokens: list[int] = []
+    if steering is not None:
+        while len(tokens) < NUM_OUTPUT:
+            tokens.append(int(reference.run(prompt, [*tokens, 0], steering).next_tokens[-1]))
+        return tokens
+    given, cache = torch.tensor([list(prompt)]), None
     with torch.no_grad():
         while len(tokens) < NUM_OUTPUT:
-            if steering is None:
-                last = reference.model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, -1].argmax()
-            else:
-                last = reference.run(prompt, [*tokens, 0], steering).next_tokens[-1]
-            tokens.append(int(last))
+            found = reference.model(given, past_key_values=cache, use_cache=True)
+            tokens.append(int(found.logits[0, -1].argmax()))
+            given, cache = torch.tensor([tokens[-1:]]), found.past_key_values
     return tokens
 
 

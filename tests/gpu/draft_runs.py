@@ -48,7 +48,7 @@ TIERS = Tiers(prefill=vectors(STEERED, 2, 0.5), decode=vectors(STEERED, 3, 0.5))
 
 def asked_of(mode: Mode) -> list[Asked]:
     """The requests of a mode."""
-    return [each for each in requests() if not mode.steers or each.stop_at is None]
+    return requests()[:8] if mode.steers else requests()
 
 
 def drafts_of(method: str) -> dict[str, Any]:

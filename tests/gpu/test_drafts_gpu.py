@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from draft_runs import MODES, TIERS, asked_of
+from draft_runs import MODES, TIERS, Mode, asked_of
 from side_by_side import run_modes
 
-from tests.engine.drafting import check, greedy, requests
+from tests.engine.drafting import check, greedy
 from tests.engine.hf_reference import HFReference
 from tests.engine.tiny_models import tiny_model
 
@@ -33,9 +33,12 @@ def reference() -> HFReference:
 
 @pytest.fixture(scope="module")
 def answers(reference: HFReference) -> dict[str, dict[tuple[int, ...], list[int]]]:
-    prompts = [asked.prompt for asked in requests()]
     steering = {"plain": None, "steered": TIERS.steering()}
-    return {name: {prompt: greedy(reference, prompt, acts) for prompt in prompts} for name, acts in steering.items()}
+    asked = {name: asked_of(Mode("eagle", steers=acts is not None)) for name, acts in steering.items()}
+    return {
+        name: {each.prompt: greedy(reference, each.prompt, acts) for each in asked[name]}
+        for name, acts in steering.items()
+    }
 
 
 @pytest.fixture(scope="module")
