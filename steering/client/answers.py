@@ -25,7 +25,7 @@ _INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2"}
 def inline_rows(result: CaptureResult, sample: int = 0) -> dict[str, Array]:
     """Return the arrays that the consumer `inline` sent back: one for each site, ``"positions"`` and ``"token_ids"``.
 
-    It reads the answers of `attention` as well.
+    It reads the answers of `attention` as well, and those of `features` with ``"encoding": "binary"``.
 
     ::
 

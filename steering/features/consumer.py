@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from pybase64 import b64encode
+from safetensors.numpy import save
 
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
@@ -52,7 +54,8 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 12 << 20
 """Size of the activations that a readout computes at a time, as float32; three arrays of that size live at once."""
 
-FIELDS = ("sae", "positions", "top", "features", "above")
+FIELDS = ("sae", "positions", "top", "features", "above", "encoding")
+ENCODING, LISTS, BINARY = "encoding", "lists", "binary"
 DEFAULT_TOP = 20
 
 
@@ -121,11 +124,13 @@ def _by_site(coders: Mapping[str, SparseCoder]) -> dict[Site, list[str]]:
 
 
 def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
-    """Check ``{"sae": NAME, "positions": SELECTOR, "top": N, "above": T}``, or ``"features"`` in place of the last two.
+    """Check ``{"sae": NAME, "positions": SELECTOR, "top": N, "above": T, "encoding": "lists" or "binary"}``.
+
+    There can be ``"features"`` in place of ``top`` and ``above``.
 
     Returns:
-        The spec, whose options are ``sae``, ``top`` and ``above``, or ``sae`` and ``features``. Arguments of the
-        readout are the SAE's place among those of its site, and the given features.
+        The spec, whose options are ``sae``, ``top`` and ``above``, or ``sae`` and ``features``, and ``encoding`` unless
+        it is lists. Arguments of the readout are the SAE's place among those of its site, and the given features.
 
     Raises:
         RequestError: Naming the field; also if the server cannot capture the site of the SAE.
@@ -138,7 +143,10 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {', '.join(FIELDS)}")
     name = _name(raw, coders, f"{context.field}.sae")
     coder = coders[name]
-    options: dict[str, Any] = {"sae": name}
+    encoding = raw.get(ENCODING, LISTS)
+    if encoding not in (LISTS, BINARY):
+        raise RequestError(f"{context.field}.{ENCODING}", f"expected {LISTS!r} or {BINARY!r}, got {shown(encoding)}")
+    options: dict[str, Any] = {"sae": name} if encoding == LISTS else {"sae": name, ENCODING: encoding}
     features: tuple[int, ...] = ()
     if raw.get("features") is not None:
         features = _features(raw, coder, params.top, context.field)
@@ -450,6 +458,10 @@ class FeaturesConsumer(StreamingConsumer):
     larger than ``above``; or the ``features`` of the request, in their order, active or not. They are None where the
     row is not finite. Labels are those of ``headgate sae labels``, of the features in the payload.
 
+    With ``"encoding": "binary"``, ``ids`` and ``values`` are ``{"format": "safetensors", "num_bytes", "data": base64}``
+    instead: int32 and float32 ``[positions, top]``, -1 and 0 where fewer features are active, NaN where a row is not
+    finite. Of an answer that is not streamed, it takes a server a tenth of the time that lists take.
+
     A request asks with ``{"sae": NAME, "positions": SELECTOR, "top": N, "above": T}`` or ``{"sae": NAME, "features":
     [ID, ...]}``, and waits for its result. In a stream, the payloads of chunks have the positions that are new. The
     worker encodes rows in float32, and selects as the SAE's kind does.
@@ -558,6 +570,7 @@ class _RequestFeatures:
         self._labels = labels
         self._num_taken = 0
         """Positions below it went out with a stream."""
+        self._is_binary = options.get(ENCODING) == BINARY
         self._given: list[int] | None = options.get("features")
         self._above: float = options.get("above", 0.0)
         self._count: int = options.get("top", 0) if self._given is None else len(self._given)
@@ -599,15 +612,29 @@ class _RequestFeatures:
         order = order[(positions[order] >= first) & (positions[order] < num_rows)]
         if most_values is not None:
             order = order[: max(1, most_values // self._count)]
-        ids, values = self._listed(*outputs[:, order])
-        named = {one for row in ids if row is not None for one in row} if self._labels else ()
-        return {
-            "sae": self._sae,
-            "positions": positions[order].tolist(),
-            "ids": ids,
-            "values": values,
-            "labels": self._labels.of(named),
-        }
+        head = {"sae": self._sae, "positions": positions[order].tolist()}
+        if self._is_binary:
+            found, values = self._arrays(*outputs[:, order])
+            data = save({"ids": np.ascontiguousarray(found), "values": np.ascontiguousarray(values)})
+            head |= {"format": "safetensors", "num_bytes": len(data), "data": b64encode(data).decode("ascii")}
+            named = np.unique(found[found >= 0]).tolist() if self._labels else ()
+        else:
+            head["ids"], head["values"] = ids, _ = self._listed(*outputs[:, order])
+            named = {one for row in ids if row is not None for one in row} if self._labels else ()
+        return {**head, "labels": self._labels.of(named)}
+
+    def _arrays(
+        self, ids: npt.NDArray[np.float32], values: npt.NDArray[np.float32]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Ids and activations as arrays ``[n, count]``: -1 and 0 where fewer are active, NaN where a row is no number.
+
+        Activations are those that `_listed` lists.
+        """
+        if self._given is not None:
+            return np.tile(np.array(self._given, np.int32), (len(values), 1)), values
+        is_kept = values > self._above
+        kept = np.where(is_kept, np.nan_to_num(ids), -1).astype(np.int32)
+        return kept, np.where(is_kept | np.isnan(values), values, np.float32(0))
 
     def _listed(
         self, ids: npt.NDArray[np.float32], values: npt.NDArray[np.float32]

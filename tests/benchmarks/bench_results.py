@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,12 @@ class Result:
 class FeatureResult(Result):
     """The twenty strongest features of an SAE of 80k."""
 
-    def __init__(self) -> None:
+    def __init__(self, encoding: str = "lists") -> None:
         random = np.random.default_rng(0)
         values = np.sort(random.gamma(2, 3, (TOKENS, TOP)).astype(np.float32), axis=1)[:, ::-1]
         self.outputs = np.concatenate([random.integers(0, 81_920, (TOKENS, TOP)), values], axis=1).astype(np.float32)
-        self.found = _RequestFeatures({"sae": "x", "top": TOP, "above": 0.0}, NO_LABELS, TOP, 1 << 20)
+        options = {"sae": "x", "top": TOP, "above": 0.0, "encoding": encoding}
+        self.found = _RequestFeatures(options, NO_LABELS, TOP, 1 << 20)
 
     def write(self, at: int) -> None:
         self.found.add(np.arange(PROMPT + at, PROMPT + at + ROWS), self.outputs[at : at + ROWS])
@@ -119,7 +121,13 @@ def chunks_ms(result: Result | None) -> float:
 
 def main() -> None:
     """Print a line for each kind of result."""
-    made = {"nothing": None, "features": FeatureResult, "lens": LensResult, "attention": PatternResult}
+    made: dict[str, Callable[[], Result] | None] = {
+        "nothing": None,
+        "features": FeatureResult,
+        "in binary": partial(FeatureResult, "binary"),
+        "lens": LensResult,
+        "attention": PatternResult,
+    }
     for name, make in made.items():
         best = min(chunks_ms(None if make is None else make()) for _ in range(ROUNDS))
         print(f"{name:>12} {best:7.1f} ms", flush=True)

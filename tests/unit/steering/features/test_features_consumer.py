@@ -7,14 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from headgate.capture.schema.consumer import ConsumerContext, RowArguments, SpecContext
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
-from headgate.capture.schema.results import Origin
+from headgate.capture.schema.results import CaptureResult, Origin
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
+from headgate.steering.client.answers import inline_rows
 from headgate.steering.features import consumer
 from headgate.steering.features.canonical import write_coder
 from headgate.steering.features.consumer import FeaturesConsumer, FeaturesReadout
@@ -277,6 +279,42 @@ def test_too_many_values_and_another_file_than_the_workers_are_errors_of_the_req
     feed._facts = {site: facts._replace(key="other") for site, facts in feed._facts.items()}
     with pytest.raises(ConsumerError, match=r"the file of an SAE at 3\.post_mlp has changed"):
         feed.begin(request(params, {"sae": "a"}))
+
+
+@pytest.mark.parametrize("wanted", [{"top": 4, "above": 0.2}, {"features": [3, 39, 0]}], ids=str)
+def test_binary_payloads_have_the_numbers_of_lists(params: dict[str, Any], tmp_path: Path, wanted: Any) -> None:
+    class Broken(ExampleRequest):
+        def rows(self, site: Any, positions: Any) -> torch.Tensor:
+            rows = super().rows(site, positions)
+            rows[positions == 2] = torch.nan
+            return rows
+
+    write_labels(tmp_path / "a.safetensors", {one: f"label {one}" for one in range(0, FEATURES, 2)})
+    found = []
+    for encoding in ("lists", "binary"):
+        context = SpecContext(instance_name="features", model=EXAMPLE_MODEL, params=params, client_request_id="r")
+        spec = FeaturesConsumer.validate_client_spec({"sae": "a", **wanted, "encoding": encoding}, context)
+        asked = Broken(spec, "r")
+        feed = Feed(FeaturesConsumer(params, CONTEXT))
+        feed.begin(asked)
+        feed.step({asked: (0, asked.final.num_rows)})
+        found.append(feed.finish(asked))
+    lists, binary = found
+
+    arrays = inline_rows(CaptureResult(status="ok", payload=binary))
+    assert (arrays["ids"].dtype, arrays["values"].dtype) == (np.int32, np.float32)
+    assert {name: binary[name] for name in ("sae", "positions", "labels")} == {
+        name: lists[name] for name in ("sae", "positions", "labels")
+    }
+    assert msgspec.json.decode(msgspec.json.encode(binary)) == binary
+    for number, row in enumerate(lists["ids"]):
+        ids, values = arrays["ids"][number], arrays["values"][number]
+        if row is None:
+            assert np.isnan(values).all()
+            continue
+        assert (ids[: len(row)].tolist(), values[: len(row)].tolist()) == (row, lists["values"][number])
+        assert (ids[len(row) :].tolist(), values[len(row) :].any()) == ([-1] * (len(ids) - len(row)), False)
+    assert None in lists["ids"]
 
 
 def test_a_stream_takes_the_positions_that_are_new(params: dict[str, Any]) -> None:
