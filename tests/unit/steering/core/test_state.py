@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Thread
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.core.admission import Demand, Load
-from headgate.steering.core.resolved import Resolved
+from headgate.steering.core.resolved import Resolved, check_positions
 from headgate.steering.core.state import GlobalKeys, GlobalTiers, SteeringState
+from headgate.steering.programs.program import Program
 from headgate.steering.spec import ModuleRef, SteeringSpec
-from headgate.steering.vectors.phase_vectors import PhaseVectors
+from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable
 from headgate.steering.vectors.sums import sum_of
 from tests.deadlines import patience
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, SITES, vectors
 
 TIMEOUT_S = patience(60.0)
+STEERABLE = Steerable(num_layers=2, hidden_size=HIDDEN, dtype="float32", sites=SITES, max_vectors=4)
 
 
 def registered(state: SteeringState, name: str, prefill: PhaseVectors | None, decode: PhaseVectors | None) -> None:
@@ -272,3 +277,19 @@ def test_names_may_change_while_requests_are_taken_in(state: SteeringState) -> N
     state.unregister("phases")
     assert set(state.take_unused()) >= {CONFIGS[1].key, CONFIGS[2].key}
     assert not state._registry._users.keys() & contents
+
+
+@pytest.mark.parametrize("given", ["all_prompt", "last_prompt", "all_generated", [0, 3], {"start": 4}, [-1]], ids=repr)
+def test_with_drafts_operations_act_on_the_prompt_or_on_the_whole_answer(given: Any) -> None:
+    program = cast("Program", SimpleNamespace(groups=(parse_positions(given, "positions"),)))
+
+    check_positions((program, None), 5, replace(STEERABLE, knows_positions=False))
+
+
+@pytest.mark.parametrize("given", [[0, 5], {"start": 6}, {"start": 0, "stop": 6}, {"start": 4, "step": 2}], ids=repr)
+def test_with_drafts_operations_cannot_be_limited_to_some_positions_of_the_answer(given: Any) -> None:
+    program = cast("Program", SimpleNamespace(groups=(parse_positions(given, "positions"),)))
+    check_positions((None, program), 5, STEERABLE)
+
+    with pytest.raises(RequestError, match=r"^steering_ops.positions: name some positions of the answer, from 5 on"):
+        check_positions((None, program), 5, replace(STEERABLE, knows_positions=False))
