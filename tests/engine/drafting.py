@@ -81,7 +81,8 @@ def requests() -> list[Asked]:
     shared, where = prompt(64), ("last_prompt", "all_generated", [0, 3, 71, 76, 90])
     return [
         *(Asked(prompt(rng.randrange(1, 90)), rights) for rights in ("all", "none", "some") for _ in range(4)),
-        *(Asked(prompt(5, shared), rights) for rights in ("all", "none", "some", "some")),
+        *(Asked(prompt(5, shared), rights) for rights in ("all", "none")),
+        *(Asked(prompt(5, shared), rights, positions="all_generated") for rights in ("all", "some")),
         *(Asked(prompt(9), "all", max_tokens=number) for number in (1, 2, 3, 4, 5, 6)),
         *(Asked(prompt(11), "all", stop_at=number) for number in (4, 5, 6, 7)),
         *(Asked(prompt(70), "some", positions=each) for each in where),

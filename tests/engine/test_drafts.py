@@ -102,7 +102,19 @@ def test_rows_are_of_accepted_tokens_alone_each_once_at_its_position(llm, refere
     more = {name: value - before.get(name, 0) for name, value in counts(llm).items()}
     assert 0.2 < more["spec_decode_num_accepted_tokens"] / more["spec_decode_num_draft_tokens"] < 0.8
     assert more["num_preemptions"] > 0
-    assert more["prefix_cache_hits"] > 0
+
+
+def test_rows_after_a_prompt_from_the_prefix_cache_are_of_accepted_tokens(llm, reference, answers):
+    (asked,) = [each for each in REQUESTS if each.rights == "some" and each.positions == "all_generated"][:1]
+    draft(llm, answers, [asked])
+
+    for is_cached in (False, True):
+        before = counts(llm)["prefix_cache_hits"]
+        ((tokens, captured),) = generate(llm, [asked], [asked.params(answers[asked.prompt], capture=asked.capture)])
+
+        assert tokens == asked.answer(answers[asked.prompt])
+        check(asked, tokens, captured, reference)
+        assert not is_cached or counts(llm)["prefix_cache_hits"] > before
 
 
 def test_steered_answers_and_rows_are_those_without_drafts(llm, reference):
