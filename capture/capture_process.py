@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import time
 from collections import Counter
@@ -246,6 +247,7 @@ class Settings:
 
 def serve(connection: Connection, settings: Settings, memory_fd: int, freed_fd: int, board_fd: int) -> None:
     """Serve the worker at the other end of the connection; see `headgate.capture.links.child_process.start_child`."""
+    sys.setswitchinterval(SWITCH_S)
     torch.set_num_threads(settings.num_threads)
     watch_parent(connection.shut)
     place = settings.place
@@ -360,6 +362,9 @@ logger = logging.getLogger("headgate")
 MAX_UNSENT = 256
 """Items that wait to be sent together: each call of the system wakes the process, and takes the step thread 0.1 ms."""
 MAX_THREADS = 4
+SWITCH_S = 0.0005
+"""Python gives its lock to another thread after so many seconds. With the usual 0.005 the thread that frees the staging
+memory waits longer for the lock, after each copy, than the copy takes."""
 
 
 class CaptureProcess:

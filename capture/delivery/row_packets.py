@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import mmap
 import time
-import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from operator import itemgetter
 from typing import NamedTuple
@@ -149,7 +148,7 @@ class RowPool:
         self._give_back_idle()
         first, _, memory = self._regions[bisect_right(self._regions, start, key=itemgetter(0)) - 1]
         held = memory[start - first : start - first + size].view(_RegionView)
-        weakref.finalize(held, self._returned.append, (start, size)).atexit = False
+        held.give_back = partial(self._returned.append, (start, size))
         return held[:num_bytes].view(np.ndarray)  # whose base is `held`, and not the region
 
     def _take_back(self) -> None:
@@ -183,7 +182,17 @@ class RowPool:
 
 
 class _RegionView(np.ndarray):
-    """A part of a region that can be referred to weakly; tensors and views made of it hold it."""
+    """A part of a region, uint8 ``[bytes]``; tensors and views made of it hold it, and it is given back with the last.
+
+    Attributes:
+        give_back: Called then.
+    """
+
+    give_back: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.give_back is not None:
+            self.give_back()
 
 
 BlockPart = tuple[RowBlock, tuple[ConsumerRequest, ...]]
@@ -314,13 +323,52 @@ class _RowsOfSites:
             return
         row_bytes = len(group.sites) * self._parts[0].staged.memory[0].nbytes
         own = [span for span in spans if own_bytes and row_bytes * (span[2] - span[1]) >= own_bytes]
-        for _, start, stop in own:
-            yield self._copied(np.arange(start, stop), pool)
+        yield from self._copied_each(own, pool)
         if len(own) < len(spans):
             is_left = np.ones(len(group.positions), dtype=np.bool_)
             for _, start, stop in own:
                 is_left[start:stop] = False
             yield self._copied(np.flatnonzero(is_left), pool)
+
+    def _copied_each(self, spans: Sequence[tuple[str, int, int]], pool: RowPool) -> Iterator[CoalescedRows]:
+        """Copy the rows of each of `spans` to memory of its own.
+
+        All in one call of torch: each call gives Python's lock away, and getting it back among busy threads takes
+        longer than the copy.
+        """
+        if not spans:
+            return
+        group, token_ids = self._group, self._token_ids
+        staged = self._staged_rows({req_id for req_id, _, _ in spans})
+        copies: list[Tensor] = []
+        targets: list[Tensor] = []
+        for req_id, start, stop in spans:
+            first, at = staged[req_id][0], 0
+            rows = pool.empty((first.shape[0], stop - start, first.shape[2]), first.dtype)
+            copies.append(rows)
+            for source in staged[req_id]:
+                targets.append(rows.narrow(1, at, source.shape[1]))
+                at += source.shape[1]
+        torch._foreach_copy_(targets, [source for req_id, _, _ in spans for source in staged[req_id]])
+        for (req_id, start, stop), rows in zip(spans, copies, strict=True):
+            of_one = PackGroup(
+                site_set=group.site_set,
+                rows=np.arange(stop - start),
+                positions=group.positions[start:stop],
+                masks=group.masks[start:stop],
+                spans=((req_id, 0, stop - start),),
+            )
+            yield CoalescedRows(of_one, rows, None if token_ids is None else token_ids[start:stop])
+
+    def _staged_rows(self, req_ids: Set[str]) -> dict[str, list[Tensor]]:
+        """Views of the staging memory, ``[S, N, W]`` for each step that has rows of a request, in order."""
+        found: dict[str, list[Tensor]] = {req_id: [] for req_id in req_ids}
+        for part in self._parts:
+            view = part.staged.view(part.group, part.start)
+            for req_id, start, stop in part.group.spans:
+                if req_id in req_ids:
+                    found[req_id].append(view.narrow(1, start, stop - start))
+        return found
 
     def _copied(self, index: Int64Array, pool: RowPool) -> CoalescedRows:
         """Copy the rows at `index`, ascending, which are whole spans of the group."""

@@ -26,7 +26,6 @@ from headgate.capture.schema.config import GIB, MIB
 from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
-    ModelInfo,
     RequestInfo,
     RowBlock,
     SpecContext,
@@ -38,7 +37,7 @@ from headgate.capture.schema.errors import CaptureFileError, ConfigError, Consum
 from headgate.capture.schema.limits import check_tag
 from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.results import ReportContext, SentFile
-from headgate.capture.schema.sites import parse_hook
+from headgate.capture.schema.sites import Site, SiteShape, parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.browsing import describe_capture, list_captures, send_capture
 from headgate.consumers.filesystem.formats.layout import OWNER, Layout, LayoutName, MessagePlace
@@ -370,6 +369,8 @@ class FilesystemConsumer(StreamingConsumer):
                 removed=self._quota.removed,
             )
         self._gatherer = RowGatherer(min(sizes.memory // 8, MAX_GATHERED_BYTES))
+        self._sites: tuple[Site, ...] = ()  # of the last block, and the shapes of their rows
+        self._shapes: dict[SiteShape, Site] = {}
         self._writers = WritersOfRequests(sizes.threads)
         self._outstanding: set[Outcome] = set()
         self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
@@ -432,7 +433,7 @@ class FilesystemConsumer(StreamingConsumer):
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         for block in blocks:
-            data = _rows_of(block, self.context.model)
+            data = self._bytes_of(block)
             self._gatherer.add(self._quota.within(block, data), data)
         if self._gatherer.is_full:
             self._hand_over(self._gatherer.pop_all())
@@ -484,6 +485,20 @@ class FilesystemConsumer(StreamingConsumer):
             logger.error("%d writer threads did not end within %.1f s", ended.count(False), timeout_s)
         if self._remote is not None:
             self._remote.close(max(deadline - time.monotonic(), 0.0))
+
+    def _bytes_of(self, block: RowBlock) -> npt.NDArray[np.uint8]:
+        """The rows of a block as uint8 ``[S, N, row_bytes]``."""
+        import torch
+
+        if block.sites is not self._sites:
+            self._sites, self._shapes = block.sites, {self.context.model.shape(site): site for site in block.sites}
+        for shape, site in self._shapes.items():
+            if block.rows.dtype != getattr(torch, shape.dtype) or block.rows.shape[2] != shape.width:
+                given = f"{block.rows.dtype} and width {block.rows.shape[2]}"
+                raise ConsumerError(
+                    f"rows of {given}; the model has {shape.dtype} and width {shape.width} at {site.name}"
+                )
+        return block.rows.contiguous().view(torch.uint8).numpy()
 
     def _new_request_writer(self) -> RequestWriter:
         from headgate.capture.delivery.row_packets import RowPool  # which imports torch
@@ -543,18 +558,6 @@ class FilesystemConsumer(StreamingConsumer):
             self._outstanding.discard(outcome)
         is_stored = outcome.exception() is None
         self._quota.settle(ticket, outcome.result()["num_bytes"] + num_files * FILE_BYTES if is_stored else 0)
-
-
-def _rows_of(block: RowBlock, model: ModelInfo) -> npt.NDArray[np.uint8]:
-    """The rows of a block as uint8 ``[S, N, row_bytes]``."""
-    import torch
-
-    for site in block.sites if model.shapes else block.sites[:1]:
-        shape = model.shape(site)
-        if block.rows.dtype != getattr(torch, shape.dtype) or block.rows.shape[2] != shape.width:
-            given = f"{block.rows.dtype} and width {block.rows.shape[2]}"
-            raise ConsumerError(f"rows of {given}; the model has {shape.dtype} and width {shape.width} at {site.name}")
-    return block.rows.contiguous().view(torch.uint8).numpy()
 
 
 def _browsed(context: ReportContext) -> Path:

@@ -5,7 +5,7 @@ Three layouts implement `Layout`: `request_layout`, `raw_layout` and `shard_layo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal, Protocol
@@ -19,7 +19,6 @@ from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, ModelInfo
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
 from headgate.capture.schema.sites import ITEM_SIZES, Site, SiteShape
-from headgate.consumers.filesystem.storage.local_store import bytes_of
 from headgate.consumers.filesystem.storage.store import PendingSync, Published, Target
 
 FORMAT = "headgate-capture"
@@ -248,21 +247,16 @@ class WholeRequest:
 
     Attributes:
         positions: int64 ``[rows]``, ascending; the same for every site.
-        pieces: For each site its rows in order, uint8 ``[n, row_bytes]`` each.
+        pieces: For each site the bytes of its rows, in order.
     """
 
     positions: Int64Array
-    pieces: Mapping[Site, Sequence[Bytes2D]]
+    pieces: Mapping[Site, Sequence[memoryview]]
 
     @property
     def num_rows(self) -> int:
         """Rows per site."""
         return len(self.positions)
-
-    def buffers(self, site: Site) -> Iterator[memoryview]:
-        """The bytes of `site`'s rows, row after row."""
-        for piece in self.pieces[site]:
-            yield bytes_of(np.ascontiguousarray(piece))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,7 +48,7 @@ class RawLayout:
     def store(self, finished: Finished) -> Stored:
         sites = [Site.parse(name) for name in finished.sidecar.sites]
         files: dict[str, Iterable[memoryview]] = {
-            f"{site_file(site)}{DATA_SUFFIX}": finished.rows.buffers(site) for site in sites
+            f"{site_file(site)}{DATA_SUFFIX}": finished.rows.pieces[site] for site in sites
         }
         # Sidecars last: where a folder cannot appear at once, a `.bin` without its `.json` is not there yet.
         files |= {f"{site_file(site)}{SIDECAR_SUFFIX}": _sidecar_file(finished, site) for site in sites}

@@ -71,7 +71,7 @@ def _buffers(finished: Finished) -> Iterator[memoryview]:
     yield bytes_of(finished.rows.positions)
     yield bytes_of(finished.token_ids)
     for site in sidecar.sites:
-        yield from finished.rows.buffers(Site.parse(site))
+        yield from finished.rows.pieces[Site.parse(site)]
 
 
 def read_request_file(source: Source, path: str) -> StoredPart | None:

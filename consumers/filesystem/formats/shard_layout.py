@@ -217,7 +217,7 @@ class Shard:
         """Yield each file's name, the buffers to append to it, and its bytes per row."""
         for name in self._sites:
             site = Site.parse(name)
-            buffers = (buffer for finished in self._pending for buffer in finished.rows.buffers(site))
+            buffers = (buffer for finished in self._pending for buffer in finished.rows.pieces[site])
             yield f"{site_file(site)}{COLUMN_SUFFIX}", buffers, self._row_bytes[name]
         width = ITEM_SIZES["int64"]
         positions = [bytes_of(finished.rows.positions) for finished in self._pending]
