@@ -143,6 +143,12 @@ PATCHES = (
         parameters=_EXTRA_KEYS,
     ),
     Patch(
+        target=names.OFFLOAD_STATE.member("update_offload_keys"),
+        wrap=block_keys.offload_keys,
+        why="blocks of a request whose steering changed are offloaded under the keys that they have now",
+        parameters=("self",),
+    ),
+    Patch(
         target=names.SAMPLING_PARAMS.member("__repr__"),
         wrap=sampling_params.short_repr,
         why="logs and crash dumps print every request's parameters: neither whole requests nor vectors",

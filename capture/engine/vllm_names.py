@@ -240,6 +240,7 @@ REQUEST_STATUS = Name("vllm.v1.request:RequestStatus")
 SCHEDULER = Name("vllm.v1.core.sched.scheduler:Scheduler")
 BLOCK_EXTRA_KEYS = Name("vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys")
 BLOCK_EXTRA_KEYS_COPY = Name("vllm.v1.core.block_pool:generate_block_hash_extra_keys")
+OFFLOAD_STATE = Name("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestOffloadState")
 
 # Workers and models.
 WORKER = Name("vllm.v1.worker.worker_base:WorkerBase")

@@ -129,7 +129,14 @@ class VllmConfig(Protocol):
     scheduler_config: SchedulerConfig
     compilation_config: CompilationConfig
     speculative_config: SpeculativeConfig | None
-    kv_transfer_config: object | None
+    kv_transfer_config: TransferConfig | None
+
+
+class TransferConfig(Protocol):
+    """``vllm.config.KVTransferConfig``."""
+
+    kv_connector: str | None
+    kv_connector_extra_config: Mapping[str, object]
 
 
 class ExpertsParallelConfig(Protocol):
@@ -192,6 +199,19 @@ class Request(Protocol):
     def is_finished(self) -> bool: ...
 
     def get_finished_reason(self) -> object: ...
+
+
+class OffloadGroup(Protocol):
+    """``vllm...offloading.scheduler.RequestGroupState``."""
+
+    offload_keys: list[object]
+
+
+class OffloadState(Protocol):
+    """``vllm...offloading.scheduler.RequestOffloadState``: what the offloading connector keeps of a request."""
+
+    req: Request
+    group_states: Sequence[OffloadGroup]
 
 
 class Scheduler(Protocol):

@@ -183,7 +183,10 @@ ANY_MODEL = {
             lines=24,
         )
     ],
-    "quantised": [pytest_step("quantised", 300, "tests/gpu/test_quantised_gpu.py", lines=24)],
+    "quantised": [
+        pytest_step("offloading", 120, "tests/gpu/test_kv_offloading_gpu.py", lines=24),
+        pytest_step("quantised", 300, "tests/gpu/test_quantised_gpu.py", lines=40),
+    ],
     "lora-fp8": [pytest_step("lora-fp8", 300, "tests/gpu/test_lora_fp8_gpu.py", lines=24)],
     "dynamic": [pytest_step("dynamic", 420, "tests/gpu/test_dynamic_gpu.py", lines=24)],
     "memory": [pytest_step("memory", 450, "tests/gpu/test_memory_gpu.py", lines=24)],

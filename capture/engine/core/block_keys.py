@@ -12,11 +12,12 @@ from functools import wraps
 
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.core_part import BlockKeys
-from headgate.capture.engine.vllm_types import Function, Request, RequestParams
+from headgate.capture.engine.vllm_types import Function, OffloadState, Request, RequestParams
 from headgate.capture.schema.errors import UnsupportedError
 
 _KEYS = "_headgate_block_keys"
 _HASHED_WITH = "_headgate_hashed_with"
+_REHASHED = "_headgate_rehashed"
 _LOOKAHEAD = 64
 """More tokens than any hash of a block reads after that block."""
 
@@ -71,6 +72,7 @@ def rehash_from(request: Request, keys: BlockKeys | None, num_computed: int, blo
     _follow(request, keys)
     del request.block_hashes[num_computed // block_size :]
     request.update_block_hashes()
+    setattr(request, _REHASHED, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,23 @@ def follow_extra_keys(original: Function) -> Function:
     @wraps(original)
     def wrapped(*args: object) -> object:
         return vllm_names.BLOCK_EXTRA_KEYS.get()(*args)
+
+    return wrapped
+
+
+def offload_keys(original: Function) -> Function:
+    """Wrap ``RequestOffloadState.update_offload_keys``: it extends a list of keys that it made of earlier hashes.
+
+    Stock vLLM never changes the hash of a block. After `rehash_from` the connector would store and look up blocks under
+    keys of what steered the request before.
+    """
+
+    @wraps(original)
+    def wrapped(self: OffloadState) -> None:
+        if vars(self.req).pop(_REHASHED, False):
+            for group in self.group_states:
+                group.offload_keys.clear()
+        original(self)
 
     return wrapped
 

@@ -53,6 +53,24 @@ def _external_launcher(config: VllmConfig) -> bool:
     return parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
 
 
+OFFLOADING = "OffloadingConnector"
+"""The one connector whose keys are vLLM's hashes of blocks, which contain what steered them."""
+
+
+def _other_connector(config: VllmConfig) -> bool:
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector != OFFLOADING
+
+
+def _other_offloading(config: VllmConfig) -> bool:
+    transfer, usual = config.kv_transfer_config, "CPUOffloadingSpec"
+    return (
+        transfer is not None
+        and transfer.kv_connector == OFFLOADING
+        and transfer.kv_connector_extra_config.get("spec_name", usual) != usual
+    )
+
+
 REFUSALS = (
     Refusal(
         lambda config: config.parallel_config.data_parallel_backend == "ray",
@@ -121,10 +139,16 @@ REFUSALS = (
         "serve a model that generates from left to right",
     ),
     Refusal(
-        lambda config: config.kv_transfer_config is not None,
-        "KV connectors (--kv-transfer-config)",
-        "rows can come from keys and values that were computed elsewhere, or be computed again after a failed load",
-        "start without --kv-transfer-config",
+        _other_connector,
+        "KV connectors (--kv-transfer-config, --kv-offloading-backend lmcache) but OffloadingConnector",
+        "they name blocks by their tokens, or bring keys and values from engines that may not steer",
+        "start without them; --kv-offloading-size with the backend native is served",
+    ),
+    Refusal(
+        _other_offloading,
+        "KV offloading to anything but this engine's memory (spec_name)",
+        "files and other engines may hold keys and values that an earlier release or other settings computed",
+        "leave spec_name out of kv_connector_extra_config",
     ),
     Refusal(
         lambda config: config.model_config.is_encoder_decoder,

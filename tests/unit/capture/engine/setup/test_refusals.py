@@ -52,8 +52,13 @@ def settings(**changes):
     return config
 
 
+def transfer(connector, **extra):
+    return SimpleNamespace(kv_connector=connector, kv_connector_extra_config=extra)
+
+
 def test_ordinary_settings_are_served():
     refuse_unsupported_settings(settings())
+    refuse_unsupported_settings(settings(kv_transfer_config=transfer("OffloadingConnector", cpu_bytes_to_use=1 << 30)))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,8 @@ def test_ordinary_settings_are_served():
         ("speculative_config", drafts("eagle", parallel_drafting=True), "parallel_drafting"),
         ("speculative_config", drafts(enable_adaptive_verification=True), "enable_adaptive_verification"),
         ("speculative_config", drafts(num_speculative_tokens_per_batch_size=[(1, 8, 3)]), "per_batch_size"),
-        ("kv_transfer_config", object(), "--kv-transfer-config"),
+        ("kv_transfer_config", transfer("ExampleConnector"), "--kv-transfer-config"),
+        ("kv_transfer_config", transfer("OffloadingConnector", spec_name="TieringOffloadingSpec"), "spec_name"),
         ("model_config__is_encoder_decoder", True, "encoder-decoder"),
         ("model_config__runner_type", "pooling", "pooling"),
     ],
@@ -105,7 +111,7 @@ def test_drafts_are_served_on_one_stage(method):
 
 
 def test_all_are_named_at_once():
-    config = settings(speculative_config=drafts("suffix"), kv_transfer_config=object())
+    config = settings(speculative_config=drafts("suffix"), kv_transfer_config=transfer("NixlConnector"))
 
     with pytest.raises(UnsupportedError, match=r"(?s)speculative.*kv-transfer"):
         refuse_unsupported_settings(config)
