@@ -633,7 +633,7 @@ class _RequestFeatures:
         if self._given is not None:
             return np.tile(np.array(self._given, np.int32), (len(values), 1)), values
         is_kept = values > self._above
-        kept = np.where(is_kept, np.nan_to_num(ids), -1).astype(np.int32)
+        kept = np.where(is_kept, _whole(ids), -1).astype(np.int32)
         return kept, np.where(is_kept | np.isnan(values), values, np.float32(0))
 
     def _listed(
@@ -644,7 +644,7 @@ class _RequestFeatures:
         All rows become lists at once, and are cut then: activations fall along a row.
         """
         if self._given is None:
-            counts, listed = (values > self._above).sum(axis=1).tolist(), np.nan_to_num(ids).astype(np.int64).tolist()
+            counts, listed = (values > self._above).sum(axis=1).tolist(), _whole(ids).tolist()
         else:
             counts, listed = [self._count] * len(values), [self._given] * len(values)
         is_sound: list[bool] = np.all(np.isfinite(values), axis=1).tolist()
@@ -653,6 +653,11 @@ class _RequestFeatures:
             [row[:count] if sound else None for row, _, count, sound in rows],
             [numbers[:count] if sound else None for _, numbers, count, sound in rows],
         )
+
+
+def _whole(ids: npt.NDArray[np.float32]) -> Int64Array:
+    """Return ids as integers, 0 of what is none."""
+    return np.where(np.isfinite(ids), ids, 0).astype(np.int64)
 
 
 def _last_position(part: tuple[Int64Array, npt.NDArray[np.float32]]) -> int:
