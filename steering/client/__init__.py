@@ -30,7 +30,7 @@ from headgate.steering.client.answers import (
 from headgate.steering.client.calls import packed_fields
 from headgate.steering.client.http import AsyncClient, Client
 from headgate.steering.client.sweep import Cell, PatchSweep
-from headgate.steering.control.operations import (
+from headgate.steering.control.status import (
     FoundFeatures,
     GlobalUpdate,
     LabelledFeature,

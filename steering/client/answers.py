@@ -11,7 +11,7 @@ import numpy as np
 
 from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.results import CaptureResult
-from headgate.steering.control.operations import SteeringStatus
+from headgate.steering.control.status import SteeringStatus
 from headgate.steering.files.tensor_bytes import FORMAT_NAMES, Tensor, decode
 from headgate.steering.gates.trace import SteeringTrace
 from headgate.steering.vectors.dtypes import STORAGE, StoredType, widen

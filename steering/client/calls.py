@@ -10,50 +10,30 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
-from urllib.parse import quote, urlencode
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 
-from headgate.capture.probe import load as load_probe
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, parse_hook
 from headgate.steering.client.answers import (
     Answer,
-    Capturable,
     ServerError,
     read_answer,
-    read_status,
-)
-from headgate.steering.control.operations import (
-    FoundFeatures,
-    GlobalUpdate,
-    Layers,
-    ModuleStatus,
-    ProbeSource,
-    ProbeStatus,
-    RuleStatus,
-    SaeStatus,
-    SteeringStatus,
 )
 from headgate.steering.documents.gates import GATES, PREDECESSOR
 from headgate.steering.documents.operations import REQUEST_FIELDS, has_sources
-from headgate.steering.documents.probes import probe_document
 from headgate.steering.documents.request import (
     BASE,
     DECODE,
     DOCUMENT_FIELDS,
     MODULE_FIELDS,
     PREFILL,
-    SteeringDocument,
-    document_of,
 )
 from headgate.steering.documents.vectors import read_vector, split_scale
-from headgate.steering.files.vector_files import load
 from headgate.steering.vectors.dtypes import Rows, StoredType, widen
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
@@ -345,170 +325,15 @@ def generation(
     return RouteCall(path=path, body=body, read=read_answer, key=access.capture_key if is_keyed else None)
 
 
-def completion(
-    access: ServerAccess, model: str, prompt: Any, fields: Mapping[str, Any], *, stream: bool
-) -> RouteCall[Answer]:
-    """Return the call that completes `prompt`."""
-    return generation(access, "/v1/completions", model, {"prompt": prompt, **fields}, stream=stream)
+def with_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return the messages of a conversation; a text is the user's first."""
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
-def chat(
-    access: ServerAccess, model: str, messages: Any, fields: Mapping[str, Any], *, stream: bool
-) -> RouteCall[Answer]:
-    """Return the call for the next message of a conversation; a text is the user's first."""
-    turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    return generation(access, "/v1/chat/completions", model, {"messages": turns, **fields}, stream=stream)
+def reader(kind: type[T], key: str | None = None) -> Callable[[Any], T]:
+    """Return what reads an answer, or the field `key` of one."""
+    return lambda document: msgspec.convert(document if key is None else document[key], kind)
 
 
-def patch_sweep(access: ServerAccess, model: str, fields: Mapping[str, Any]) -> RouteCall[list[dict[str, Any]]]:
-    """Return the call of a sweep, whose answer is a stream."""
-    body = {"model": model, **{name: value for name, value in fields.items() if value is not None}}
-    return RouteCall(path="/v1/patch_sweep", body=body, read=list, key=access.capture_key, is_stream=True)
-
-
-class Generation(Protocol):
-    """`completion` or `chat`."""
-
-    def __call__(
-        self, access: ServerAccess, model: str, subject: Any, fields: Mapping[str, Any], /, *, stream: bool
-    ) -> RouteCall[Answer]:
-        """Return the call for a prompt or a conversation."""
-        ...
-
-
-def models() -> RouteCall[str]:
-    """Return the call for the name of the served model."""
-    return RouteCall(path="/v1/models", body=None, read=lambda document: str(document["data"][0]["id"]))
-
-
-def set_global(
-    access: ServerAccess, vectors: Any, others: SteeringDocument, *, replace: bool
-) -> RouteCall[GlobalUpdate]:
-    """Return the call that sets global vectors, operations and features."""
-    body = {**_document(access, vectors, others), "replace": replace}
-    return RouteCall(path="/v1/steering/set", body=body, read=_reader(GlobalUpdate), key=access.steering_key)
-
-
-def clear_global(access: ServerAccess) -> RouteCall[None]:
-    """Return the call that removes all global vectors."""
-    return RouteCall(path="/v1/steering/clear", body={}, read=_nothing, key=access.steering_key)
-
-
-def register(
-    access: ServerAccess, name: str, vectors: Any, others: SteeringDocument, path: str | os.PathLike[str] | None
-) -> RouteCall[ModuleStatus]:
-    """Return the call that registers a module, from a document or from a file on this machine.
-
-    Raises:
-        ValueError: If both are given.
-    """
-    if path is not None:
-        if any(value is not None for value in (vectors, *others.values())):
-            raise ValueError("register takes vectors and operations or a path, not both")
-        file = load(path)
-        vectors = file.vectors
-        others = {"prefill_vectors": file.prefill_vectors, "decode_vectors": file.decode_vectors}
-    body = {"name": name, **_document(access, vectors, others)}
-    read = _reader(ModuleStatus)
-    return RouteCall(path="/v1/steering/modules/register", body=body, read=read, key=access.steering_key)
-
-
-def unregister(access: ServerAccess, name: str) -> RouteCall[None]:
-    """Return the call that forgets a module."""
-    return RouteCall(
-        path="/v1/steering/modules/unregister", body={"name": name}, read=_nothing, key=access.steering_key
-    )
-
-
-def register_sae(access: ServerAccess, name: str, path: str, site: str | None) -> RouteCall[SaeStatus]:
-    """Return the call that registers an SAE of the server's folder."""
-    body = {"name": name, "path": path, **({} if site is None else {"site": site})}
-    return RouteCall(path="/v1/steering/saes/register", body=body, read=_reader(SaeStatus), key=access.steering_key)
-
-
-def saes() -> RouteCall[list[SaeStatus]]:
-    """Return the call for the SAEs whose features can be changed."""
-    read = _reader(list[SaeStatus])
-    return RouteCall(path="/v1/steering/saes", body=None, read=lambda document: read(document["saes"]))
-
-
-def sae_features(name: str, query: str, limit: int) -> RouteCall[FoundFeatures]:
-    """Return the call that searches the labels of an SAE's features."""
-    path = f"/v1/steering/saes/{quote(name, safe='')}/features?{urlencode({'query': query, 'limit': limit})}"
-    return RouteCall(path=path, body=None, read=_reader(FoundFeatures))
-
-
-def register_probe(access: ServerAccess, name: str, probe: ProbeSource) -> RouteCall[ProbeStatus]:
-    """Return the call that registers a probe: one, a file of one on this machine, or its fields."""
-    if isinstance(probe, str | os.PathLike):
-        probe = load_probe(probe)
-    fields: dict[str, Any] = dict(probe) if isinstance(probe, Mapping) else probe_document(probe)
-    weight, bias = fields.get("weight"), fields.get("bias")
-    rows: Any = list(weight) if weight is not None and getattr(weight, "ndim", 1) == 2 else weight
-    fields["weight"] = pack_arrays(rows, "weight", as_text=not access.is_binary)
-    fields["bias"] = bias.tolist() if bias is not None and hasattr(bias, "tolist") else bias
-    body = {"name": name, **fields}
-    return RouteCall(path="/v1/steering/probes/register", body=body, read=_reader(ProbeStatus), key=access.steering_key)
-
-
-def unregister_probe(access: ServerAccess, name: str) -> RouteCall[None]:
-    """Return the call that forgets a probe."""
-    return RouteCall(path="/v1/steering/probes/unregister", body={"name": name}, read=_nothing, key=access.steering_key)
-
-
-def probes() -> RouteCall[list[ProbeStatus]]:
-    """Return the call for the probes that gates can name."""
-    read = _reader(list[ProbeStatus])
-    return RouteCall(path="/v1/steering/probes", body=None, read=lambda document: read(document["probes"]))
-
-
-def register_rule(access: ServerAccess, name: str, rule: Mapping[str, Any]) -> RouteCall[RuleStatus]:
-    """Return the call that registers a rule, given by its fields."""
-    is_text = not access.is_binary
-    packed = {key: pack_arrays(rule[key], key, as_text=is_text) for key in ("when", "then") if key in rule}
-    body = {"name": name, **rule, **packed}
-    return RouteCall(path="/v1/steering/rules/register", body=body, read=_reader(RuleStatus), key=access.steering_key)
-
-
-def unregister_rule(access: ServerAccess, name: str) -> RouteCall[None]:
-    """Return the call that forgets a rule."""
-    return RouteCall(path="/v1/steering/rules/unregister", body={"name": name}, read=_nothing, key=access.steering_key)
-
-
-def rules() -> RouteCall[list[RuleStatus]]:
-    """Return the call for the registered rules."""
-    read = _reader(list[RuleStatus])
-    return RouteCall(path="/v1/steering/rules", body=None, read=lambda document: read(document["rules"]))
-
-
-def modules() -> RouteCall[list[str]]:
-    """Return the call for the names of the registered modules."""
-    read = _reader(list[str])
-    return RouteCall(path="/v1/steering/modules", body=None, read=lambda document: read(document["modules"]))
-
-
-def status() -> RouteCall[SteeringStatus]:
-    """Return the call for global vectors, modules and slots."""
-    return RouteCall(path="/v1/steering", body=None, read=read_status)
-
-
-def layers() -> RouteCall[Layers]:
-    """Return the call for the sites that can be steered."""
-    return RouteCall(path="/v1/steering/layers", body=None, read=_reader(Layers))
-
-
-def consumers(access: ServerAccess) -> RouteCall[Capturable]:
-    """Return the call for the consumers that requests can capture to."""
-    return RouteCall(path="/v1/capture/consumers", body=None, read=_reader(Capturable), key=access.capture_key)
-
-
-def _document(access: ServerAccess, vectors: Any, others: SteeringDocument) -> dict[str, Any]:
-    return packed_fields(document_of(vectors, others), as_text=not access.is_binary)
-
-
-def _reader(kind: type[T]) -> Callable[[Any], T]:
-    return lambda document: msgspec.convert(document, kind)
-
-
-def _nothing(document: Any) -> None:
-    return None
+def nothing(document: Any) -> None:
+    """Read an answer that says no more than that it is done."""

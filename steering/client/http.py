@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import quote, urlencode
 
-import headgate.steering.client.calls as calls
+from headgate.capture.probe import load as load_probe
 from headgate.capture.schema.shared_methods import Awaited, Blocking, shared
-from headgate.steering.client.answers import Answer, Capturable, read_answer
+from headgate.steering.client.answers import Answer, Capturable, read_answer, read_status
 from headgate.steering.client.calls import (
-    Generation,
     Lines,
     RouteCall,
     ServerAccess,
     answer,
     event_document,
-    models,
+    generation,
+    nothing,
+    pack_arrays,
+    packed_fields,
+    reader,
     request,
+    with_messages,
 )
 from headgate.steering.client.sweep import PatchSweep, SweepOptions, check_kept, collect, plan_sweep
-from headgate.steering.control.operations import (
+from headgate.steering.control.status import (
     FoundFeatures,
     GlobalUpdate,
     Layers,
     ModuleStatus,
-    ProbeSource,
     ProbeStatus,
     RuleStatus,
     SaeStatus,
     SteeringStatus,
 )
-from headgate.steering.documents.request import SteeringDocument
+from headgate.steering.documents.probes import ProbeSource, probe_document
+from headgate.steering.documents.request import SteeringDocument, document_of
+from headgate.steering.files.vector_files import load
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
@@ -64,6 +70,16 @@ def sent(call: RouteCall[T]) -> Steps[T]:
     return found
 
 
+def _got(path: str, read: Callable[[Any], T], key: str | None = None) -> Steps[T]:
+    """Ask a route."""
+    return sent(RouteCall(path=f"/v1/{path}", body=None, read=read, key=key))
+
+
+_COMPLETION = "/v1/completions", "prompt"
+_CHAT = "/v1/chat/completions", "messages"
+"""Routes that generate, and the field of each that has what to go on from."""
+
+
 class Calls:
     """The calls of a `Client`, which returns what `Steps` return, and of an `AsyncClient`, where they are awaited."""
 
@@ -84,7 +100,7 @@ class Calls:
             fields: Everything else of the body: ``max_tokens``, ``capture``, ``steering_vectors``, ``steering_ops``,
                 ``steering_gates``, ``steering_name``, ... Vectors may be arrays, tensors or `PhaseVectors`.
         """
-        return self._generated(calls.completion, prompt, fields)
+        return self._generated(*_COMPLETION, prompt, fields)
 
     @shared
     def chat(self, /, messages: Any, **fields: Any) -> Steps[Answer]:
@@ -94,7 +110,7 @@ class Calls:
             messages: As /v1/chat/completions has them, or the text of one message.
             fields: As for `complete`.
         """
-        return self._generated(calls.chat, messages, fields)
+        return self._generated(*_CHAT, with_messages(messages), fields)
 
     @shared
     def set(
@@ -109,12 +125,13 @@ class Calls:
             others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
                 `SteeringDocument`.
         """
-        return sent(calls.set_global(self._access, vectors, others, replace=replace))
+        body = {**self._document(vectors, others), "replace": replace}
+        return self._changed("set", body, reader(GlobalUpdate))
 
     @shared
     def clear(self) -> Steps[None]:
         """Remove all global vectors."""
-        return sent(calls.clear_global(self._access))
+        return self._changed("clear", {}, nothing)
 
     @shared
     def register(
@@ -133,13 +150,23 @@ class Calls:
             path: A file of vectors on this machine, of any format, in place of vectors; see `headgate.steering.load`.
             others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
                 `SteeringDocument`.
+
+        Raises:
+            ValueError: If vectors and a path are given.
         """
-        return sent(calls.register(self._access, name, vectors, others, path))
+        if path is not None:
+            if any(value is not None for value in (vectors, *others.values())):
+                raise ValueError("register takes vectors and operations or a path, not both")
+            file = load(path)
+            vectors = file.vectors
+            others = {"prefill_vectors": file.prefill_vectors, "decode_vectors": file.decode_vectors}
+        body = {"name": name, **self._document(vectors, others)}
+        return self._changed("modules/register", body, reader(ModuleStatus))
 
     @shared
     def unregister(self, name: str) -> Steps[None]:
         """Forget a module; requests that run already keep it."""
-        return sent(calls.unregister(self._access, name))
+        return self._changed("modules/unregister", {"name": name}, nothing)
 
     @shared
     def register_sae(self, name: str, path: str, site: str | None = None) -> Steps[SaeStatus]:
@@ -150,17 +177,19 @@ class Calls:
             path: On the server, below its ``--sae-root``.
             site: Where it acts, such as ``"17.post_mlp"``; None if its files name it.
         """
-        return sent(calls.register_sae(self._access, name, path, site))
+        body = {"name": name, "path": path, **({} if site is None else {"site": site})}
+        return self._changed("saes/register", body, reader(SaeStatus))
 
     @shared
     def saes(self) -> Steps[list[SaeStatus]]:
         """Return the SAEs whose features requests can change."""
-        return sent(calls.saes())
+        return _got("steering/saes", reader(list[SaeStatus], "saes"))
 
     @shared
     def sae_features(self, name: str, query: str = "", limit: int = 50) -> Steps[FoundFeatures]:
         """Return features of an SAE whose labels have every word of a query, the shortest labels first."""
-        return sent(calls.sae_features(name, query, limit))
+        path = f"steering/saes/{quote(name, safe='')}/features?{urlencode({'query': query, 'limit': limit})}"
+        return _got(path, reader(FoundFeatures))
 
     @shared
     def register_probe(self, name: str, probe: ProbeSource) -> Steps[ProbeStatus]:
@@ -171,17 +200,24 @@ class Calls:
             probe: A `Probe`, a file of one on this machine, or its fields: ``{"at", "weight", ...}``. Its metadata
                 stays here.
         """
-        return sent(calls.register_probe(self._access, name, probe))
+        if isinstance(probe, str | os.PathLike):
+            probe = load_probe(probe)
+        fields: dict[str, Any] = dict(probe) if isinstance(probe, Mapping) else probe_document(probe)
+        weight, bias = fields.get("weight"), fields.get("bias")
+        rows: Any = list(weight) if weight is not None and getattr(weight, "ndim", 1) == 2 else weight
+        fields["weight"] = pack_arrays(rows, "weight", as_text=not self._access.is_binary)
+        fields["bias"] = bias.tolist() if bias is not None and hasattr(bias, "tolist") else bias
+        return self._changed("probes/register", {"name": name, **fields}, reader(ProbeStatus))
 
     @shared
     def unregister_probe(self, name: str) -> Steps[None]:
         """Forget a probe; requests that run already keep it."""
-        return sent(calls.unregister_probe(self._access, name))
+        return self._changed("probes/unregister", {"name": name}, nothing)
 
     @shared
     def probes(self) -> Steps[list[ProbeStatus]]:
         """Return the probes that gates can name."""
-        return sent(calls.probes())
+        return _got("steering/probes", reader(list[ProbeStatus], "probes"))
 
     @shared
     def register_rule(self, /, name: str, **rule: Any) -> Steps[RuleStatus]:
@@ -192,37 +228,40 @@ class Calls:
             rule: ``applies_to`` (``"all"``, ``"opt_in"`` or ``"opt_out"``), ``when``, ``then``, ``strength`` and
                 ``scope``, as of a gate in ``steering_gates``.
         """
-        return sent(calls.register_rule(self._access, name, rule))
+        body = {"name": name, **rule}
+        for key in rule.keys() & {"when", "then"}:
+            body[key] = pack_arrays(rule[key], key, as_text=not self._access.is_binary)
+        return self._changed("rules/register", body, reader(RuleStatus))
 
     @shared
     def unregister_rule(self, name: str) -> Steps[None]:
         """Forget a rule; it acts on nothing from the next step on."""
-        return sent(calls.unregister_rule(self._access, name))
+        return self._changed("rules/unregister", {"name": name}, nothing)
 
     @shared
     def rules(self) -> Steps[list[RuleStatus]]:
         """Return the registered rules."""
-        return sent(calls.rules())
+        return _got("steering/rules", reader(list[RuleStatus], "rules"))
 
     @shared
     def modules(self) -> Steps[list[str]]:
         """Return the names of the registered modules."""
-        return sent(calls.modules())
+        return _got("steering/modules", reader(list[str], "modules"))
 
     @shared
     def status(self) -> Steps[SteeringStatus]:
         """Return the steering of the server: global vectors, modules, vector slots."""
-        return sent(calls.status())
+        return _got("steering", read_status)
 
     @shared
     def layers(self) -> Steps[Layers]:
         """Return the sites that can be steered, and the width of a vector."""
-        return sent(calls.layers())
+        return _got("steering/layers", reader(Layers))
 
     @shared
     def consumers(self) -> Steps[Capturable]:
         """Return the sites that can be captured, and the consumers."""
-        return sent(calls.consumers(self._access))
+        return _got("capture/consumers", reader(Capturable), key=self._access.capture_key)
 
     @shared
     def patch_sweep(self, clean: Any, corrupt: Any, answer: Any, **options: Unpack[SweepOptions]) -> Steps[PatchSweep]:
@@ -238,18 +277,30 @@ class Calls:
             options: What is swept and measured: the keys of `SweepOptions`.
         """
         plan = plan_sweep(corrupt, answer, **options)
-        check_kept((yield from self._generated(calls.completion, clean, plan.fields)), plan.consumer)
-        model = yield from self._name()
-        return collect((yield from sent(calls.patch_sweep(self._access, model, plan.body))))
+        check_kept((yield from self._generated(*_COMPLETION, clean, plan.fields)), plan.consumer)
+        given = {name: value for name, value in plan.body.items() if value is not None}
+        body = {"model": (yield from self._name()), **given}
+        key = self._access.capture_key
+        events: RouteCall[list[dict[str, Any]]]
+        events = RouteCall(path="/v1/patch_sweep", body=body, read=list, key=key, is_stream=True)
+        return collect((yield from sent(events)))
 
     def _name(self) -> Steps[str]:
         if self._model is None:
-            self._model = yield from sent(models())
+            self._model = yield from _got("models", lambda document: str(document["data"][0]["id"]))
         return self._model
 
-    def _generated(self, build: Generation, subject: Any, fields: dict[str, Any]) -> Steps[Answer]:
+    def _generated(self, path: str, subject_field: str, subject: Any, fields: dict[str, Any]) -> Steps[Answer]:
         model = yield from self._name()
-        return (yield from sent(build(self._access, model, subject, fields, stream=False)))
+        given = {subject_field: subject, **fields}
+        return (yield from sent(generation(self._access, path, model, given, stream=False)))
+
+    def _changed(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> Steps[T]:
+        """Send a change of what acts on everybody, or of what has a name."""
+        return sent(RouteCall(path=f"/v1/steering/{path}", body=body, read=read, key=self._access.steering_key))
+
+    def _document(self, vectors: Any, others: SteeringDocument) -> dict[str, Any]:
+        return packed_fields(document_of(vectors, others), as_text=not self._access.is_binary)
 
 
 class _Settings(Calls):
@@ -323,8 +374,8 @@ class Session(_Settings, Blocking):
         response = self._http.send(self._http.build_request(**request(self._access, call)))
         return answer(call, response.status_code, response.content)
 
-    def _stream(self, build: Generation, subject: Any, fields: dict[str, Any]) -> Generator[Answer, None, None]:
-        for document in self._documents(build(self._access, self.model(), subject, fields, stream=True)):
+    def _stream(self, path: str, fields: dict[str, Any]) -> Generator[Answer, None, None]:
+        for document in self._documents(generation(self._access, path, self.model(), fields, stream=True)):
             yield read_answer(document)
 
     def _documents(self, call: RouteCall[Any]) -> Generator[dict[str, Any], None, None]:
@@ -366,8 +417,8 @@ class AsyncSession(_Settings, Awaited):
         response = await self._http.send(self._http.build_request(**request(self._access, call)))
         return answer(call, response.status_code, response.content)
 
-    async def _stream(self, build: Generation, subject: Any, fields: dict[str, Any]) -> AsyncGenerator[Answer, None]:
-        call = build(self._access, await self.model(), subject, fields, stream=True)
+    async def _stream(self, path: str, fields: dict[str, Any]) -> AsyncGenerator[Answer, None]:
+        call = generation(self._access, path, await self.model(), fields, stream=True)
         async with aclosing(self._documents(call)) as documents:
             async for document in documents:
                 yield read_answer(document)
@@ -413,11 +464,11 @@ class Client(Session):
 
     def stream_completion(self, prompt: Any, **fields: Any) -> Generator[Answer, None, None]:
         """Complete a prompt chunk by chunk; the last chunk has the captured rows. Closing it ends the request."""
-        return self._stream(calls.completion, prompt, fields)
+        return self._stream("/v1/completions", {"prompt": prompt, **fields})
 
     def stream_chat(self, messages: Any, **fields: Any) -> Generator[Answer, None, None]:
         """Return the next message chunk by chunk, as `stream_completion`."""
-        return self._stream(calls.chat, messages, fields)
+        return self._stream("/v1/chat/completions", {"messages": with_messages(messages), **fields})
 
 
 class AsyncClient(AsyncSession):
@@ -428,8 +479,8 @@ class AsyncClient(AsyncSession):
 
     def stream_completion(self, prompt: Any, **fields: Any) -> AsyncGenerator[Answer, None]:
         """See `Client.stream_completion`; not awaited itself."""
-        return self._stream(calls.completion, prompt, fields)
+        return self._stream("/v1/completions", {"prompt": prompt, **fields})
 
     def stream_chat(self, messages: Any, **fields: Any) -> AsyncGenerator[Answer, None]:
         """See `Client.stream_chat`; not awaited itself."""
-        return self._stream(calls.chat, messages, fields)
+        return self._stream("/v1/chat/completions", {"messages": with_messages(messages), **fields})

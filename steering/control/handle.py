@@ -1,49 +1,93 @@
-"""``llm.steering`` and ``async_llm.steering``: what acts on everybody, named modules, and what can be steered."""
+"""``llm.steering`` and ``async_llm.steering``: what acts on everybody, named modules, and what can be steered.
+
+With data parallelism each engine core has its own global vectors and modules. Every call goes to all of them; if one
+refuses a change, it is undone in the others. After a change they are compared, since another front end may have changed
+the same at the same time.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from argparse import Namespace
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from headgate.capture.engine.contracts.request_part import FlagGroup, Operation, PartRequestReader
+import msgspec
+
+from headgate.capture.engine.contracts.request_part import CoreCall, FlagGroup, Operation, PartRequestReader, Result
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
+from headgate.capture.probe import Probe, ProbeError
 from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.errors import EngineStateError, RequestError, shown
 from headgate.capture.schema.shared_methods import Awaited, Blocking, shared
 from headgate.capture.schema.sites import site_map
 from headgate.capture.schema.vocabulary import Vocabulary
 from headgate.steering.config import parse_config
-from headgate.steering.control import operations
-from headgate.steering.control.operations import (
+from headgate.steering.control.status import (
     DynamicStatus,
     ModuleStatus,
-    ProbeSource,
     ProbeStatus,
     RuleStatus,
     SaeStatus,
     SteeringStatus,
+    module_of,
+    modules_of,
+    status_of,
 )
-from headgate.steering.core.audit import OPERATOR, Actor, AuditEntry
+from headgate.steering.core.audit import BY, OPERATOR, Actor, AuditEntry
+from headgate.steering.core.probes import check_fits, open_probe
+from headgate.steering.core.saes import NO_SAES, open_sae
+from headgate.steering.documents.features import PhaseFeatures, read_global_features
+from headgate.steering.documents.gates import read_rule
+from headgate.steering.documents.operations import read_site
+from headgate.steering.documents.probes import ProbeSource, read_probe
 from headgate.steering.documents.request import (
     ANSWER_FIELDS,
     FIELD_DOCS,
+    MODULE_FIELDS,
     NESTED_NAMES,
     SteeringDocument,
     SteeringReader,
     document_of,
     open_reader,
+    read_global_ops,
+    read_module,
+    sum_tiers,
 )
+from headgate.steering.documents.vectors import read_update
+from headgate.steering.features.tensors import FeatureFileError
+from headgate.steering.files.vector_files import load
 from headgate.steering.flags import add_flags, read_flags
-from headgate.steering.vectors.phase_vectors import Steerable
+from headgate.steering.probes.wire import to_wire as probe_to_wire
+from headgate.steering.spec import SteeringSpec, to_wire
+from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
 
 
-Path = str | os.PathLike[str]
+AnyPath = str | os.PathLike[str]
 Cores = TypeVar("Cores", CoreClient, AsyncCoreClient)
 T = TypeVar("T")
+
+_ATTEMPTS = 3
+
+
+class _Kind(NamedTuple):
+    """The engine core's methods for what can be registered by name, and the argument that has its content."""
+
+    register: str
+    unregister: str
+    field: str
+
+
+_KINDS = {
+    "module": _Kind("register", "unregister", "spec"),
+    "probe": _Kind("register_probe", "unregister_probe", "probe"),
+    "rule": _Kind("register_rule", "unregister_rule", "rule"),
+}
 
 
 class _SteeringCalls(Generic[Cores]):
@@ -100,20 +144,59 @@ class _SteeringCalls(Generic[Cores]):
         Raises:
             RequestError: If they cannot be read, or there is no room for them.
         """
-        document = document_of(vectors, others)
-        return operations.set_global(
-            document, self.steerable, replace=replace, num_engines=self._cores.num_engines, by=by
-        )
+        document, steerable = document_of(vectors, others), self.steerable
+        updates = [read_update(document.get(field), steerable, field) for field in MODULE_FIELDS]
+        ops: dict[str, SteeringSpec] = read_global_ops(document, steerable)
+        features: dict[str, PhaseFeatures] = read_global_features(document, steerable)
+        if not any(updates) and not ops and not features and not replace:
+            raise RequestError(
+                MODULE_FIELDS[0], "there is no vector, operation or feature to set; clear() takes all away"
+            )
+        tiers = [update and update.vectors for update in updates]
+        sum_tiers(tiers, steerable, MODULE_FIELDS)
+        wire = {
+            name: to_wire(dataclasses.replace(ops.get(name, SteeringSpec()), prefill=tier))
+            for name, tier in zip(TIERS, tiers, strict=True)
+        }
+        for name, edits in features.items():
+            wire[name] = to_wire(SteeringSpec(prefill_features=edits.prefill, decode_features=edits.decode))
+        cleared = {
+            name: [site.name for site in update.cleared] for name, update in zip(TIERS, updates, strict=True) if update
+        }
+        args: dict[str, Any] = {"tiers": wire, "replace": replace, "cleared": cleared, "programs": [*ops, *features]}
+        return (yield from self._change_global("set_global", args, by))
 
     @shared
     def clear(self, *, by: Actor = OPERATOR) -> Operation[SteeringStatus]:
         """Remove all global vectors."""
-        return operations.clear_global(num_engines=self._cores.num_engines, by=by)
+        return (yield from self._change_global("clear_global", {}, by))
+
+    def _change_global(self, method: str, args: Mapping[str, Any], by: Actor) -> Operation[SteeringStatus]:
+        def attempt() -> Operation[SteeringStatus]:
+            undo = None
+            if self._cores.num_engines > 1:
+                (earlier, *_) = yield CoreCall(method="export_global", args={})
+                undo = ("set_global", with_actor(by.undo(None), tiers=earlier, replace=True))
+            return status_of((yield CoreCall(method=method, args=with_actor(by, **args), undo=undo)))
+
+        return (yield from self._agreed(attempt))
+
+    def _agreed(self, attempt: Callable[[], Operation[Result]]) -> Operation[Result]:
+        """Repeat a change until all engine cores hold the same."""
+        num_engines = self._cores.num_engines
+        for _ in range(_ATTEMPTS):
+            result = yield from attempt()
+            if num_engines == 1 or status_of((yield CoreCall(method="status", args={}))).is_consistent:
+                return result
+        raise EngineStateError(
+            f"steering: the {num_engines} engine cores do not agree after {_ATTEMPTS} attempts: others are changing "
+            "the same; set or register it again when they have finished"
+        )
 
     @shared
     def status(self) -> Operation[SteeringStatus]:
         """Return global vectors, modules, and the vector slots in use."""
-        return operations.status()
+        return status_of((yield CoreCall(method="status", args={})))
 
     @shared
     def register(
@@ -121,7 +204,7 @@ class _SteeringCalls(Generic[Cores]):
         name: str,
         vectors: Any = None,
         *,
-        path: Path | None = None,
+        path: AnyPath | None = None,
         by: Actor = OPERATOR,
         **others: Unpack[SteeringDocument],
     ) -> Operation[ModuleStatus]:
@@ -147,8 +230,9 @@ class _SteeringCalls(Generic[Cores]):
         Raises:
             RequestError: If it cannot be read, or there is no room for it.
         """
-        document = document_of(vectors, others)
-        return operations.register(name, document, path, self.steerable, self._cores.num_engines, by)
+        check_name(name, "name")
+        wire = to_wire(_read(document_of(vectors, others), path, self.steerable))
+        return module_of((yield from self._registered("module", name, wire, by)))
 
     @shared
     def unregister(self, name: str, *, by: Actor = OPERATOR) -> Operation[ModuleStatus]:
@@ -157,15 +241,47 @@ class _SteeringCalls(Generic[Cores]):
         Raises:
             RequestError: If there is none of that name.
         """
-        return operations.unregister(name, self._cores.num_engines, by)
+        check_name(name, "name")
+        return module_of((yield from self._unregistered("module", name, by)))
+
+    def _registered(self, kind: str, name: str, content: object, by: Actor) -> Operation[Mapping[str, Any]]:
+        """Register something of a `_KINDS` by its wire form; return its description by the first engine core."""
+        registering, unregistering, field = _KINDS[kind]
+
+        def attempt() -> Operation[Mapping[str, Any]]:
+            undo: tuple[str, Mapping[str, Any]] = (unregistering, with_actor(by.undo(None), name=name))
+            if self._cores.num_engines > 1 and (again := (yield from self._restoring(kind, name, by))) is not None:
+                undo = again
+            args = with_actor(by, name=name, **{field: content})
+            answers: Sequence[Mapping[str, Any]] = yield CoreCall(method=registering, args=args, undo=undo)
+            return answers[0]
+
+        return (yield from self._agreed(attempt))
+
+    def _unregistered(self, kind: str, name: str, by: Actor) -> Operation[Mapping[str, Any]]:
+        """Forget something of a `_KINDS`; return its description by the first engine core."""
+        undo = (yield from self._restoring(kind, name, by)) if self._cores.num_engines > 1 else None
+        answers: Sequence[Mapping[str, Any]] = yield CoreCall(
+            method=_KINDS[kind].unregister, args=with_actor(by, name=name), undo=undo
+        )
+        return answers[0]
+
+    def _restoring(self, kind: str, name: str, by: Actor) -> Operation[tuple[str, Mapping[str, Any]] | None]:
+        """Make the call that registers something again as it is now, for its client; None if there is none."""
+        (earlier, *_) = yield CoreCall(method=f"export_{kind}", args={"name": name})
+        if earlier is None:
+            return None
+        (owner, *_) = yield CoreCall(method="owner", args={"name": name, "of": kind})
+        registering, _, field = _KINDS[kind]
+        return registering, with_actor(by.undo(owner), name=name, **{field: earlier})
 
     @shared
     def modules(self) -> Operation[dict[str, ModuleStatus]]:
         """Return the registered modules, by name."""
-        return operations.modules()
+        return modules_of((yield CoreCall(method="modules", args={}))[0])
 
     @shared
-    def register_sae(self, name: str, path: Path, site: Any = None, *, by: Actor = OPERATOR) -> Operation[SaeStatus]:
+    def register_sae(self, name: str, path: AnyPath, site: Any = None, *, by: Actor = OPERATOR) -> Operation[SaeStatus]:
         """Register an SAE, so that requests can change its features; an earlier one of the name is replaced.
 
         ::
@@ -182,13 +298,34 @@ class _SteeringCalls(Generic[Cores]):
         Raises:
             RequestError: If it cannot be read, or does not fit the model.
         """
-        operation = operations.register_sae(name, path, site, self.steerable, self._cores.num_engines, by)
-        return operation
+        check_name(name, "name", "an SAE")
+        if not self.steerable.max_sae_features:
+            raise RequestError("name", NO_SAES)
+        found = Path(path).absolute()
+        where = None if site is None else read_site(site, "site")
+        try:
+            sae = open_sae(name, found, where, self.steerable)
+        except (OSError, FeatureFileError) as error:
+            raise RequestError("path", str(error)) from error
+        args = {"name": name, "path": str(found), "site": None if where is None else where.name, "sha256": sae.sha256}
+
+        def attempt() -> Operation[SaeStatus]:
+            undo: tuple[str, Mapping[str, Any]] = ("unregister_sae", with_actor(by.undo(None), name=name))
+            if self._cores.num_engines > 1:
+                (first, *_) = yield CoreCall(method="saes", args={})
+                earlier = next((one for one in first if one["name"] == name), None)
+                if earlier is not None:
+                    again = {key: earlier[key] for key in ("name", "site", "sha256")}
+                    undo = "register_sae", with_actor(by.undo(None), path=earlier["source"], **again)
+            answers = yield CoreCall(method="register_sae", args=with_actor(by, **args), undo=undo)
+            return msgspec.convert(answers[0], SaeStatus)
+
+        return (yield from self._agreed(attempt))
 
     @shared
     def saes(self) -> Operation[dict[str, SaeStatus]]:
         """Return the SAEs whose features requests can change, by name."""
-        return operations.saes()
+        return (yield from _listed("saes", SaeStatus))
 
     @shared
     def register_probe(self, name: str, probe: ProbeSource, *, by: Actor = OPERATOR) -> Operation[ProbeStatus]:
@@ -209,8 +346,9 @@ class _SteeringCalls(Generic[Cores]):
         Raises:
             RequestError: If it cannot be read, or does not fit the model.
         """
-        engines = self._cores.num_engines
-        return operations.register_probe(name, probe, self.steerable, engines, by)
+        check_name(name, "name", "a probe")
+        wire = probe_to_wire(_read_probe(probe, self.steerable))
+        return msgspec.convert((yield from self._registered("probe", name, wire, by)), ProbeStatus)
 
     @shared
     def unregister_probe(self, name: str, *, by: Actor = OPERATOR) -> Operation[ProbeStatus]:
@@ -219,17 +357,19 @@ class _SteeringCalls(Generic[Cores]):
         Raises:
             RequestError: If there is none of that name.
         """
-        return operations.unregister_probe(name, self._cores.num_engines, by)
+        check_name(name, "name", "a probe")
+        return msgspec.convert((yield from self._unregistered("probe", name, by)), ProbeStatus)
 
     @shared
     def probes(self) -> Operation[dict[str, ProbeStatus]]:
         """Return the probes that gates can name, by name."""
-        return operations.probes()
+        return (yield from _listed("probes", ProbeStatus))
 
     @shared
     def audit(self) -> Operation[list[AuditEntry]]:
         """Return the last 1000 changes of global vectors, modules, SAEs, probes and rules, the newest last."""
-        return operations.audit()
+        answers: Sequence[list[AuditEntry]] = yield CoreCall(method="audit", args={})
+        return answers[0]
 
     @shared
     def register_rule(
@@ -258,7 +398,8 @@ class _SteeringCalls(Generic[Cores]):
             RequestError: If it cannot be read, names something that is not there, or there is no room.
         """
         document = {"applies_to": applies_to, "when": when, "then": then, **others}
-        return operations.register_rule(name, document, self.steerable, self._cores.num_engines, by)
+        wire = read_rule(name, document, self.steerable).to_wire()
+        return msgspec.convert((yield from self._registered("rule", name, wire, by)), RuleStatus)
 
     @shared
     def unregister_rule(self, name: str, *, by: Actor = OPERATOR) -> Operation[RuleStatus]:
@@ -267,17 +408,59 @@ class _SteeringCalls(Generic[Cores]):
         Raises:
             RequestError: If there is none of that name.
         """
-        return operations.unregister_rule(name, self._cores.num_engines, by)
+        check_name(name, "name", "a rule")
+        return msgspec.convert((yield from self._unregistered("rule", name, by)), RuleStatus)
 
     @shared
     def rules(self) -> Operation[dict[str, RuleStatus]]:
         """Return the registered rules, by name."""
-        return operations.rules()
+        return (yield from _listed("rules", RuleStatus))
 
     @shared
     def dynamic(self) -> Operation[DynamicStatus]:
         """Return probes, rules and gates, with the rows that they wrote so far."""
-        return operations.dynamic()
+        return DynamicStatus.of((yield CoreCall(method="dynamic", args={})))
+
+
+def with_actor(by: Actor, **args: Any) -> Mapping[str, Any]:
+    """Arguments of a change, with who asks for it; the operator's own process need not say so."""
+    return args if by == OPERATOR else {**args, BY: by.to_wire()}
+
+
+def _listed(method: str, kind: type[T]) -> Operation[dict[str, T]]:
+    """Ask for what is registered, by name."""
+    answers: Sequence[Sequence[Mapping[str, Any]]] = yield CoreCall(method=method, args={})
+    return {found["name"]: msgspec.convert(found, kind) for found in answers[0]}
+
+
+def _read(document: Mapping[str, Any], path: AnyPath | None, steerable: Steerable) -> SteeringSpec:
+    given = {field: value for field, value in document.items() if value is not None}
+    if path is None:
+        return read_module(given, steerable)
+    if given:
+        raise RequestError("path", f"give a file or vectors, not both; got a path and {', '.join(given)}")
+    try:
+        return load(path).spec(steerable)
+    except OSError as error:
+        raise RequestError("path", f"cannot read {os.fspath(path)}: {error.strerror or error}") from error
+    except ValueError as error:  # a VectorFileError, or a RequestError that names a tier of the file
+        raise RequestError("path", f"{os.fspath(path)}: {error}") from error
+
+
+def _read_probe(source: ProbeSource, steerable: Steerable) -> Probe:
+    if isinstance(source, str | os.PathLike):
+        try:
+            return open_probe(Path(source), steerable)
+        except (ProbeError, OSError) as error:
+            raise RequestError("path", str(error)) from error
+    if not isinstance(source, Probe | Mapping):
+        raise RequestError("probe", f"expected a Probe, a path or an object of its fields, got {shown(source)}")
+    probe = source if isinstance(source, Probe) else read_probe(source, steerable.hidden_size)
+    try:
+        check_fits(probe, steerable)
+    except ProbeError as error:
+        raise RequestError(error.field or "probe", error.message) from error
+    return probe
 
 
 class Steering(_SteeringCalls[CoreClient], Blocking):
@@ -303,7 +486,7 @@ class AsyncSteering(_SteeringCalls[AsyncCoreClient], Awaited):
 
 
 class SteeringRequests:
-    """Implements `RequestPart`, `AnsweringPart` and `NestingPart` of `capture.engine.contracts.request_part`."""
+    """Implements `headgate.capture.engine.contracts.request_part.RequestPart`."""
 
     fields = FIELD_DOCS
     answer_fields = ANSWER_FIELDS

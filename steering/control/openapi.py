@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headgate.steering.control.operations import (
+from headgate.steering.control.status import (
     DynamicStatus,
     FoundFeatures,
     GlobalStatus,

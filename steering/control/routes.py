@@ -21,7 +21,7 @@ from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, parse_hook
 from headgate.steering.control import openapi
 from headgate.steering.control.handle import AsyncSteering
-from headgate.steering.control.operations import SaeDocument, SteeringStatus
+from headgate.steering.control.status import SaeDocument, SteeringStatus
 from headgate.steering.core.audit import SIZE, Actor
 from headgate.steering.documents.features import (
     MODULE_FEATURES,

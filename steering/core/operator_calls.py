@@ -1,27 +1,36 @@
-"""The operator's calls of one engine core: change global vectors and named modules, and report on them."""
+"""The operator's calls of one engine core: change global vectors and what has a name, and report on it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
+from headgate.steering.config import cross_stages
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import BY, OPERATOR, OWNED, Actor, Audit
 from headgate.steering.core.content import demand_of
-from headgate.steering.core.controllers.controllers import Controllers
-from headgate.steering.core.probes import ProbeCalls
+from headgate.steering.core.gates import GateContent, lowered_rule
+from headgate.steering.core.probes import described
 from headgate.steering.core.resolved import Module
-from headgate.steering.core.rules.calls import RuleCalls
+from headgate.steering.core.rules.registry import KeptRule
 from headgate.steering.core.rules.step_readings import RequestReadings
-from headgate.steering.core.saes import SaeCalls
+from headgate.steering.core.saes import NO_SAES, Sae, open_sae
 from headgate.steering.core.state import PROGRAMS, GlobalTiers, SteeringState
+from headgate.steering.features.tensors import FeatureFileError
+from headgate.steering.gates.gate import Rule, fields_of_rule, rule_key
+from headgate.steering.gates.step_table import ReportedCounts
+from headgate.steering.probes.wire import ProbeWire
+from headgate.steering.probes.wire import from_wire as probe_from_wire
+from headgate.steering.probes.wire import to_wire as probe_to_wire
 from headgate.steering.spec import SteeringSpec, SteeringWire, from_wire, to_wire
-from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name
+from headgate.steering.vectors.phase_vectors import TIERS, check_name
 
 if TYPE_CHECKING:
     from headgate.capture.engine.core.part_services import CoreServices
+    from headgate.steering.core.controllers.controllers import Controllers
 
 _PROBE = "headgate-probe"
 """Stands for the id of a request that is not there."""
@@ -41,18 +50,17 @@ class OperatorCalls:
     """The methods that front ends call by name. Engine thread only.
 
     Each change reserves slots first, then notifies the workers, and last changes the state, so that no request finds
-    half of it. A change that fails is undone.
+    half of it. A change that fails is undone. Workers hold no SAEs: the programs that requests and modules bring hold
+    the rows of their features.
 
     Args:
-        state: Holds global vectors and modules.
+        state: Holds global vectors, modules, SAEs, probes and rules.
         reservations: Reservations of the slots.
         services: Calls the workers and restarts requests.
         audit: Notes the changes.
-        steerable: The model, for SAEs that are registered; None if none can be.
-        readings: Readings of steps; None makes new ones.
+        readings: Readings of steps, for which a change of rules counts from the next step on; None makes new ones.
 
     Attributes:
-        rules: The calls about rules.
         controllers: Controllers of the engine core; None if there are none.
     """
 
@@ -62,7 +70,6 @@ class OperatorCalls:
         reservations: Reservations[str],
         services: CoreServices,
         audit: Audit,
-        steerable: Steerable | None = None,
         readings: RequestReadings | None = None,
     ) -> None:
         self._readings = RequestReadings(state.rules) if readings is None else readings
@@ -84,17 +91,20 @@ class OperatorCalls:
             "export_module": self._export_module,
             "audit": audit.entries,
             "owner": audit.owner_of,
-            **SaeCalls(state.saes, steerable, services, lambda: state.version).methods,
-            **ProbeCalls(state.probes, lambda: state.version).methods,
+            "register_sae": self._register_sae,
+            "unregister_sae": self._unregister_sae,
+            "saes": lambda: [sae.described() for sae in state.saes.all()],
+            "register_probe": self._register_probe,
+            "unregister_probe": self._unregister_probe,
+            "probes": lambda: [described(name, probe) for name, probe in state.probes.all().items()],
+            "export_probe": self._export_probe,
+            "register_rule": self._register_rule,
+            "unregister_rule": self._unregister_rule,
+            "rules": lambda: [rule.described() for rule in state.rules.all()],
+            "export_rule": self._export_rule,
+            "dynamic": self._dynamic,
         }
-        self.rules = RuleCalls(
-            state,
-            reservations,
-            services,
-            lambda name, do, undo: self._notify_workers((name, do), undo=(name, undo)),
-            self._readings,
-        )
-        self._methods.update(self.rules.methods)
+        self._beside: Sequence[Mapping[str, Any]] = ()
         self.controllers: Controllers | None = None
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
@@ -235,9 +245,9 @@ class OperatorCalls:
         specs = {name: self._state.tiers.spec_of(name) for name in PROGRAMS}
         return {name: None if spec is None else to_wire(spec) for name, spec in specs.items()}
 
-    def _export_module(self, name: str) -> SteeringWire:
-        """Return a module's spec as ``register`` takes it, to register it again."""
-        return to_wire(self._state.module(name).spec)
+    def _export_module(self, name: str) -> SteeringWire | None:
+        """Return a module's spec as ``register`` takes it, to register it again; None if there is none of that name."""
+        return next((to_wire(module.spec) for module in self._state.modules() if module.name == name), None)
 
     def _status(self) -> dict[str, Any]:
         """Return global vectors, modules, slots, and the numbers of requests that have slots and that wait for them."""
@@ -263,11 +273,191 @@ class OperatorCalls:
             "requests_running": self._reservations.num_admitted,
             "requests_waiting": self._reservations.num_waiting,
             "modules": len(self._state.modules()),
-            "rule_rows": self.rules.rule_rows(),
-            "gate_rows": self.rules.gate_rows(),
+            "rule_rows": self._rule_rows(),
+            "gate_rows": self._gate_rows(),
             "controllers": {} if self.controllers is None else self.controllers.figures(),
             "global_vectors": sum(len(vectors.sites) for vectors in (shared.prefill, shared.decode) if vectors),
         }
+
+    def _register_sae(self, name: str, path: str, site: str | None, sha256: str | None) -> dict[str, Any]:
+        """Open the SAE at a path, whose checksum the front end computed; earlier requests keep what they read."""
+        check_name(name, "name", "an SAE")
+        steerable = self._state.steerable
+        if steerable is None or not steerable.max_sae_features:
+            raise RequestError("name", NO_SAES)
+        earlier = self._state.saes.find(name)
+        if earlier is not None and earlier.is_encoded:
+            raise RequestError(
+                "name", f"SAE {name!r} is encoded in full (--sae-encode), which is settled at start; use another name"
+            )
+        try:
+            sae = open_sae(name, Path(path), None if site is None else Site.parse(site), steerable, sha256)
+        except (OSError, FeatureFileError) as error:
+            raise RequestError("path", str(error)) from error
+        self._check_stages(sae)
+        self._state.saes.put(sae)
+        return {**sae.described(), **self._audited(sae.sha256)}
+
+    def _check_stages(self, sae: Sae) -> None:
+        facts = sae.facts
+        names = [site.name for site in facts.sites]
+        if facts.is_transcoder and not all(self._services.call_workers("is_in_one_stage", {"sites": names})):
+            raise RequestError("path", cross_stages(facts.sites))
+
+    def _unregister_sae(self, name: str) -> dict[str, Any]:
+        """Forget an SAE, if it is there: where one engine core could not register it, the others take it back."""
+        self._state.saes.remove(name)
+        return self._audited(None)
+
+    def _register_probe(self, name: str, probe: Mapping[str, Any]) -> dict[str, Any]:
+        """Register a probe in its wire form; requests that run keep what they read."""
+        made = probe_from_wire(probe)
+        self._state.probes.put(check_name(name, "name", "a probe"), made)
+        return {**described(name, made), **self._audited(made.sha256)}
+
+    def _unregister_probe(self, name: str) -> dict[str, Any]:
+        """Forget a probe; requests that run keep what they read."""
+        found = self._state.probes.find(name)
+        if found is None:
+            known = ", ".join(self._state.probes.all()) or "none"
+            raise RequestError("name", f"unknown probe {name!r}; registered: {known}")
+        self._state.probes.remove(name)
+        return {**described(name, found), **self._audited(found.sha256)}
+
+    def _export_probe(self, name: str) -> ProbeWire | None:
+        """Return a probe as ``register_probe`` takes it, to register it again; None if there is none of that name."""
+        found = self._state.probes.find(name)
+        return None if found is None else probe_to_wire(found)
+
+    def register_rule(self, rule: Rule) -> KeptRule:
+        """Register a rule, in place of an earlier one of its name.
+
+        Raises:
+            RequestError: If something that it names is not there, or there is no room. Nothing has changed.
+            Exception: What a worker raised. Nothing has changed.
+        """
+        rules, name = self._state.rules, rule.name
+        if rules.is_reserved(name):
+            raise RequestError("name", f"{name!r} is a controller's; give the rule another name")
+        self._services.prepare_change("name")
+        made, earlier = made_rule(self._state, rule), rules.find(name)
+        key = rule_key(name)
+        self._reservations.keep_module(key, made.demand, "then", is_rule=True)
+        try:
+            self._change_rules(rules.with_rule(made))
+        except BaseException:
+            if earlier is None:
+                self._reservations.release_module(key)
+            else:
+                self._reservations.keep_module(key, earlier.demand, "then", is_rule=True)
+            raise
+        return made
+
+    def _register_rule(self, name: str, rule: dict[str, Any]) -> dict[str, Any]:
+        """Register what `Rule.to_wire` made; requests that run are steered by it from their next row on."""
+        read = Rule.from_wire(rule)
+        if read.name != check_name(name, "name", "a rule"):
+            raise AssertionError(f"a rule {read.name!r} as {name!r}")
+        made = self.register_rule(read)
+        return {**made.described(), **self._audited(made.sha256)}
+
+    def _unregister_rule(self, name: str) -> dict[str, Any]:
+        """Forget a rule; it acts on nothing from the next step on."""
+        rules = self._state.rules
+        found = rules.find(name)
+        if found is None:
+            known = ", ".join(rule.name for rule in rules.all()) or "none"
+            raise RequestError("name", f"unknown rule {name!r}; registered: {known}")
+        self._services.prepare_change("name")
+        self._change_rules(rules.without(name))
+        self._reservations.release_module(rule_key(name))
+        return {**found.described(), **self._audited(found.sha256)}
+
+    def _change_rules(self, rules: Mapping[str, KeptRule]) -> None:
+        """Have the workers and the state change to `rules`, between two steps; no step is in flight."""
+        self._readings.settle()
+        earlier = self._state.rules.all()
+        self._set_rules(self._to_workers(rules.values()), undo=self._to_workers(earlier))
+        self._state.rules.put(rules)
+        self._state.version += 1
+        self._readings.change_rules(self._services.rekey_running())
+
+    def set_beside(self, programs: Sequence[Mapping[str, Any]]) -> None:
+        """Have the workers know programs of controllers beside the rules, in place of earlier ones.
+
+        Args:
+            programs: Each as `headgate.steering.worker.placed_programs.ActingRule.from_wire` reads it.
+
+        Raises:
+            Exception: What a worker raised. Nothing has changed.
+        """
+        rules = self._state.rules.all()
+        self._set_rules(self._to_workers(rules, programs), undo=self._to_workers(rules))
+        self._beside = tuple(programs)
+
+    def _gate_rows(self) -> dict[str, int]:
+        """Return the rows that the gates of requests wrote, by name; workers are asked what they have counted."""
+        if self._readings.awaits_counts:
+            for counts in self._services.call_workers("ask_counts", {}):
+                self._readings.take_counts(cast("list[ReportedCounts]", counts))
+        return dict(self._readings.counts.gates)
+
+    def _rule_rows(self) -> dict[str, int]:
+        """Return the rows that each rule wrote, those of rules that are off now included."""
+        known = dict.fromkeys((rule.name for rule in self._state.rules.all()), 0)
+        return {**known, **self._readings.counts.rules}
+
+    def _dynamic(self) -> dict[str, Any]:
+        """Return what reads and acts now, with the rows that it wrote so far."""
+        rows = self._rule_rows()
+        return {
+            "probes": list(self._state.probes.all()),
+            "rules": [{**rule.described(), "rows": rows[rule.name]} for rule in self._state.rules.all()],
+            "gates": self._gate_rows(),
+            "requests_with_gates": self._readings.num_gated,
+            "controllers": [] if self.controllers is None else list(self.controllers.status()),
+            "latches": self._readings.latches,
+            "queue": None if self.controllers is None else self.controllers.queue(),
+        }
+
+    def _export_rule(self, name: str) -> dict[str, Any] | None:
+        """Return a rule as ``register_rule`` takes it, to register it again; None if there is none of that name."""
+        found = self._state.rules.find(name)
+        return None if found is None else found.rule.to_wire()
+
+    def _set_rules(self, rules: Mapping[str, Any], *, undo: Mapping[str, Any]) -> None:
+        self._notify_workers(("set_rules", rules), undo=("set_rules", undo))
+
+    def _to_workers(
+        self, rules: Iterable[KeptRule], beside: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        return {"rules": [*(rule.to_worker() for rule in rules), *(self._beside if beside is None else beside)]}
+
+    def _audited(self, sha256: str | None) -> dict[str, Any]:
+        """Return what the audit notes of a change of an SAE, a probe or a rule."""
+        return {"hash": {"prefill": sha256, "decode": sha256}, "version": self._state.version}
+
+
+def made_rule(state: SteeringState, rule: Rule) -> KeptRule:
+    """Return a rule with its programs, to reserve its slots before it is registered.
+
+    Raises:
+        RequestError: If something that it names is not there, there is no room for its columns or entries, or the
+            engine takes no rules.
+    """
+    if state.steerable is not None and not state.steerable.max_rules:
+        raise RequestError(
+            "name",
+            "this engine takes no rules: --max-steering-rules is 0, it decodes speculatively, or its layers lie on "
+            "several pipeline stages, where what a rule did would not come back; start it without "
+            "--speculative-config, and with tensor parallelism",
+        )
+    first = state.rules.place(rule)
+    others = [each for each in state.rules.all() if each.name != rule.name]
+    modules = {module.name: module for module in state.modules()}
+    with fields_of_rule():
+        content = GateContent(state.steerable, state.probes, state.saes, modules)
+        return lowered_rule(rule, content, state.limits, first, others)
 
 
 def _is_registered(state: SteeringState, method: str, name: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 from headgate.capture.probe import Probe, ProbeError, load
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.gates.gate import probe_key
-from headgate.steering.probes.wire import ProbeWire, from_wire, to_wire
-from headgate.steering.vectors.phase_vectors import Steerable, check_name
+from headgate.steering.vectors.phase_vectors import Steerable
 
 MAX_BYTES = 256 << 20
 """Weights of all registered probes together, at most."""
@@ -120,53 +119,3 @@ def described(name: str, probe: Probe) -> dict[str, Any]:
         "metadata": dict(probe.metadata),
         "sha256": probe.sha256,
     }
-
-
-class ProbeCalls:
-    """The methods that front ends call by name. Engine thread only; front ends checked that a probe fits the model.
-
-    Args:
-        probes: Probes of the engine core.
-        version: Returns the number of changes so far, for the audit.
-    """
-
-    def __init__(self, probes: ProbeRegistry, version: Callable[[], int]) -> None:
-        self._probes = probes
-        self._version = version
-
-    @property
-    def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """The methods by their names."""
-        return {
-            "register_probe": self._register,
-            "unregister_probe": self._unregister,
-            "probes": self._described,
-            "export_probe": self._export,
-        }
-
-    def _register(self, name: str, probe: Mapping[str, Any]) -> dict[str, Any]:
-        """Register what `to_wire` made of a probe; requests that run keep what they read."""
-        made = from_wire(probe)
-        self._probes.put(check_name(name, "name", "a probe"), made)
-        return {**described(name, made), **self._audited(made.sha256)}
-
-    def _unregister(self, name: str) -> dict[str, Any]:
-        """Forget a probe; requests that run keep what they read."""
-        found = self._probes.find(name)
-        if found is None:
-            known = ", ".join(self._probes.all()) or "none"
-            raise RequestError("name", f"unknown probe {name!r}; registered: {known}")
-        self._probes.remove(name)
-        return {**described(name, found), **self._audited(found.sha256)}
-
-    def _described(self) -> list[dict[str, Any]]:
-        """Return the descriptions of all probes."""
-        return [described(name, probe) for name, probe in self._probes.all().items()]
-
-    def _export(self, name: str) -> ProbeWire | None:
-        """Return a probe as ``register_probe`` takes it, to register it again; None if there is none of that name."""
-        found = self._probes.find(name)
-        return None if found is None else to_wire(found)
-
-    def _audited(self, sha256: str | None) -> dict[str, Any]:
-        return {"hash": {"prefill": sha256, "decode": sha256}, "version": self._version()}

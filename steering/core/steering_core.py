@@ -105,9 +105,7 @@ class SteeringCore:
         self.state = SteeringState(dtype, limits, steerable, latches)
         self.reservations: Reservations[str] = Reservations(capacity, num_reserved_slots)
         self._readings = RequestReadings(self.state.rules, latches)
-        self.operator = OperatorCalls(
-            self.state, self.reservations, services, audit or Audit(), steerable, self._readings
-        )
+        self.operator = OperatorCalls(self.state, self.reservations, services, audit or Audit(), self._readings)
         self._controllers: Controllers | None = None
         self._resolved: dict[str, Resolved] = {}
         """Resolved steering of requests, from `accept` until `release`."""
@@ -124,7 +122,6 @@ class SteeringCore:
         self._controllers = controllers
         self._readings.beside = controllers.sources
         self.operator.controllers = controllers
-        self.operator.rules.controller_status, self.operator.rules.queue_status = controllers.status, controllers.queue
 
     def accept(self, req_id: str, wire: Mapping[str, Any] | None, num_prompt: int) -> dict[str, Any] | None:
         """Resolve a request's modules to content; returns its `SteeringWire` with the content keys and scales."""
@@ -186,7 +183,7 @@ class SteeringCore:
         return keys if any(keys) else None
 
     def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
-        """Return a piece of each request's trace; see `ReadingCore`."""
+        """Return a piece of each request's trace; see `CorePart`."""
         self._readings.take_counts(readings.get("written", ()))
         if "ids" not in readings:
             return {}
@@ -196,31 +193,31 @@ class SteeringCore:
         return self._readings.take(step, discarded)
 
     def begin_again(self, req_id: str) -> Note | None:
-        """Forget the rows of a trace, and let controllers begin anew; see `ReadingCore`."""
+        """Forget the rows of a trace, and let controllers begin anew; see `CorePart`."""
         if self._controllers is not None:
             self._controllers.begin_again(req_id)
         return self._readings.begin_again(req_id)
 
     def describe(self, req_id: str, num_prompt: int) -> None:
-        """Follow a request that captures; see `DescribingCore`."""
+        """Follow a request that captures; see `CorePart`."""
         self._readings.describe(req_id, num_prompt)
         if self._controllers is not None:
             self._controllers.traced.add(req_id)
 
     def description(self, req_id: str) -> Callable[[int], Trace] | None:
-        """Return the trace of a request that captured; see `DescribingCore`."""
+        """Return the trace of a request that captured; see `CorePart`."""
         notes = self._readings.traces.description(req_id)
         return partial(join_notes, notes) if notes else None
 
     def decide(self) -> Decided | None:
-        """Let controllers decide; see `DecidingCore`."""
+        """Let controllers decide; see `CorePart`."""
         decided = None if self._controllers is None else self._controllers.decide()
         if decided is not None:
             self._readings.traces.keep(cast("Mapping[str, Note]", decided.notes))
         return decided
 
     def orders(self, scheduled: Mapping[str, int]) -> Mapping[str, Any] | None:
-        """Return what controllers decided for the requests of a step; see `DecidingCore`."""
+        """Return what controllers decided for the requests of a step; see `CorePart`."""
         return None if self._controllers is None else self._controllers.orders(scheduled)
 
     def forget(self, req_id: str) -> None:
@@ -343,7 +340,7 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
         _load_probe(core, name, path, steerable)
     _load_rules(core, config.rules_file, steerable)
     if has_controllers(config):
-        core.start(open_controllers(config, facts, core.state, core.reservations, core.operator.rules, services))
+        core.start(open_controllers(config, facts, core.state, core.reservations, core.operator.set_beside, services))
     logger.info("steering: %s", _room(core))
     return core
 

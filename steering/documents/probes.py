@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -57,6 +58,9 @@ class ProbeDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: Name | None = None
     hidden: HiddenDocument | None = None
 
+
+ProbeSource = Probe | str | os.PathLike[str] | Mapping[str, Any]
+"""A probe, a file of one, or a document of its fields."""
 
 PROBE_FIELDS = ProbeDocument.__struct_fields__[1:]
 _HIDDEN_FIELDS = HiddenDocument.__struct_fields__

@@ -433,7 +433,7 @@ _WITH_ROWS = (*_VECTORS, *REQUEST_FIELDS.all, GATES, PREDECESSOR)
 
 
 class SteeringReader:
-    """Implements the readers `PartRequestReader`, `SourceReader` and `NotesReader` of `contracts.request_part`.
+    """Implements `headgate.capture.engine.contracts.request_part.PartRequestReader`.
 
     Args:
         steerable: The model and its limits.

@@ -114,7 +114,7 @@ class Core:
     def start(self, num_stages: int = 1) -> None:
         core, facts, services = self.core, CoreFacts(model=MODEL, num_stages=num_stages), self.services
         made: Any = services
-        core.start(open_controllers(self.config, facts, core.state, core.reservations, core.operator.rules, made))
+        core.start(open_controllers(self.config, facts, core.state, core.reservations, core.operator.set_beside, made))
 
     def add(self, *names: str) -> None:
         for name in names:

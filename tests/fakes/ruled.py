@@ -8,7 +8,7 @@ import numpy as np
 
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.core.content import Limits
-from headgate.steering.core.rules.calls import made_rule
+from headgate.steering.core.operator_calls import made_rule
 from headgate.steering.core.rules.registry import KeptRule
 from headgate.steering.core.state import SteeringState
 from headgate.steering.documents.gates import read_rule

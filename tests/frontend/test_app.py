@@ -122,6 +122,12 @@ class Server:
 
         return asyncio.run(ask())
 
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        """Answer as the server does: for an ``httpx.MockTransport``."""
+        path = request.url.raw_path.decode()
+        answer = self._request(request.method, path, content=request.content, headers=request.headers)
+        return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
+
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.ask("GET", path, **headers)
 

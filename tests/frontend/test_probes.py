@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import httpx
 import numpy as np
 import pytest
 
 from headgate.capture.engine.access.access_key import digest_of
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import Site
-from headgate.steering.client import calls
-from headgate.steering.client.calls import ServerAccess
+from headgate.steering.client import Client
 from headgate.steering.core import probes as core_probes
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.documents.probes import probe_document
@@ -292,22 +291,18 @@ def test_an_mlp_of_the_configuration_makes_room_for_those_that_are_registered_la
 
 @pytest.mark.parametrize("is_binary", [False, True], ids=["json", "msgpack"])
 def test_the_client_sends_files_and_arrays(started: Callable[..., Server], tmp_path: Path, is_binary: bool) -> None:
-    server, access = started(), ServerAccess(url="http://x", is_binary=is_binary)
+    server = started()
+    client = Client("http://x", is_binary=is_binary, transport=httpx.MockTransport(server.handle))
     probe = Probe(site=SITE, weight=ROWS[:2], bias=[1, 2], classes=("a", "b"), pooling="last_prompt", model="m")
     save(tmp_path / "p.safetensors", probe)
     single = {"at": "2.post_mlp", "weight": ROWS[0].astype(np.float64), "bias": np.array([2.0]), "threshold": 0.5}
 
-    for name, source in (("file", tmp_path / "p.safetensors"), ("probe", probe), ("fields", single)):
-        call = calls.register_probe(access, name, source)
-        encode = msgspec.msgpack.encode if is_binary else msgspec.json.encode
-        kind = calls.MSGPACK if is_binary else "application/json"
-        answer = server._request("POST", call.path, content=encode(call.body), headers={"content-type": kind})
-        assert answer.status_code == 200, answer.text
-        assert call.read(answer.json()).name == name
+    with client:
+        for name, source in (("file", tmp_path / "p.safetensors"), ("probe", probe), ("fields", single)):
+            assert client.register_probe(name, source).name == name
 
-    listed = calls.probes()
-    assert [status.name for status in listed.read(server.get(listed.path).json())] == ["fields", "file", "probe"]
-    assert [found(server, name)[0].sha256 for name in ("file", "probe")] == [probe.sha256] * 2
-    np.testing.assert_array_equal(found(server, "fields")[0].weight, ROWS[:1])
-    forget = calls.unregister_probe(access, "file")
-    assert server.ask("POST", forget.path, forget.body).status_code == 200
+        assert [status.name for status in client.probes()] == ["fields", "file", "probe"]
+        assert [found(server, name)[0].sha256 for name in ("file", "probe")] == [probe.sha256] * 2
+        np.testing.assert_array_equal(found(server, "fields")[0].weight, ROWS[:1])
+        client.unregister_probe("file")
+        assert [status.name for status in client.probes()] == ["fields", "probe"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import httpx
 import numpy as np
 import pytest
 import yaml
@@ -15,8 +15,7 @@ import yaml
 from headgate.capture.engine.access.access_key import digest_of
 from headgate.capture.monitoring.metrics import EngineStats
 from headgate.capture.schema.errors import ConfigError
-from headgate.steering.client import calls
-from headgate.steering.client.calls import ServerAccess
+from headgate.steering.client import Client
 from headgate.steering.control.metrics import families
 from tests.frontend.test_app import VECTOR, Server, conforms, starter
 
@@ -230,23 +229,15 @@ def test_a_file_that_cannot_be_read_is_refused_at_start(started: Callable[..., S
 @pytest.mark.parametrize("is_binary", [False, True])
 def test_the_client_calls_the_routes(started: Callable[..., Server], is_binary: bool) -> None:
     server = started()
-    access = ServerAccess(url="http://x", is_binary=is_binary)
     row = np.array(VECTOR, np.float32)
     rule = {**CALM, "when": {"probe": {"at": "2.post_mlp", "weight": row}, "above": 0.5}}
-    call = calls.register_rule(access, "calm", {key: rule[key] for key in rule if key != "name"})
-    if is_binary:
-        body = msgspec.msgpack.encode(call.body)
-        answer = server._request("POST", call.path, content=body, headers={"Content-Type": "application/msgpack"})
-    else:
-        answer = server.post(call.path, **call.body)
 
-    assert answer.status_code == 200, answer.text
-    status = call.read(answer.json())
-    listed = calls.rules()
-    assert listed.read(server.get(listed.path).json()) == [status]
-    assert status.name == "calm"
-    forget = calls.unregister_rule(access, "calm")
-    assert server.post(forget.path, **forget.body).status_code == 200
+    with Client("http://x", is_binary=is_binary, transport=httpx.MockTransport(server.handle)) as client:
+        status = client.register_rule("calm", **{key: rule[key] for key in rule if key != "name"})
+        assert client.rules() == [status]
+        assert status.name == "calm"
+        client.unregister_rule("calm")
+        assert client.rules() == []
 
 
 def test_what_gates_and_rules_do_is_shown_and_counted(started: Callable[..., Server]) -> None:

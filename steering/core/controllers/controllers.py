@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headgate.capture.engine.contracts.core_part import Actions, CoreFacts, Decided
@@ -20,7 +20,6 @@ from headgate.steering.core.controllers.contents import Contents, Drives, Static
 from headgate.steering.core.controllers.decisions import APPLIED, DROPPED, SWITCHED_OFF, ActionApplier, Outcomes
 from headgate.steering.core.controllers.readers import RunningController, ScoreColumns, running_controllers
 from headgate.steering.core.gates import GateContent
-from headgate.steering.core.rules.calls import RuleCalls
 from headgate.steering.core.state import SteeringState
 from headgate.steering.gates.gate import Selection
 from headgate.steering.gates.step_table import StepTable
@@ -230,7 +229,7 @@ def open_controllers(
     facts: CoreFacts,
     state: SteeringState,
     reservations: Reservations[str],
-    rules: RuleCalls,
+    set_beside: Callable[[Sequence[Mapping[str, Any]]], None],
     services: CoreServices,
 ) -> Controllers:
     """Start the configured controllers; the workers know what they read from here on.
@@ -240,7 +239,7 @@ def open_controllers(
         facts: Facts of the engine core.
         state: The state, with the modules that are registered at start.
         reservations: Reserves slots.
-        rules: Notifies the workers.
+        set_beside: Has the workers know programs beside the rules; see `OperatorCalls.set_beside`.
         services: The engine core's.
 
     Raises:
@@ -263,7 +262,7 @@ def open_controllers(
     readers = [each.reader.to_worker() for each in running]
 
     def notify(drives: Sequence[Mapping[str, Any]]) -> None:
-        rules.set_beside([*readers, *drives])
+        set_beside([*readers, *drives])
 
     notify(())
     state.rules.reserve(each.name for each in running)

@@ -615,7 +615,7 @@ class RequestReadings:
                 self.traces.change_rules(req_id, first, self._sources(req_id))
 
     def begin_again(self, req_id: str) -> Note | None:
-        """Let a prompt begin again under what acts now; see `ReadingCore.begin_again`."""
+        """Let a prompt begin again under what acts now; see `CorePart.begin_again`."""
         self.settle()
         self._counting.begin_again(req_id)
         return self.traces.begin_again(req_id)
@@ -631,7 +631,7 @@ class RequestReadings:
         self._counting.take_counts(counts)
 
     def take(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
-        """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""
+        """Return a piece of each request's trace, from what a step read; see `CorePart.take_readings`."""
         self._counting.take(step)
         self._latch_own(step, discarded)
         return self.traces.take(step, discarded)

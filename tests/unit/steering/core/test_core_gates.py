@@ -155,7 +155,7 @@ def test_an_engine_of_several_stages_takes_no_rules():
     rule = read_rule("calm", {"applies_to": "all", "when": "always", "then": "observe"}, STEERABLE)
 
     with pytest.raises(RequestError, match=r"^name: this engine takes no rules: .* pipeline stages"):
-        core.operator.rules.register(rule)
+        core.operator.register_rule(rule)
 
 
 def keys(core: SteeringCore, req_id: str, *gates: Gate, num_prompt: int = 5) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import parse_config
-from headgate.steering.control.operations import SaeStatus
+from headgate.steering.control.status import SaeStatus
 from headgate.steering.core.steering_core import SteeringCore, open_core
 from headgate.steering.documents.request import read_module, read_steering
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code

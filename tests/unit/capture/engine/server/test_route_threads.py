@@ -22,7 +22,7 @@ from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.config import ServerConfig
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import SteeringConfig
-from headgate.steering.control import operations, routes
+from headgate.steering.control import handle, routes
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.documents import request
@@ -96,13 +96,13 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[threading.Thread]]
 
     for kind, (short, long) in plugin_routes._DECODERS.items():
         monkeypatch.setitem(plugin_routes._DECODERS, kind, (noting("short", short), noting("decode", long)))
-    for module, name in ((routes, "read_tier"), (routes, "read_update"), (operations, "read_update")):
+    for module, name in ((routes, "read_tier"), (routes, "read_update"), (handle, "read_update")):
         monkeypatch.setattr(module, name, noting("read", getattr(module, name)))
     monkeypatch.setattr(request, "read_tier", noting("read", request.read_tier))
-    for module in (operations, request):
+    for module in (handle, request):
         monkeypatch.setattr(module, "sum_tiers", noting("add up", module.sum_tiers))
     monkeypatch.setattr(phase_vectors, "content_key", noting("hash", phase_vectors.content_key))
-    monkeypatch.setattr(operations, "to_wire", noting("pack", operations.to_wire))
+    monkeypatch.setattr(handle, "to_wire", noting("pack", handle.to_wire))
     return found
 
 

@@ -52,7 +52,7 @@ def test_what_cannot_run_is_refused_at_start(opened: Callable[..., Core], monkey
         opened(max_probe_units=4).start()
     core = opened()
     rule = read_rule("listed", {"applies_to": "all", "when": "always", "then": "observe"}, core.core.state.steerable)
-    core.core.operator.rules.register(rule)
+    core.core.operator.register_rule(rule)
     with pytest.raises(ConfigError, match="'listed' has the name of a rule"):
         core.start()
 
