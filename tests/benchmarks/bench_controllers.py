@@ -182,8 +182,8 @@ class Engine:
         )
         if mode.has_rule:
             gate = own_gate(GateScope.THIS, self.rng)
-            self.core.operator.rules.register(Rule(gate=gate, applies_to=AppliesTo.ALL))
-        facts, rules = CoreFacts(model=MODEL), self.core.operator.rules
+            self.core.operator.register_rule(Rule(gate=gate, applies_to=AppliesTo.ALL))
+        facts, rules = CoreFacts(model=MODEL), self.core.operator.set_beside
         self.core.start(open_controllers(config, facts, self.core.state, self.core.reservations, rules, services))
         self.notes = StepNotes(self.scheduler, "steering", self.core)
         services.open(self.core)
@@ -204,8 +204,7 @@ class Engine:
         """Run a step of `count` rows of each request."""
         output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(self.requests, count))
         start = self._start()
-        deciding: Any = self.notes.deciding
-        attach_orders("steering", deciding, output)  # type: ignore[arg-type]
+        attach_orders("steering", self.core, output)  # type: ignore[arg-type]
         core_s = time.perf_counter() - start
 
         orders = getattr(output, ORDERS_ATTRIBUTE, None)

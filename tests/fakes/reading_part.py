@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headgate.capture.engine.contracts.core_part import CorePart
 from headgate.capture.engine.contracts.parts import PARTS, Part
-from headgate.capture.engine.contracts.request_part import PartRequest
+from headgate.capture.engine.contracts.request_part import PartRequest, PartRequestReader
 from headgate.capture.schema.errors import RequestError
 
 PART = "reading"
@@ -66,8 +67,8 @@ def forget_parts() -> None:
     sampling_params.nested_names.cache_clear()
 
 
-class ReadingCore:
-    """Implements `CorePart` and `ReadingCore`: every request may run, and no row is told twice."""
+class ReadingCore(CorePart):
+    """Every request may run, and no row is told twice."""
 
     def __init__(self) -> None:
         self._next: dict[str, int] = {}
@@ -114,8 +115,8 @@ class ReadingCore:
     def begin_again(self, req_id: str) -> None: ...
 
 
-class RowsReader:
-    """Implements `PartRequestReader` and `NotesReader`."""
+class RowsReader(PartRequestReader):
+    """Notes are the rows."""
 
     def read(self, values: Mapping[str, Any]) -> PartRequest | None:
         asked = values.get("return_rows", False)
@@ -141,13 +142,14 @@ class RowsReader:
 
 
 class ReadingRequests:
-    """Implements `RequestPart` and `AnsweringPart`."""
+    """Implements `RequestPart`."""
 
     fields: Mapping[str, str] = {
         "return_rows": "Whether to tell the rows.",
         "every_row": "Whether none may come from the cache.",
     }
     answer_fields: Mapping[str, str] = {"return_rows": "rows"}
+    nested: Mapping[str, Sequence[str]] = {}
     how_to_start = "Configure it."
     names_method = "names"
     check_method = "names"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
+from typing import NamedTuple, Protocol, TypedDict
 
 from headgate.capture.schema.action_sink import Submitted
 from headgate.capture.schema.batch import Document
@@ -111,8 +111,24 @@ class CoreAnswer(TypedDict, total=False):
     error: CoreRefusal
 
 
+class Decided(NamedTuple):
+    """Decisions of a part about requests, after a step.
+
+    Attributes:
+        endings: Requests that end now, each with the ``stop_reason`` that its client receives.
+        notes: As `CorePart.take_readings` returns them.
+    """
+
+    endings: Mapping[str, str]
+    notes: Mapping[str, object]
+
+
 class CorePart(Protocol):
-    """A part in one engine core. On the engine thread unless said otherwise."""
+    """A part in one engine core. On the engine thread unless said otherwise.
+
+    Its half in the workers may read steps (`worker_hooks.WorkerHooks.headgate_step_readings`); it takes what they read,
+    decides from that what later steps do, and describes to capture consumers how the rows of a request came about.
+    """
 
     def accept(self, req_id: str, wire: Document | None, num_prompt: int) -> Document | None:
         """Take a request in. Input thread; `forget` or `release` follow exactly if this returns.
@@ -181,11 +197,6 @@ class CorePart(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class ReadingCore(Protocol):
-    """A `CorePart` whose half in the workers reads steps (`worker_hooks.WorkerHooks.headgate_step_readings`)."""
-
     def take_readings(self, readings: Document, discarded: Collection[str]) -> Mapping[str, object]:
         """Take what one step read. Engine thread, in the order of the steps, before its tokens are looked at.
 
@@ -197,7 +208,7 @@ class ReadingCore(Protocol):
 
         Returns:
             A note for each request that the front end is to be sent something of: plain values and bytes, by id. They
-            come with the request's next output, and reach its `request_part.NotesReader`; notes of requests whose
+            come with the request's next output, and reach its `request_part.PartRequestReader`; notes of requests whose
             `request_part.PartRequest` does not want them are dropped.
         """
         ...
@@ -210,16 +221,10 @@ class ReadingCore(Protocol):
         Returns:
             A note as those of `take_readings`; None if nothing was read.
         """
-        ...
-
-
-@runtime_checkable
-class DescribingCore(ReadingCore, Protocol):
-    """A `ReadingCore` that describes to capture consumers how the rows of a request came about."""
+        return None
 
     def describe(self, req_id: str, num_prompt: int) -> None:
         """Follow a request that captures, after `accept`, whether or not it asks for notes. Input thread."""
-        ...
 
     def description(self, req_id: str) -> Callable[[int], Document] | None:
         """Return what is to be reported of a request that is followed and ends now; None if nothing was read or
@@ -229,28 +234,11 @@ class DescribingCore(ReadingCore, Protocol):
         It returns plain values; a list in them whose length is that of their ``positions``, and which has numbers or
         None, is by row.
         """
-        ...
-
-
-class Decided(NamedTuple):
-    """Decisions of a part about requests, after a step.
-
-    Attributes:
-        endings: Requests that end now, each with the ``stop_reason`` that its client receives.
-        notes: As `ReadingCore.take_readings` returns them.
-    """
-
-    endings: Mapping[str, str]
-    notes: Mapping[str, object]
-
-
-@runtime_checkable
-class DecidingCore(ReadingCore, Protocol):
-    """A `ReadingCore` that decides, from what was read, what later steps do."""
+        return None
 
     def decide(self) -> Decided | None:
         """Decide. Engine thread, once after each step, when its tokens were taken. None reports nothing."""
-        ...
+        return None
 
     def orders(self, scheduled: Mapping[str, int]) -> Document | None:
         """Return what the workers are to follow from a step on that was just scheduled; None if nothing.
@@ -262,4 +250,4 @@ class DecidingCore(ReadingCore, Protocol):
             Plain values, bytes and numpy arrays that are not written to after that, for
             `worker_hooks.WorkerHooks.headgate_ordered` of the same part in every worker.
         """
-        ...
+        return None

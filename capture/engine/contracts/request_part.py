@@ -13,7 +13,7 @@ import dataclasses
 from argparse import Namespace
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headgate.capture.schema.batch import Document
 from headgate.capture.schema.consumer import ModelInfo
@@ -46,7 +46,7 @@ class PartRequest:
         field: A field of the part that the request set, for errors that concern all of it.
         names: Registered names that it refers to, each with the field that names it.
         content: The same as `wire`, as the part itself knows it.
-        wants_notes: The part's notes about the request's steps come with its outputs; its reader is a `NotesReader`.
+        wants_notes: The part's notes about the request's steps come with its outputs: see its reader's `read_notes`.
         reads_every_row: Every row of the prompt is to be forwarded: blocks in the prefix cache are not read.
         owned_field: Field whose content belongs to the client that sent it; None if none does. The reader of requests
             puts that client's name into `wire`, as ``owner``; the part's own reader does not know who asks.
@@ -99,40 +99,30 @@ class PartRequestReader(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class SourceReader(Protocol):
-    """A `PartRequestReader` whose fields may name rows that earlier requests have kept."""
-
     def has_sources(self, values: Document) -> bool:
-        """Whether fields that a request set name kept rows, as far as one can see without reading them."""
-        ...
+        """Whether fields that a request set name rows that earlier requests kept, as far as can be seen unread."""
+        return False
 
     def read_with(self, values: Document, find: FindKept) -> PartRequest | None:
-        """Do as `PartRequestReader.read`, with the rows that `find` returns. In the context of the client's call.
+        """Do as `read`, with the rows that `find` returns. In the context of the client's call.
 
         Raises:
             RequestError: Naming the field that is wrong.
         """
-        ...
-
-
-@runtime_checkable
-class NotesReader(Protocol):
-    """A `PartRequestReader` that makes values for a request's outputs of the notes that came from the engine core."""
+        raise NotImplementedError
 
     def read_notes(self, wanted: PartRequest, notes: Sequence[Any], end: int | None) -> Document:
-        """Return values by name, each a name of `AnsweringPart.answer_fields`: of JSON, so that servers can write them.
+        """Return values for a request's outputs, of JSON, by names of `RequestPart.answer_fields`.
 
         Args:
             wanted: The request.
-            notes: About one of its samples, in order, as `core_part.ReadingCore` returned them; tuples may have become
+            notes: About one of its samples, in order, as `core_part.CorePart` returned them; tuples may have become
                 lists. Of an output of new tokens alone those since the last such output, of other outputs all; none
                 if there are no new ones.
             end: Tokens of the prompt and of the output that were kept, if the output is the sample's last; else None.
                 Rows at positions from ``end - 1`` on belong to no token that was kept.
         """
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,32 +145,6 @@ Operation = Generator[CoreCall, Sequence[Any], Result]
 """A user's call as a generator: it yields calls, is sent each engine core's answer, and returns the result."""
 
 
-@runtime_checkable
-class AnsweringPart(Protocol):
-    """A `RequestPart` with fields that ask for something in the answer.
-
-    Attributes:
-        answer_fields: Those fields, each with the name that the answer has for it: of an attribute of each sample's
-            ``CompletionOutput``, and of a key of each choice. False is as good as absent in them.
-    """
-
-    @property
-    def answer_fields(self) -> Mapping[str, str]: ...
-
-
-@runtime_checkable
-class NestingPart(Protocol):
-    """A `RequestPart` within whose fields names are read that look like fields themselves.
-
-    Attributes:
-        nested: Those names, each with the fields that have it within them. Beside one of these it is refused; where
-            there is none it belongs to another client.
-    """
-
-    @property
-    def nested(self) -> Mapping[str, Sequence[str]]: ...
-
-
 class RequestPart(Protocol):
     """A part's fields of requests, its settings, and what it offers to users.
 
@@ -190,7 +154,18 @@ class RequestPart(Protocol):
         names_method: Method of the part in the engine core that lists the registered names: objects with a "name".
         check_method: Method of the part in the engine core that refuses a request which could not run now; its
             arguments are ``spec``, a `PartRequest.wire`, and `field`.
+        answer_fields: Fields that ask for something in the answer, each with the name that the answer has for it: of
+            an attribute of each sample's ``CompletionOutput``, and of a key of each choice. False is as good as absent
+            in them.
+        nested: Names that are read within the part's fields and look like fields themselves, each with the fields that
+            have it within them. Beside one of these it is refused; where there is none it belongs to another client.
     """
+
+    @property
+    def answer_fields(self) -> Mapping[str, str]: ...
+
+    @property
+    def nested(self) -> Mapping[str, Sequence[str]]: ...
 
     @property
     def fields(self) -> Mapping[str, str]: ...

@@ -146,7 +146,7 @@ class WorkerHooks:
         """Stop a request, which may be a plain one: it has no further steps. How it ended may be known only later."""
 
     def headgate_ordered(self, part: str, orders: Document) -> None:
-        """Follow what the engine core decided (`core_part.DecidingCore.orders`), before a step is laid out.
+        """Follow what the engine core decided (`core_part.CorePart.orders`), before a step is laid out.
 
         Every rank gets the same, with the same step. A part passes over the orders of others.
         """

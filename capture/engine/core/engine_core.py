@@ -186,8 +186,7 @@ class EngineCoreAdapter:
 
     def attach_orders(self, scheduler_output: SchedulerOutput) -> None:
         """Attach what the part has decided to a step that was just scheduled."""
-        if self.notes.deciding is not None:
-            step_notes.attach_orders(self._name, self.notes.deciding, scheduler_output)
+        step_notes.attach_orders(self._name, self._part, scheduler_output)
 
     def withdraw(self, req_ids: Collection[str] | None, status: object) -> list[Request]:
         """End those of `req_ids` (None: all) that wait; return them, as the scheduler returns its own."""

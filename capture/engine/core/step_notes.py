@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from headgate.capture.engine import vllm_names
-from headgate.capture.engine.contracts.core_part import CorePart, DecidingCore, DescribingCore, ReadingCore
+from headgate.capture.engine.contracts.core_part import CorePart
 from headgate.capture.engine.contracts.wire_format import NOTES_KEY, ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, wants_notes
 from headgate.capture.engine.core import part_services
 from headgate.capture.engine.vllm_names import WORKS_WITH
@@ -24,7 +24,7 @@ from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import UnsupportedError
 
 
-def attach_orders(name: str, part: DecidingCore, scheduler_output: SchedulerOutput) -> None:
+def attach_orders(name: str, part: CorePart, scheduler_output: SchedulerOutput) -> None:
     """Attach to a step that was just scheduled what the part of that name has decided for its requests."""
     orders = part.orders(scheduler_output.num_scheduled_tokens)
     if orders is not None:
@@ -80,21 +80,16 @@ class StepNotes:
         scheduler: vLLM's.
         name: The part's.
         part: Its half in the engine core.
-
-    Attributes:
-        deciding: The part, if it decides what later steps do. Asked here once: it takes a while to find out.
     """
 
     def __init__(self, scheduler: Scheduler, name: str, part: CorePart) -> None:
         self._scheduler = scheduler
         self._name = name
-        self._part = part if isinstance(part, ReadingCore) else None
-        self.deciding = part if isinstance(part, DecidingCore) else None
+        self._part = part
         self._kept: dict[str, list[object]] = {}
         """In order, by request."""
         self._wanting: dict[str, bool] = {}
         """Whether notes are wanted, of requests that notes have come about."""
-        self._describing = part if isinstance(part, DescribingCore) else None
         self._outdated: dict[str, int] = {}
         """Steps in flight whose rows of a request do not count, since its prompt has begun again."""
         self._is_in_step = False
@@ -112,8 +107,7 @@ class StepNotes:
         self._is_in_step = True
         try:
             made: dict[int, CoreOutputs] = original(self._scheduler, scheduler_output, output)
-            if self.deciding is not None:
-                self._decide(self.deciding, made)
+            self._decide(made)
             if self._kept:
                 self._attach(made.values())
         finally:
@@ -139,22 +133,21 @@ class StepNotes:
         """
         if num_in_flight:
             self._outdated[req_id] = num_in_flight
-        if self._part is not None and (note := self._part.begin_again(req_id)) is not None:
+        if (note := self._part.begin_again(req_id)) is not None:
             self._keep(req_id, note)
 
     def describe(self, req_id: str, num_prompt: int) -> None:
         """Let the part follow a request that captures. Input thread."""
-        if self._describing is not None:
-            self._describing.describe(req_id, num_prompt)
+        self._part.describe(req_id, num_prompt)
 
     def description(self, req_id: str) -> Callable[[int], Document]:
         """Return a function of how many tokens of a capturing request were kept: what there is to report, by part."""
-        found = None if self._describing is None else self._describing.description(req_id)
+        found = self._part.description(req_id)
         return nothing_noted if found is None else lambda end: {self._name: found(end)}
 
-    def _decide(self, part: DecidingCore, made: dict[int, CoreOutputs]) -> None:
+    def _decide(self, made: dict[int, CoreOutputs]) -> None:
         """Let the part decide after a step whose outputs are `made`, and end the requests that it ends."""
-        decided = part.decide()
+        decided = self._part.decide()
         if decided is None:
             return
         for req_id, note in decided.notes.items():
@@ -172,7 +165,7 @@ class StepNotes:
 
     def _take(self, readings: Mapping[str, Document], discarded: Collection[str]) -> None:
         for name, document in readings.items():
-            if name != self._name or self._part is None:
+            if name != self._name:
                 raise AssertionError(f"nothing in this engine core takes the readings of part {name!r}")
             for req_id, note in self._part.take_readings(document, discarded).items():
                 if req_id not in discarded:

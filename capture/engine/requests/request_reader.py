@@ -11,12 +11,10 @@ from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.request_part import (
     CoreCall,
     Known,
-    NotesReader,
     Operation,
     PartRequest,
     PartRequestReader,
     RequestPart,
-    SourceReader,
 )
 from headgate.capture.engine.contracts.wire_format import OVERLOADED
 from headgate.capture.engine.core.core_calls import lift
@@ -182,16 +180,14 @@ class RequestReader:
         found: dict[str, PartRequest | None] = {}
         for name, part in request_parts().items():
             given = {field: values[field] for field in part.fields if field in values}
-            if given and not _has_sources(self._open(name, part, given).reader, given):
+            if given and not self._open(name, part, given).reader.has_sources(given):
                 found[name] = self._read(name, part, given)
         return found
 
     def _read(self, name: str, part: RequestPart, values: Document) -> PartRequest | None:
         reader = self._open(name, part, values).reader
-        if isinstance(reader, SourceReader) and reader.has_sources(values):
-            wanted = reader.read_with(values, self.find_kept)
-        else:
-            wanted = reader.read(values)
+        has_sources = reader.has_sources(values)
+        wanted = reader.read_with(values, self.find_kept) if has_sources else reader.read(values)
         return None if wanted is None else replace(wanted, wire=lift(wanted.wire))
 
     def find_kept(self, name: str, sample_index: int, field: str) -> KeptRequest:
@@ -262,19 +258,12 @@ def _asks_nothing(params: SamplingParams, capture: FrontEnd | None) -> bool:
     return is_plain(params) and (capture is None or not capture.capture_reader.has_unasked)
 
 
-def _has_sources(reader: PartRequestReader, values: Document) -> bool:
-    return isinstance(reader, SourceReader) and reader.has_sources(values)
-
-
 def read_notes(reader: RequestReader, headgate_request: HeadgateRequest, notes: Notes) -> Document:
     """Return the values that a request gets of the notes that an output of one of its samples brings, by name."""
     values: dict[str, object] = {}
     for name, wanted in headgate_request.parts.items():
         if wanted.wants_notes:
-            part_reader = reader.parts[name].reader
-            if not isinstance(part_reader, NotesReader):
-                raise AssertionError(f"part {name!r} wants notes, and its reader has no method read_notes")
-            values.update(part_reader.read_notes(wanted, notes.by_part.get(name, []), notes.end))
+            values.update(reader.parts[name].reader.read_notes(wanted, notes.by_part.get(name, []), notes.end))
     return values
 
 

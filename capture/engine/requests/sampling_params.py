@@ -27,7 +27,7 @@ from typing import Any, NoReturn, TypeGuard
 import msgspec
 
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.request_part import AnsweringPart, NestingPart, PartRequest
+from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.vllm_names import WORKS_WITH
 from headgate.capture.engine.vllm_types import Function, MadeRequest, SamplingParams
@@ -54,15 +54,13 @@ def all_fields() -> tuple[str, ...]:
 @cache
 def answer_fields() -> Mapping[str, str]:
     """Fields of parts that ask for something in the answer, each with its name there."""
-    parts = [part for part in request_parts().values() if isinstance(part, AnsweringPart)]
-    return {field: name for part in parts for field, name in part.answer_fields.items()}
+    return {field: name for part in request_parts().values() for field, name in part.answer_fields.items()}
 
 
 @cache
 def nested_names() -> Mapping[str, Sequence[str]]:
     """Names that parts read within fields of theirs alone, each with those fields."""
-    parts = [part for part in request_parts().values() if isinstance(part, NestingPart)]
-    return {name: fields for part in parts for name, fields in part.nested.items()}
+    return {name: fields for part in request_parts().values() for name, fields in part.nested.items()}
 
 
 def add_properties(sampling: Any, beam_search: type) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreOutput
 
+from headgate.capture.engine.contracts.core_part import CorePart
 from headgate.capture.engine.core.step_notes import StepNotes, check_carrier
 from headgate.capture.schema.errors import UnsupportedError
 
 WANTS = {"v": 1, "notes": True}
 
 
-class Part:
+class Part(CorePart):
     """Notes for each request of a step the number that the worker read; it writes down who was discarded."""
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Scheduler:
         self.requests: dict[str, Any] = {}
         self.ends: set[str] = set()
         self.silent: set[str] = set()
-        self.part = Part()
+        self.part = Part()  # type: ignore[abstract]
         self.notes = StepNotes(self, "reading", self.part)  # type: ignore[arg-type]
 
     def add(self, req_id: str, wire: Any = WANTS) -> None:
