@@ -292,7 +292,7 @@ MODE_MASK = 3 << 12
 
 
 class Pool(IntEnum):
-    """Over which rows `Code.LEAF` pools scores: bits 14 and 15 of the code."""
+    """Over which rows `Code.LEAF` pools scores: bits 14 to 17 of the code; 4 to 15 are free for further pools."""
 
     TOKEN = 0 << 14
     EMA = 1 << 14
@@ -300,7 +300,7 @@ class Pool(IntEnum):
     PROMPT_MEAN = 3 << 14
 
 
-POOL_MASK = 3 << 14
+POOL_MASK = 15 << 14
 
 
 class Combine(IntEnum):
