@@ -45,6 +45,7 @@ from headgate.capture.links.messages import (
     copy_part,
     decode,
     encode,
+    end_of,
     numbers,
     pack_group,
     staged,
@@ -352,7 +353,8 @@ class Ledger:
                 continue
             failed[instance] += 1
             if is_far:
-                sender.send_end(request.info, None, instance=instance, stage=self._place.pp_rank)
+                end = end_of(request.info, None, self._place.pp_rank)
+                sender.send_to_consumer(request.info, instance, [encode(end)])
             reporter.report(instance, request.info, CaptureResult(status="error", error=f"{instance}: {reason}"))
         return failed
 
@@ -566,8 +568,6 @@ def open_capture_process(place: WorkerPlace, memory: SharedStaging, reader: int 
     Raises:
         ConfigError: If one of them cannot be opened, or the process cannot be started.
     """
-    from headgate.capture.links.sender import ZmqResultSender
-
     settings = Settings(
         place=place,
         num_rows=memory.num_rows,
@@ -576,7 +576,7 @@ def open_capture_process(place: WorkerPlace, memory: SharedStaging, reader: int 
         num_threads=min(torch.get_num_threads(), MAX_THREADS),
     )
     far = [spec for spec in place.config.consumers if load_configured(spec).location == "driver"]
-    ledger = Ledger(place, place.served, far, partial(ZmqResultSender, keys=place.keys))
+    ledger = Ledger(place, place.served, far, partial(ResultSender, keys=place.keys))
     board = StatsBoard(place.served)
     label = f"Capture {place.pp_rank}" if place.pp_size > 1 else "Capture"
     fds = memory.shared.memory_fd, memory.shared.freed_fd, board.fd

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headgate.capture.delivery.completeness import TokenCheck
 from headgate.capture.delivery.consumer_queue import ConsumerQueue
@@ -26,7 +26,7 @@ from headgate.capture.delivery.delivery import (
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.delivery.row_packets import BlockPart, Packet, RowPool, Splitter, StepCoalescer, join
 from headgate.capture.links.network import NetworkKeys
-from headgate.capture.links.sender import ResultReporter, ResultWatcher
+from headgate.capture.links.sender import ResultReporter, ResultSender, ResultWatcher
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.planning.step_plan import PackGroup
 from headgate.capture.schema.action_sink import NOWHERE, ActionSink, ActionTarget
@@ -42,9 +42,6 @@ from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, M
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, open_consumers
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.host_rows import StagedRows
-
-if TYPE_CHECKING:
-    from headgate.capture.links.sender import ResultSender
 
 
 class Dispatcher:
@@ -334,7 +331,6 @@ def open_local_delivery(place: WorkerPlace, watcher: ResultWatcher | None = None
         ConfigError: If a consumer cannot be opened; consumers opened before it are closed.
     """
     from headgate.capture.links.actions import ActionSender, sink_of
-    from headgate.capture.links.sender import ZmqResultSender
 
     actions: list[ActionSender] = []
 
@@ -361,7 +357,7 @@ def open_local_delivery(place: WorkerPlace, watcher: ResultWatcher | None = None
         make_sink=make_sink,
         only=place.bits,
     )
-    sender = ZmqResultSender(keys=place.keys)
+    sender = ResultSender(keys=place.keys)
     far = {bit: config.consumers[bit] for bit in set(place.served.values()) - {consumer.bit for consumer in opened}}
     context = ConsumerContext(instance_name="", model=model, pp_rank=rank, pp_size=size, versions=versions)
     try:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from headgate.capture.delivery.delivery import CloseReport, DeliveryStats, request_info
 from headgate.capture.planning.step_plan import PackGroup, RequestSpans, SiteSet, count_up
-from headgate.capture.schema.batch import Begin, End, Int64Array, MemoryWanted
+from headgate.capture.schema.batch import Begin, End, FinalState, Int64Array, MemoryWanted
 from headgate.capture.schema.consumer import ReadoutFacts, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult, Origin
@@ -242,6 +242,11 @@ def begin_of(request: RequestInfo, *, instance: str, stage: int, num_stages: int
         stage=stage,
         num_stages=num_stages,
     )
+
+
+def end_of(request: RequestInfo, final: FinalState | None, stage: int, dropped_rows: int = 0) -> End:
+    """Return the message with which a request ends, after its last row, for a consumer in the driver; see `End`."""
+    return End(request.request_id, final, origin_of(request).key, stage, dropped_rows)
 
 
 def read_begin(message: Begin) -> RequestInfo:

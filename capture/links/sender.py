@@ -22,10 +22,19 @@ import numpy as np
 import zmq
 
 from headgate.capture.delivery.consumer_thread import DEFERRED, Deferred
-from headgate.capture.links.messages import Frames, Result, begin_of, encode, encode_rows, origin_of, select_spans
+from headgate.capture.links.messages import (
+    Frames,
+    Result,
+    begin_of,
+    encode,
+    encode_rows,
+    end_of,
+    origin_of,
+    select_spans,
+)
 from headgate.capture.links.network import NetworkKeys
 from headgate.capture.links.peer import GIVE_UP_S, Channel, endpoint_of, rows_address
-from headgate.capture.schema.batch import End, FinalState
+from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.config import MIB, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock, StreamingConsumer
 from headgate.capture.schema.errors import ConsumerError
@@ -115,41 +124,10 @@ class SenderStats:
     lost_messages: int
 
 
-class ResultSender(Protocol):
-    """Sends a worker's results, and the rows for driver-located consumers. Callable from any thread."""
+class ResultSender:
+    """Sends a worker's results, and the rows for driver-located consumers, over ZMQ.
 
-    def send_result(self, reply: str | None, result: Result) -> None:
-        """Send a result without waiting; nowhere if `reply` is None."""
-        ...
-
-    def send_begin(self, request: RequestInfo, *, instance: str, stage: int, num_stages: int) -> None:
-        """Announce a request to the driver-located consumer `instance`, without waiting."""
-        ...
-
-    def send_rows(self, reply: str, blocks: Sequence[RowBlock], *, instance: str, stage: int, timeout_s: float) -> bool:
-        """Send rows of requests that were announced; wait up to `timeout_s` for room. False: they were not sent."""
-        ...
-
-    def send_end(
-        self, request: RequestInfo, final: FinalState | None, *, instance: str, stage: int, dropped_rows: int = 0
-    ) -> None:
-        """Send the end of a request, after its last row, without waiting; see `headgate.capture.schema.batch.End`."""
-        ...
-
-    def stats(self) -> SenderStats:
-        """Counters so far."""
-        ...
-
-    def close(self, timeout_s: float) -> int:
-        """Wait up to `timeout_s` seconds for what was sent to arrive; return how many messages did not.
-
-        Whatever is sent afterwards is ignored.
-        """
-        ...
-
-
-class ZmqResultSender:
-    """`ResultSender` over ZMQ. Opens a channel when an address is first used.
+    Opens a channel when an address is first used.
 
     Threads: any; the lock guards the table of channels, each channel has its own. While there are channels to other
     hosts, a thread of its own mends their connections.
@@ -177,27 +155,32 @@ class ZmqResultSender:
         self._is_closed = False
 
     def send_result(self, reply: str | None, result: Result) -> None:
-        """Send a result without waiting; a payload that is not made of plain values becomes an error."""
+        """Send a result without waiting; nowhere if `reply` is None.
+
+        A payload that is not made of plain values becomes an error.
+        """
         if reply is not None:
             self._send(self._results, reply, [_encode_result(result)], timeout_s=0)
 
-    def send_begin(self, request: RequestInfo, *, instance: str, stage: int, num_stages: int) -> None:
-        """See `ResultSender.send_begin`; the request must have a reply address."""
-        address = rows_address(_reply(request), instance)
-        begin = begin_of(request, instance=instance, stage=stage, num_stages=num_stages)
-        self._send(self._rows, address, [encode(begin)], timeout_s=None)
+    def send_to_consumer(
+        self, request: RequestInfo, instance: str, frames: Frames, *, timeout_s: float | None = None
+    ) -> bool:
+        """Send a message to the driver-located consumer `instance` of the front end that waits for a request.
 
-    def send_rows(self, reply: str, blocks: Sequence[RowBlock], *, instance: str, stage: int, timeout_s: float) -> bool:
-        """See `ResultSender.send_rows`."""
-        frames = encode_rows(blocks, stage=stage)
-        return self._send(self._rows, rows_address(reply, instance), frames, timeout_s=timeout_s)
+        Args:
+            request: The request.
+            instance: The consumer.
+            frames: Of the message: `Begin`, `Rows` or `End`.
+            timeout_s: Seconds to wait for room; None sends it whether or not there is room.
 
-    def send_end(
-        self, request: RequestInfo, final: FinalState | None, *, instance: str, stage: int, dropped_rows: int = 0
-    ) -> None:
-        """See `ResultSender.send_end`."""
-        end = End(request.request_id, final, origin_of(request).key, stage, dropped_rows)
-        self._send(self._rows, rows_address(_reply(request), instance), [encode(end)], timeout_s=None)
+        Returns:
+            False if it was not sent.
+
+        Raises:
+            ConsumerError: If no front end waits for the request.
+        """
+        address = rows_address(reply_of(request), instance)
+        return self._send(self._rows, address, frames, timeout_s=timeout_s)
 
     def stats(self) -> SenderStats:
         """Counters so far."""
@@ -208,7 +191,10 @@ class ZmqResultSender:
             )
 
     def close(self, timeout_s: float) -> int:
-        """See `ResultSender.close`. Close the consumers first."""
+        """Wait up to `timeout_s` seconds for what was sent to arrive; return how many messages did not.
+
+        Whatever is sent afterwards is ignored. Close the consumers first.
+        """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_closed = True
@@ -275,7 +261,12 @@ def _encode_result(message: Result) -> bytes:
         return encode(msgspec.structs.replace(message, result=result))
 
 
-def _reply(request: RequestInfo) -> str:
+def reply_of(request: RequestInfo) -> str:
+    """Return the address of the front end that waits for a request.
+
+    Raises:
+        ConsumerError: If none does.
+    """
     reply = origin_of(request).reply
     if reply is None:
         raise ConsumerError(f"request {request.client_request_id} has no front end that waits for its results")
@@ -304,45 +295,35 @@ class RowSender(StreamingConsumer):
         Raises:
             ConsumerError: If no front end waits for it.
         """
-        _reply(request)  # raises before anything is kept
+        reply_of(request)  # raises before anything is kept
         self._lost_rows[request.request_id] = 0
-        self._sender.send_begin(
-            request,
-            instance=self.context.instance_name,
-            stage=self.context.pp_rank,
-            num_stages=self.context.pp_size,
-        )
+        name, stage = self.context.instance_name, self.context.pp_rank
+        begin = begin_of(request, instance=name, stage=stage, num_stages=self.context.pp_size)
+        self._sender.send_to_consumer(request, name, [encode(begin)])
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         """Send the rows, waiting while the front end does not keep up."""
         deadline = time.monotonic() + self._timeout_s
-        for reply, part in split_by_reply(blocks).items():
-            sent = self._sender.send_rows(
-                reply,
-                part,
-                instance=self.context.instance_name,
-                stage=self.context.pp_rank,
-                timeout_s=max(deadline - time.monotonic(), 0),
-            )
-            if not sent:
+        for part in split_by_reply(blocks).values():
+            request, left_s = part[0].spans[0].request, max(deadline - time.monotonic(), 0)
+            frames = encode_rows(part, stage=self.context.pp_rank)
+            if not self._sender.send_to_consumer(request, self.context.instance_name, frames, timeout_s=left_s):
                 self._count_lost(part)
 
     def finish(self, finished: FinishedRequest) -> Deferred:
         """Pass the end on; the result comes from the front end."""
         lost = self._lost_rows.pop(finished.request.request_id, 0)
-        self._sender.send_end(
-            finished.request,
-            finished.final,
-            instance=self.context.instance_name,
-            stage=self.context.pp_rank,
-            dropped_rows=finished.dropped_rows + lost,
-        )
+        self._end(finished.request, finished.final, finished.dropped_rows + lost)
         return DEFERRED
 
     def abandon(self, request: RequestInfo) -> None:
         """Pass the failure on; the consumer's thread reports it."""
         if self._lost_rows.pop(request.request_id, None) is not None:
-            self._sender.send_end(request, None, instance=self.context.instance_name, stage=self.context.pp_rank)
+            self._end(request, None)
+
+    def _end(self, request: RequestInfo, final: FinalState | None, dropped_rows: int = 0) -> None:
+        frames = [encode(end_of(request, final, self.context.pp_rank, dropped_rows))]
+        self._sender.send_to_consumer(request, self.context.instance_name, frames)
 
     def _count_lost(self, blocks: Sequence[RowBlock]) -> None:
         positions: dict[str, list[int]] = {}
@@ -358,8 +339,8 @@ def split_by_reply(blocks: Sequence[RowBlock]) -> dict[str, list[RowBlock]]:
     """Group blocks by reply address; rows are copied only where a block has several."""
     parts: dict[str, list[RowBlock]] = {}
     for block in blocks:
-        replies = dict.fromkeys(_reply(span.request) for span in block.spans)
+        replies = dict.fromkeys(reply_of(span.request) for span in block.spans)
         for reply in replies:
-            spans = [span for span in block.spans if _reply(span.request) == reply]
+            spans = [span for span in block.spans if reply_of(span.request) == reply]
             parts.setdefault(reply, []).append(block if len(replies) == 1 else select_spans(block, spans))
     return parts

@@ -23,7 +23,7 @@ from headgate.capture.links.hub import Inboxes, ResultHub
 from headgate.capture.links.messages import Result
 from headgate.capture.links.network import Listening, NetworkKeys
 from headgate.capture.links.peer import Channel, endpoint_of
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 from headgate.capture.schema.results import CaptureResult
 
 KEYS = NetworkKeys(b"front ends".ljust(32), b"workers".ljust(32))
@@ -49,7 +49,7 @@ def send_results(reply: str, num_hosts: int, is_far: bool, begin: Any) -> None:
     """Send all results, from as many workers as there are hosts, by turns."""
     if is_far:
         elsewhere()
-    senders = [ZmqResultSender(keys=KEYS) for _ in range(num_hosts)]
+    senders = [ResultSender(keys=KEYS) for _ in range(num_hosts)]
     begin.wait()
     for number in range(NUM_RESULTS):
         senders[number % num_hosts].send_result(

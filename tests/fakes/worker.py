@@ -20,7 +20,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from headgate.capture.engine.setup.hosts import worker_setup
 from headgate.capture.links.messages import Result
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 from headgate.capture.schema.batch import RequestWire
 from headgate.capture.schema.positions import selector_from_wire
 from headgate.capture.schema.results import CaptureResult
@@ -66,7 +66,7 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
         self.device = torch.device("cpu")
         self._requests: dict[str, _Request] = {}
         self._ended: dict[str, _Request] = {}
-        self._sender = ZmqResultSender()
+        self._sender = ResultSender()
         self._pending: Any = None
         self._free_at = 0.0
 

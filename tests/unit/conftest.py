@@ -9,7 +9,7 @@ import pytest
 from zmq.utils import garbage
 
 from headgate.capture.links.hub import ResultHub
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 from tests.deadlines import patience
 
 TIMEOUT_S = patience(30.0)
@@ -38,9 +38,9 @@ def hub(folder: Path) -> Iterator[ResultHub]:
 
 
 @pytest.fixture
-def sender() -> Iterator[ZmqResultSender]:
+def sender() -> Iterator[ResultSender]:
     """A worker's sender."""
-    sender = ZmqResultSender()
+    sender = ResultSender()
     yield sender
     sender.close(0)
 

@@ -12,7 +12,7 @@ import zmq
 from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.links.messages import Result
 from headgate.capture.links.peer import numbering, rows_address
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import CapturedRequest
 from headgate.capture.schema.positions import Named
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("driver_consumers")
 
 
 def test_a_batched_consumer_gets_whole_requests_and_answers_with_live_objects(
-    folder: Path, sender: ZmqResultSender
+    folder: Path, sender: ResultSender
 ) -> None:
     with hosting(folder, WHOLE) as (hub, host):
         worker = Worker(hub, sender, "whole")
@@ -60,7 +60,7 @@ def test_a_batched_consumer_gets_whole_requests_and_answers_with_live_objects(
         assert answer.payload.token_ids.tolist() == [100, 101, 102, 103]
 
 
-def test_a_streaming_consumer_gets_each_step_as_it_comes(folder: Path, sender: ZmqResultSender) -> None:
+def test_a_streaming_consumer_gets_each_step_as_it_comes(folder: Path, sender: ResultSender) -> None:
     with hosting(folder, FLOW) as (hub, host):
         flow(host).behave = lambda name, detail: f"payload of {detail}" if name == "finish" else None
         worker = Worker(hub, sender, "flow")
@@ -82,7 +82,7 @@ def test_a_streaming_consumer_gets_each_step_as_it_comes(folder: Path, sender: Z
     assert flow(host).names()[-1] == "close"
 
 
-def test_samples_of_one_request_are_told_apart(folder: Path, sender: ZmqResultSender) -> None:
+def test_samples_of_one_request_are_told_apart(folder: Path, sender: ResultSender) -> None:
     with hosting(folder, WHOLE) as (hub, _):
         worker = Worker(hub, sender, "whole")
         samples = [
@@ -104,7 +104,7 @@ def test_samples_of_one_request_are_told_apart(folder: Path, sender: ZmqResultSe
         assert results.merged["whole"].num_rows == 8
 
 
-def test_what_a_consumer_raises_is_its_requests_error_and_nobody_elses(folder: Path, sender: ZmqResultSender) -> None:
+def test_what_a_consumer_raises_is_its_requests_error_and_nobody_elses(folder: Path, sender: ResultSender) -> None:
     def refuse_one(captured: CapturedRequest) -> str:
         if captured.request.request_id == "request-1":
             raise ValueError("no reward")
@@ -127,7 +127,7 @@ def test_what_a_consumer_raises_is_its_requests_error_and_nobody_elses(folder: P
 
 
 def test_a_slow_consumer_holds_up_its_worker_and_loses_nothing(folder: Path) -> None:
-    sender, gate, num_steps = ZmqResultSender(window_bytes=2000), Gate(), 200
+    sender, gate, num_steps = ResultSender(window_bytes=2000), Gate(), 200
     spec = CaptureConsumerSpec(name="flow", queue_bytes=1000, overload="drop")
     with hosting(folder, spec) as (hub, host):
         flow(host).behave = at_gate(gate, "write")
@@ -159,9 +159,7 @@ def test_a_slow_consumer_holds_up_its_worker_and_loses_nothing(folder: Path) -> 
     assert sender.close(TIMEOUT_S) == 0
 
 
-def test_a_hung_consumer_fails_its_requests_and_spares_the_other_consumer(
-    folder: Path, sender: ZmqResultSender
-) -> None:
+def test_a_hung_consumer_fails_its_requests_and_spares_the_other_consumer(folder: Path, sender: ResultSender) -> None:
     gate = Gate()
     with hosting(folder, CaptureConsumerSpec(name="flow", max_stall_s=0.05), WHOLE) as (hub, host):
         flow(host).behave = at_gate(gate, "write")
@@ -190,7 +188,7 @@ def test_a_hung_consumer_fails_its_requests_and_spares_the_other_consumer(
         assert result(hub, "flow", "request-2").status == "ok"
 
 
-def test_rows_lost_on_the_way_are_in_the_result(folder: Path, sender: ZmqResultSender) -> None:
+def test_rows_lost_on_the_way_are_in_the_result(folder: Path, sender: ResultSender) -> None:
     with hosting(folder, WHOLE) as (hub, host):
         worker = Worker(hub, sender, "whole")
         request = worker.request()
@@ -209,7 +207,7 @@ def test_rows_lost_on_the_way_are_in_the_result(folder: Path, sender: ZmqResultS
 
 
 def test_a_consumer_of_another_party_may_want_other_positions_at_a_hook_point(
-    folder: Path, sender: ZmqResultSender
+    folder: Path, sender: ResultSender
 ) -> None:
     own = Site(0, HookPoint.PRE_ATTN)
     with hosting(folder, WHOLE) as (hub, host):
@@ -237,7 +235,7 @@ def test_a_consumer_of_another_party_may_want_other_positions_at_a_hook_point(
 
 
 def test_rows_that_the_workers_queue_dropped_are_in_the_result(folder: Path) -> None:
-    sender, gate, num_steps = ZmqResultSender(window_bytes=1), Gate(), 50
+    sender, gate, num_steps = ResultSender(window_bytes=1), Gate(), 50
     with hosting(folder, CaptureConsumerSpec(name="flow", queue_bytes=1)) as (hub, host):
         flow(host).behave = at_gate(gate, "write")
         worker = Worker(hub, sender, "flow")
@@ -259,7 +257,7 @@ def test_rows_that_the_workers_queue_dropped_are_in_the_result(folder: Path) -> 
 
 
 def test_a_request_that_is_abandoned_by_its_worker_is_let_go_of_and_not_answered_twice(
-    folder: Path, sender: ZmqResultSender
+    folder: Path, sender: ResultSender
 ) -> None:
     with hosting(folder, FLOW) as (hub, host):
         is_written = threading.Event()
@@ -289,9 +287,7 @@ def test_a_request_that_is_abandoned_by_its_worker_is_let_go_of_and_not_answered
         assert hub.stats().unknown == 0
 
 
-def test_an_id_that_is_used_again_after_it_was_abandoned_is_a_new_request(
-    folder: Path, sender: ZmqResultSender
-) -> None:
+def test_an_id_that_is_used_again_after_it_was_abandoned_is_a_new_request(folder: Path, sender: ResultSender) -> None:
     with hosting(folder, WHOLE) as (hub, host):
         worker = Worker(hub, sender, "whole")
         request = worker.request()
@@ -308,9 +304,7 @@ def test_an_id_that_is_used_again_after_it_was_abandoned_is_a_new_request(
         assert_rows(whole(host).captured[0], 1, [0, 1, 2, 3])
 
 
-def test_a_request_that_nobody_waits_for_any_more_is_delivered_all_the_same(
-    folder: Path, sender: ZmqResultSender
-) -> None:
+def test_a_request_that_nobody_waits_for_any_more_is_delivered_all_the_same(folder: Path, sender: ResultSender) -> None:
     with hosting(folder, WHOLE) as (hub, host):
         worker, done = Worker(hub, sender, "whole"), threading.Event()
         whole(host).behave = lambda captured: done.set()
@@ -327,7 +321,7 @@ def test_a_request_that_nobody_waits_for_any_more_is_delivered_all_the_same(
         assert_rows(whole(host).captured[0], 1, [0, 1, 2, 3])
 
 
-def test_forged_and_malformed_messages_change_nothing(folder: Path, sender: ZmqResultSender) -> None:
+def test_forged_and_malformed_messages_change_nothing(folder: Path, sender: ResultSender) -> None:
     with hosting(folder, WHOLE) as (hub, host):
         worker = Worker(hub, sender, "whole")
         request = worker.request()

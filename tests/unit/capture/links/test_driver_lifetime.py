@@ -12,7 +12,7 @@ import pytest
 
 from headgate.capture.links.driver import DriverHost
 from headgate.capture.links.hub import ResultHub
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
 from tests.fakes.driver_consumers import FLOW, WHOLE, Worker, config, expect, flow, hosting, result, whole
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.usefixtures("driver_consumers")
 KILLED = """
 import os, signal, sys
 from tests.fakes.driver_consumers import Worker
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 class Hub:
     address = sys.argv[1]
-sender = ZmqResultSender()
+sender = ResultSender()
 worker = Worker(Hub(), sender, "whole")
 request = worker.request()
 worker.begin(request)
@@ -37,7 +37,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_worker_takes_only_its_own_requests_with_it(folder: Path, sender: ZmqResultSender) -> None:
+def test_a_killed_worker_takes_only_its_own_requests_with_it(folder: Path, sender: ResultSender) -> None:
     with hosting(folder, WHOLE) as (hub, host):
         expect(hub, "whole", "request-1", "request-2")
         done = subprocess.run([sys.executable, "-c", KILLED, hub.address], timeout=4 * TIMEOUT_S)
@@ -56,7 +56,7 @@ def test_a_killed_worker_takes_only_its_own_requests_with_it(folder: Path, sende
         assert "shut down before the request had ended" in str(result(hub, "whole", "request-1").error)
 
 
-def test_shutdown_delivers_what_has_arrived_and_leaves_nothing_behind(folder: Path, sender: ZmqResultSender) -> None:
+def test_shutdown_delivers_what_has_arrived_and_leaves_nothing_behind(folder: Path, sender: ResultSender) -> None:
     before, gate = set(threading.enumerate()), Gate()
     hub = ResultHub(folder=str(folder))
     host = DriverHost(config(FLOW), model=MODEL, hub=hub)
@@ -80,7 +80,7 @@ def test_shutdown_delivers_what_has_arrived_and_leaves_nothing_behind(folder: Pa
     assert set(threading.enumerate()) == before
 
 
-def test_shutdown_does_not_wait_for_a_consumer_longer_than_allowed(folder: Path, sender: ZmqResultSender) -> None:
+def test_shutdown_does_not_wait_for_a_consumer_longer_than_allowed(folder: Path, sender: ResultSender) -> None:
     gate = Gate()
     hub = ResultHub(folder=str(folder))
     host = DriverHost(config(CaptureConsumerSpec(name="flow", queue_bytes=1)), model=MODEL, hub=hub)
@@ -131,12 +131,12 @@ import os, sys
 sys.path.insert(0, sys.argv[2])
 from headgate.capture.links.hub import ResultHub
 from headgate.capture.links.driver import open_drivers
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 from tests.fakes.driver_consumers import WHOLE, Worker, config, expect, result, whole
 from tests.fakes.pipeline import MODEL
 
 def use(hub, host, req_id):
-    sender = ZmqResultSender()
+    sender = ResultSender()
     worker = Worker(hub, sender, "whole")
     request = worker.request(req_id)
     expect(hub, "whole", req_id)

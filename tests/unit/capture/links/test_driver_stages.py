@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headgate.capture.links.messages import Result
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 from headgate.capture.schema.consumer import RequestInfo
 from headgate.capture.schema.results import CaptureResult
 from tests.fakes.driver_consumers import FLOW, WHOLE, Worker, assert_rows, expect, flow, hosting, result, whole
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.usefixtures("driver_consumers")
 POSITIONS = [0, 1, 2, 3]
 
 
-def stages(hub: object, sender: ZmqResultSender, instance: str, count: int = 2) -> list[Worker]:
+def stages(hub: object, sender: ResultSender, instance: str, count: int = 2) -> list[Worker]:
     return [Worker(hub, sender, instance, stage=stage, num_stages=count) for stage in range(count)]
 
 
 def test_a_whole_request_has_the_sites_of_all_stages_however_they_are_interleaved(
-    folder: Path, sender: ZmqResultSender
+    folder: Path, sender: ResultSender
 ) -> None:
     with hosting(folder, WHOLE) as (hub, host):
         first, second = stages(hub, sender, "whole")
@@ -49,9 +49,7 @@ def test_a_whole_request_has_the_sites_of_all_stages_however_they_are_interleave
         assert len(whole(host).captured) == 2
 
 
-def test_a_streaming_consumer_gets_a_position_when_all_stages_have_sent_it(
-    folder: Path, sender: ZmqResultSender
-) -> None:
+def test_a_streaming_consumer_gets_a_position_when_all_stages_have_sent_it(folder: Path, sender: ResultSender) -> None:
     with hosting(folder, FLOW) as (hub, host):
         first, second = stages(hub, sender, "flow")
         requests = [stage.request() for stage in (first, second)]
@@ -80,7 +78,7 @@ def test_a_streaming_consumer_gets_a_position_when_all_stages_have_sent_it(
 
 
 def test_a_position_that_one_stage_lost_is_missing_everywhere_and_counted_once(
-    folder: Path, sender: ZmqResultSender
+    folder: Path, sender: ResultSender
 ) -> None:
     with hosting(folder, WHOLE) as (hub, host):
         first, second = stages(hub, sender, "whole")
@@ -99,9 +97,7 @@ def test_a_position_that_one_stage_lost_is_missing_everywhere_and_counted_once(
         assert_rows(whole(host).captured[0], 1, [0, 3])
 
 
-def test_a_stage_without_sites_of_the_request_is_heard_and_not_waited_for(
-    folder: Path, sender: ZmqResultSender
-) -> None:
+def test_a_stage_without_sites_of_the_request_is_heard_and_not_waited_for(folder: Path, sender: ResultSender) -> None:
     with hosting(folder, FLOW) as (hub, host):
         workers = stages(hub, sender, "flow", count=4)
         requests: list[RequestInfo] = [worker.request() for worker in workers]
@@ -119,7 +115,7 @@ def test_a_stage_without_sites_of_the_request_is_heard_and_not_waited_for(
         assert flow(host).names() == ["begin", "write", "finish"]
 
 
-def test_one_stage_that_fails_ends_the_request_with_its_error(folder: Path, sender: ZmqResultSender) -> None:
+def test_one_stage_that_fails_ends_the_request_with_its_error(folder: Path, sender: ResultSender) -> None:
     with hosting(folder, WHOLE) as (hub, host):
         first, second = stages(hub, sender, "whole")
         requests = [stage.request() for stage in (first, second)]

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from headgate.capture.links.hub import OLD_S, ResultHub
 from headgate.capture.links.messages import Result
 from headgate.capture.links.peer import MAX_FAILURES, Inbox
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 from headgate.capture.schema.results import CaptureResult
 from tests.fakes.pipeline import TIMEOUT_S
 from tests.unit.capture.links.test_result_hub import ok, send
@@ -87,7 +87,7 @@ def test_a_thread_that_fails_now_and_then_goes_on(folder: Path, caplog: pytest.L
         if fails.pop() if fails else False:
             raise MemoryError("once")
 
-    sender = ZmqResultSender()
+    sender = ResultSender()
     with caplog.at_level(logging.ERROR):
         inbox = Inbox(f"ipc://{folder}/hub", lambda frames: read.release(), name="reader", watch=watch)
         for key in ("a", "b"):
@@ -125,7 +125,7 @@ def test_a_thread_that_only_fails_gives_up_and_says_so_once(folder: Path) -> Non
 def test_when_results_can_no_longer_come_requests_get_errors_and_nobody_waits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub, sender = ResultHub(folder=str(folder)), ZmqResultSender()
+    hub, sender = ResultHub(folder=str(folder)), ResultSender()
     hub.expect("k1", instances=["files", "more"])
     send(sender, hub, "k1", ok("a"))
     assert sender.close(TIMEOUT_S) == 0
@@ -138,7 +138,7 @@ def test_when_results_can_no_longer_come_requests_get_errors_and_nobody_waits(
         raise MemoryError("no memory")
 
     monkeypatch.setattr(Inbox, "_read", broken)
-    sender = ZmqResultSender()
+    sender = ResultSender()
     send(sender, hub, "k1", ok("b"))
     waiting.join(TIMEOUT_S)
 

@@ -23,7 +23,7 @@ from headgate.capture.links.network import (
     write_keys,
 )
 from headgate.capture.links.peer import FarAddress, endpoint_of, host_id, rows_address
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 from headgate.capture.schema.config import NetworkConfig, parse_network
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from headgate.capture.schema.results import CaptureResult
@@ -48,19 +48,19 @@ def hub(tmp_path: Path) -> Iterator[ResultHub]:
 
 
 @pytest.fixture
-def far_sender() -> Iterator[ZmqResultSender]:
-    made = ZmqResultSender(keys=KEYS)
+def far_sender() -> Iterator[ResultSender]:
+    made = ResultSender(keys=KEYS)
     yield made
     assert made.close(TIMEOUT_S) == 0
 
 
-def send(sender: ZmqResultSender, reply: str, key: str = "k") -> None:
+def send(sender: ResultSender, reply: str, key: str = "k") -> None:
     ok = CaptureResult(status="ok", payload=[1, 2])
     sender.send_result(reply, Result(key=key, req_id="r", instance="files", result=ok))
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_result_comes_from_another_host(hub: ResultHub, far_sender: ZmqResultSender) -> None:
+def test_a_result_comes_from_another_host(hub: ResultHub, far_sender: ResultSender) -> None:
     hub.expect("k", instances=["files"])
 
     send(far_sender, hub.address)
@@ -69,7 +69,7 @@ def test_a_result_comes_from_another_host(hub: ResultHub, far_sender: ZmqResultS
 
 
 def test_a_worker_on_the_hubs_own_host_uses_its_socket_and_needs_no_keys(hub: ResultHub) -> None:
-    sender = ZmqResultSender()
+    sender = ResultSender()
     hub.expect("k", instances=["files"])
 
     send(sender, hub.address)
@@ -81,7 +81,7 @@ def test_a_worker_on_the_hubs_own_host_uses_its_socket_and_needs_no_keys(hub: Re
 
 @pytest.mark.usefixtures("elsewhere")
 def test_a_worker_without_keys_counts_what_it_cannot_send(hub: ResultHub, caplog: pytest.LogCaptureFixture) -> None:
-    sender = ZmqResultSender()
+    sender = ResultSender()
 
     for _ in range(2):
         send(sender, hub.address)
@@ -92,7 +92,7 @@ def test_a_worker_without_keys_counts_what_it_cannot_send(hub: ResultHub, caplog
 
 
 @pytest.mark.usefixtures("elsewhere", "driver_consumers")
-def test_rows_for_a_driver_located_consumer_come_from_another_host(tmp_path: Path, far_sender: ZmqResultSender) -> None:
+def test_rows_for_a_driver_located_consumer_come_from_another_host(tmp_path: Path, far_sender: ResultSender) -> None:
     with hosting(tmp_path, WHOLE, listening=HERE) as (hub, host):
         worker = Worker(hub, far_sender, "whole")
         request = worker.request()

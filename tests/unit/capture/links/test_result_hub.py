@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from headgate.capture.links.hub import MAX_CLOSED_KEYS, Inboxes, ResultHub
 from headgate.capture.links.messages import Result, encode
 from headgate.capture.links.peer import numbering
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 from headgate.capture.schema.batch import Begin, End
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.results import CaptureResult, CaptureResults
@@ -50,7 +50,7 @@ def answer(
     )
 
 
-def send(sender: ZmqResultSender, hub: ResultHub, key: str, result: CaptureResult) -> None:
+def send(sender: ResultSender, hub: ResultHub, key: str, result: CaptureResult) -> None:
     sender.send_result(hub.address, Result(key=key, req_id="r", instance="files", result=result))
 
 
@@ -61,7 +61,7 @@ def raw_socket(address: str) -> zmq.Socket[bytes]:
     return socket
 
 
-def test_a_payload_of_64_mib_arrives(hub: ResultHub, sender: ZmqResultSender) -> None:
+def test_a_payload_of_64_mib_arrives(hub: ResultHub, sender: ResultSender) -> None:
     payload = "0123456789abcdef" * (4 << 20)
     hub.expect("k", instances=["files"])
 
@@ -154,7 +154,7 @@ def test_the_first_of_two_equal_answers_counts(hub: ResultHub) -> None:
     assert hub.wait("k", 0).merged["files"].payload == ["first", "other stage"]
 
 
-def test_answers_after_close_are_ignored_and_nothing_is_kept(hub: ResultHub, sender: ZmqResultSender) -> None:
+def test_answers_after_close_are_ignored_and_nothing_is_kept(hub: ResultHub, sender: ResultSender) -> None:
     hub.expect("late", instances=["files"])
     hub.expect("k", instances=["files"])
     hub.close("late")
@@ -197,7 +197,7 @@ def test_keys_are_known_while_rows_for_them_may_arrive_and_then_forgotten(hub: R
     assert hub.knows("0")
 
 
-def test_forged_and_malformed_messages_are_counted_and_the_hub_goes_on(hub: ResultHub, sender: ZmqResultSender) -> None:
+def test_forged_and_malformed_messages_are_counted_and_the_hub_goes_on(hub: ResultHub, sender: ResultSender) -> None:
     hub.expect("k", instances=["files"])
     socket = raw_socket(hub.address)
     forged = Result(key="guess", instance="files", result=ok("forged"))
@@ -225,7 +225,7 @@ def test_forged_and_malformed_messages_are_counted_and_the_hub_goes_on(hub: Resu
     assert hub.stats().unknown == 1
 
 
-def test_many_waits_on_one_event_loop_end_each_with_its_own(hub: ResultHub, sender: ZmqResultSender) -> None:
+def test_many_waits_on_one_event_loop_end_each_with_its_own(hub: ResultHub, sender: ResultSender) -> None:
     async def run() -> list[object]:
         keys = [f"k{index}" for index in range(50)]
         for key in keys:
@@ -350,7 +350,7 @@ def test_what_opens_with_the_hub_closes_with_it_and_a_failure_leaves_nothing(fol
     assert events == [True, "closed", True, "closed"]
 
 
-def test_waiting_for_results_under_load_takes_little(hub: ResultHub, sender: ZmqResultSender) -> None:
+def test_waiting_for_results_under_load_takes_little(hub: ResultHub, sender: ResultSender) -> None:
     started = time.monotonic()
     for index in range(1000):
         key = f"k{index}"

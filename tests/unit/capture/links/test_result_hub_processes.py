@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headgate.capture.links.hub import ResultHub
 from headgate.capture.links.messages import Result
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 from headgate.capture.schema.results import CaptureResult
 from tests.deadlines import patience
 from tests.unit.capture.links.test_result_hub import keyed, ok, send
@@ -22,8 +22,8 @@ WORKER = """
 import sys
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.links.messages import Result
-from headgate.capture.links.sender import ZmqResultSender
-sender = ZmqResultSender()
+from headgate.capture.links.sender import ResultSender
+sender = ResultSender()
 for line in sys.stdin:
     key, sample, payload = line.split()
     result = CaptureResult(status="ok", payload=payload * 2, num_rows=3)
@@ -52,9 +52,7 @@ def test_a_worker_process_answers(hub: ResultHub) -> None:
     assert hub.stats().results == 3
 
 
-def test_a_killed_worker_leaves_its_requests_pending_and_the_hub_working(
-    hub: ResultHub, sender: ZmqResultSender
-) -> None:
+def test_a_killed_worker_leaves_its_requests_pending_and_the_hub_working(hub: ResultHub, sender: ResultSender) -> None:
     hub.expect("k1", instances=["files"])
     hub.expect("k2", instances=["files"])
     worker = subprocess.Popen([sys.executable, "-c", WORKER, hub.address], stdin=subprocess.PIPE, text=True)
@@ -96,10 +94,10 @@ import os, sys, threading
 from headgate.capture.links.hub import ResultHub
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.links.messages import Result
-from headgate.capture.links.sender import ZmqResultSender
+from headgate.capture.links.sender import ResultSender
 
 def use(hub, key):
-    sender = ZmqResultSender()
+    sender = ResultSender()
     hub.expect(key, instances=["files"])
     sender.send_result(hub.address, Result(key=key, instance="files", result=CaptureResult(status="ok", payload=key)))
     assert hub.wait(key, 30).merged["files"].payload == key
@@ -153,7 +151,7 @@ print(*(hub.wait(f"k{index}", 0).merged["files"].status for index in range(100))
 
 
 def test_a_stopped_front_end_holds_nobody_up_and_gets_what_was_kept_for_it(hub: ResultHub, folder: Path) -> None:
-    sender = ZmqResultSender(window_bytes=100_000)
+    sender = ResultSender(window_bytes=100_000)
     command = [sys.executable, "-c", WAITS, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stopped:
         assert stopped.stdout is not None
@@ -178,6 +176,6 @@ def test_a_stopped_front_end_holds_nobody_up_and_gets_what_was_kept_for_it(hub: 
     assert statuses.count("ok") in (100 - lost, 101 - lost)  # k0 was sent twice
 
 
-def send_to(sender: ZmqResultSender, address: str, key: str) -> None:
+def send_to(sender: ResultSender, address: str, key: str) -> None:
     result = CaptureResult(status="ok", payload=10_000 * "x")
     sender.send_result(address, Result(key=key, req_id="r", instance="files", result=result))

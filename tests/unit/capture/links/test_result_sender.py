@@ -23,7 +23,7 @@ from headgate.capture.links.messages import (
     read_rows,
 )
 from headgate.capture.links.peer import Inbox, rows_address
-from headgate.capture.links.sender import RowSender, ZmqResultSender, split_by_reply
+from headgate.capture.links.sender import ResultSender, RowSender, split_by_reply
 from headgate.capture.schema.batch import Begin, End, FinalState
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import (
@@ -88,8 +88,8 @@ def open_box() -> Iterator[Callable[[str], Box]]:
 
 
 @pytest.fixture
-def sender() -> Iterator[ZmqResultSender]:
-    sender = ZmqResultSender(window_bytes=2000)
+def sender() -> Iterator[ResultSender]:
+    sender = ResultSender(window_bytes=2000)
     yield sender
     sender.close(0)
 
@@ -99,7 +99,7 @@ def reply(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/hub"
 
 
-def send(sender: ZmqResultSender, reply: str | None, result: CaptureResult, *, req_id: str = "r") -> None:
+def send(sender: ResultSender, reply: str | None, result: CaptureResult, *, req_id: str = "r") -> None:
     sender.send_result(reply, Result(key="k", req_id=req_id, instance="files", result=result))
 
 
@@ -132,7 +132,7 @@ def finished(info: RequestInfo, dropped_rows: int = 0) -> FinishedRequest:
     return FinishedRequest(request=info, final=final, dropped_rows=dropped_rows)
 
 
-def remote_sink(sender: ZmqResultSender, *, max_stall_s: float = TIMEOUT_S) -> RowSender:
+def remote_sink(sender: ResultSender, *, max_stall_s: float = TIMEOUT_S) -> RowSender:
     spec = CaptureConsumerSpec(name="reward", max_stall_s=max_stall_s)
     return RowSender(spec, ConsumerContext(instance_name="reward", model=MODEL, pp_rank=1, pp_size=3), sender)
 
@@ -145,9 +145,9 @@ class Summarised:
         return self._summary()
 
 
-def test_results_of_many_threads_arrive(sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]) -> None:
+def test_results_of_many_threads_arrive(sender: ResultSender, reply: str, open_box: Callable[[str], Box]) -> None:
     box = open_box(reply)
-    sender = ZmqResultSender()
+    sender = ResultSender()
 
     def send_many(thread: int) -> None:
         for index in range(100):
@@ -165,7 +165,7 @@ def test_results_of_many_threads_arrive(sender: ZmqResultSender, reply: str, ope
     assert sender.close(TIMEOUT_S) == 0
 
 
-def test_a_result_that_nobody_waits_for_is_not_sent(sender: ZmqResultSender) -> None:
+def test_a_result_that_nobody_waits_for_is_not_sent(sender: ResultSender) -> None:
     send(sender, None, CaptureResult(status="ok"))
 
     assert sender.stats().lost_results == 0
@@ -181,7 +181,7 @@ def test_a_result_that_nobody_waits_for_is_not_sent(sender: ZmqResultSender) -> 
     ],
 )
 def test_a_payload_that_cannot_be_sent_becomes_an_error_that_says_so(
-    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box], payload: object, complaint: str
+    sender: ResultSender, reply: str, open_box: Callable[[str], Box], payload: object, complaint: str
 ) -> None:
     box = open_box(reply)
 
@@ -197,7 +197,7 @@ def test_a_payload_that_cannot_be_sent_becomes_an_error_that_says_so(
 
 
 def test_a_live_payload_is_sent_as_its_summary(
-    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+    sender: ResultSender, reply: str, open_box: Callable[[str], Box]
 ) -> None:
     box = open_box(reply)
 
@@ -206,7 +206,7 @@ def test_a_live_payload_is_sent_as_its_summary(
     assert box.messages(1)[0].result.payload == {"rows": 3}
 
 
-def test_a_front_end_that_is_gone_costs_no_time_and_is_counted(sender: ZmqResultSender, reply: str) -> None:
+def test_a_front_end_that_is_gone_costs_no_time_and_is_counted(sender: ResultSender, reply: str) -> None:
     started = time.monotonic()
     for _ in range(100):
         send(sender, reply, CaptureResult(status="ok", payload="x" * 1000))
@@ -217,7 +217,7 @@ def test_a_front_end_that_is_gone_costs_no_time_and_is_counted(sender: ZmqResult
 
 
 def test_a_front_end_that_does_not_read_bounds_the_memory_and_is_counted(
-    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+    sender: ResultSender, reply: str, open_box: Callable[[str], Box]
 ) -> None:
     box = open_box(reply)
     box.may_read.clear()
@@ -231,7 +231,7 @@ def test_a_front_end_that_does_not_read_bounds_the_memory_and_is_counted(
 
 
 def test_nothing_is_sent_after_close_and_no_error_is_raised(
-    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+    sender: ResultSender, reply: str, open_box: Callable[[str], Box]
 ) -> None:
     box = open_box(reply)
     assert sender.close(TIMEOUT_S) == 0
@@ -242,7 +242,7 @@ def test_nothing_is_sent_after_close_and_no_error_is_raised(
 
 
 def test_a_remote_sink_passes_a_request_on_in_order(
-    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+    sender: ResultSender, reply: str, open_box: Callable[[str], Box]
 ) -> None:
     box, sink, info = open_box(rows_address(reply, "reward")), remote_sink(sender), request("a", reply)
     first, second = rows((info, [0, 1])), rows((info, [2]))
@@ -265,7 +265,7 @@ def test_a_remote_sink_passes_a_request_on_in_order(
 
 
 def test_rows_of_several_front_ends_in_one_write_go_each_to_its_own(
-    sender: ZmqResultSender, tmp_path: Path, open_box: Callable[[str], Box]
+    sender: ResultSender, tmp_path: Path, open_box: Callable[[str], Box]
 ) -> None:
     replies = [f"ipc://{tmp_path}/one", f"ipc://{tmp_path}/two"]
     boxes = [open_box(rows_address(reply, "reward")) for reply in replies]
@@ -289,7 +289,7 @@ def test_rows_of_one_front_end_are_not_copied() -> None:
 
 
 def test_rows_that_a_stuck_front_end_does_not_take_are_told_when_it_moves_again(
-    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+    sender: ResultSender, reply: str, open_box: Callable[[str], Box]
 ) -> None:
     box, sink, info = (
         open_box(rows_address(reply, "reward")),
@@ -314,7 +314,7 @@ def test_rows_that_a_stuck_front_end_does_not_take_are_told_when_it_moves_again(
     assert len(arrived) < 10
 
 
-def test_a_request_that_no_front_end_waits_for_is_refused(sender: ZmqResultSender) -> None:
+def test_a_request_that_no_front_end_waits_for_is_refused(sender: ResultSender) -> None:
     with pytest.raises(ConsumerError, match="request client-a has no front end"):
         remote_sink(sender).begin(request("a", None))
     with pytest.raises(ConsumerError, match="request client-a has no front end"):
@@ -322,7 +322,7 @@ def test_a_request_that_no_front_end_waits_for_is_refused(sender: ZmqResultSende
 
 
 def test_an_abandoned_request_is_announced_once_and_only_if_it_was_begun(
-    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+    sender: ResultSender, reply: str, open_box: Callable[[str], Box]
 ) -> None:
     box, sink = open_box(rows_address(reply, "reward")), remote_sink(sender)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headgate.capture.links.hub import ResultHub
-from headgate.capture.links.sender import RowSender, ZmqResultSender
+from headgate.capture.links.sender import ResultSender, RowSender
 from headgate.capture.schema.consumer import ConsumerContext
 from headgate.capture.schema.registry import OpenConsumer
 from headgate.capture.schema.sites import Site
@@ -29,7 +29,7 @@ def working(
     sites: tuple[Site, ...] = SITES, *, stage: int = 0, num_stages: int = 1, declared: Sequence[Declared] = ()
 ) -> Iterator[World]:
     """A worker whose only consumer is ``whole``, in the front end."""
-    sender, staging = ZmqResultSender(), make_staging(sites, declared=declared)
+    sender, staging = ResultSender(), make_staging(sites, declared=declared)
     context = ConsumerContext(instance_name="whole", model=MODEL, pp_rank=stage, pp_size=num_stages)
     session = local_session(
         config=config(WHOLE),

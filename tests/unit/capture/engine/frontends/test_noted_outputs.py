@@ -212,13 +212,6 @@ def test_an_output_processor_that_makes_outputs_otherwise_is_refused() -> None:
         output_processor.check_methods(Other, RequestOutputCollector)
 
 
-def test_a_part_that_wants_notes_and_cannot_read_them_is_a_bug() -> None:
-    parts: Any = {"reading": OpenPart("reading", PART, SimpleNamespace())}  # type: ignore[arg-type]
-
-    with pytest.raises(AssertionError, match="no method read_notes"):
-        put_values(request_output(completion()), RequestReader(None, parts), ASKS)
-
-
 def test_outputs_have_none_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     class Output:
         """vLLM's class."""
