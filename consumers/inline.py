@@ -27,8 +27,9 @@ from headgate.capture.schema.consumer import (
     SpecContext,
     StreamingConsumer,
     parse_client_spec,
+    read_params,
 )
-from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.errors import CaptureFileError, ConsumerError, RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.captured_rows import rows_at
@@ -266,10 +267,4 @@ def fetch_rows(payload: Mapping[str, Any]) -> InlineRows:
 
 
 def _parse(params: Mapping[str, Any]) -> InlineParams:
-    try:
-        parsed = msgspec.convert(dict(params), InlineParams)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"inline: {error}") from error
-    if parsed.max_bytes < 1:
-        raise ConfigError(f"inline: max_bytes must be at least 1, got {parsed.max_bytes}")
-    return parsed
+    return read_params(InlineParams, params, "inline", max_bytes=1)

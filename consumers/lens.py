@@ -36,11 +36,12 @@ from headgate.capture.schema.consumer import (
     RunningRequests,
     SpecContext,
     StreamingConsumer,
+    check_fields,
     check_ids,
-    paths_as_text,
+    parse_selector,
+    read_params,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
-from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.results import CHUNK_VALUES
 from headgate.capture.schema.sites import HookPoint, Site, parse_configured
 from headgate.capture.schema.spec import CaptureSpec
@@ -123,12 +124,7 @@ def parse_params(params: Mapping[str, Any]) -> _Settings:
     Raises:
         ConfigError: Naming the parameter.
     """
-    if isinstance(given := params.get("lenses"), Mapping):
-        params = {**params, "lenses": paths_as_text(given)}
-    try:
-        parsed = msgspec.convert(dict(params), LensParams)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"lens: {error}") from error
+    parsed = read_params(LensParams, params, "lens")
     for name, least, most in (("max_top", 1, _MAX_ASKED), ("max_tokens", 0, _MAX_ASKED), ("max_values", 1, 1 << 30)):
         if not least <= getattr(parsed, name) <= most:
             raise ConfigError(f"lens: {name}: expected a number from {least} to {most}, got {getattr(parsed, name)}")
@@ -154,11 +150,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         RequestError: Naming the field.
     """
     settings = context.parsed_params(parse_params)
-    if not isinstance(raw, Mapping):
-        raise RequestError(context.field, f'expected an object such as {{"lens": "{LOGIT}"}}, got {shown(raw)}')
-    unknown = next((key for key in raw if key not in FIELDS), None)
-    if unknown is not None:
-        raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {', '.join(FIELDS)}")
+    raw = check_fields(raw, context, FIELDS, f'such as {{"lens": "{LOGIT}"}}')
     name = _name(raw.get(LENS, LOGIT), settings, f"{context.field}.{LENS}")
     sites = _sites(raw.get("layers", "all"), name, settings, context)
     most = settings.params.max_top
@@ -171,11 +163,10 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         raise RequestError(f"{context.field}.{WORDS_ONLY}", "the engine was started without a tokenizer")
     if not top and not tokens:
         raise RequestError(f"{context.field}.{TOP}", "is 0, and there are no tokens: nothing is asked")
-    parse = partial(parse_positions, context_length=context.model.context_length, takes_several=True)
     sha256 = settings.lenses[name].sha256 if name in settings.lenses else None
     return CaptureSpec(
         sites=sites,
-        positions=context.parsed_once(raw.get("positions", "all"), "positions", parse),
+        positions=parse_selector(raw, context),
         options={LENS: name, "sha256": sha256, TOP: top, TOKENS: tokens, WORDS_ONLY: words_only},
         arguments=(settings.names.index(name), int(words_only), top, *tokens),
     )

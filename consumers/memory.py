@@ -25,6 +25,7 @@ from headgate.capture.schema.consumer import (
     SpecContext,
     StreamingConsumer,
     parse_client_spec,
+    read_params,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.results import MAX_KEPT_NAME
@@ -325,11 +326,7 @@ class BytesInUse:
 
 
 def _parse(params: Mapping[str, Any]) -> MemoryParams:
-    try:
-        parsed = msgspec.convert(dict(params), MemoryParams)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"memory: {error}") from error
-    for name in ("max_bytes", "keep_bytes", "keep_key_bytes", "keep_s"):
-        if not getattr(parsed, name) > 0:
-            raise ConfigError(f"memory: {name} must be above 0, got {getattr(parsed, name)}")
+    parsed = read_params(MemoryParams, params, "memory", max_bytes=1, keep_bytes=1, keep_key_bytes=1)
+    if not parsed.keep_s > 0:
+        raise ConfigError(f"memory: keep_s must be above 0, got {parsed.keep_s}")
     return parsed

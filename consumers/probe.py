@@ -21,11 +21,12 @@ from headgate.capture.schema.consumer import (
     RowBlock,
     SpecContext,
     StreamingConsumer,
-    paths_as_text,
+    check_fields,
+    parse_selector,
+    read_params,
     select_sites,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
-from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.sites import Site, site_map, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 
@@ -55,17 +56,9 @@ def parse_params(params: Mapping[str, Any]) -> tuple[ProbeParams, dict[str, Prob
     Raises:
         ConfigError: Naming the parameter.
     """
-    given = params.get(PROBES)
-    if isinstance(given, Mapping):
-        params = {**params, PROBES: paths_as_text(given)}
-    try:
-        parsed = msgspec.convert(dict(params), ProbeParams)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"probe: {error}") from error
+    parsed = read_params(ProbeParams, params, "probe", max_scores=1)
     if not parsed.probes:
         raise ConfigError('probe: probes: name at least one, {"anger": "anger.safetensors"}')
-    if parsed.max_scores < 1:
-        raise ConfigError(f"probe: max_scores must be at least 1, got {parsed.max_scores}")
     return parsed, {name: _read(name, path) for name, path in parsed.probes.items()}
 
 
@@ -86,17 +79,12 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         RequestError: Naming the field; also if the server cannot capture the site of a probe.
     """
     _, known = parse_params(context.params)
-    if not isinstance(raw, Mapping):
-        raise RequestError(context.field, f'expected an object such as {{"probes": [NAME]}}, got {shown(raw)}')
-    unknown = next((key for key in raw if key not in FIELDS), None)
-    if unknown is not None:
-        raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {', '.join(FIELDS)}")
+    raw = check_fields(raw, context, FIELDS, 'such as {"probes": [NAME]}')
     names = _names(raw.get(PROBES, list(known)), known, f"{context.field}.{PROBES}")
     hooks = site_map(sort_sites({known[name].site for name in names}))
-    parse = partial(parse_positions, context_length=context.model.context_length, takes_several=True)
     return CaptureSpec(
         sites=select_sites(hooks, context),
-        positions=context.parsed_once(raw.get("positions", "all"), "positions", parse),
+        positions=parse_selector(raw, context),
         options={PROBES: {name: known[name].sha256 for name in names}},
     )
 
@@ -268,12 +256,7 @@ def _check(name: str, probe: Probe, model: ModelInfo) -> None:
             f"probe: probes.{name}: reads rows of {probe.hidden_size} values; the model has {width} at "
             f"{probe.site.name}"
         )
-    if probe.site not in model.sites:
-        configured = ", ".join(one.name for one in model.sites[:5])
-        raise ConfigError(
-            f"probe: probes.{name}: its site {probe.site.name} is not captured here, but {configured}, ...; add it to "
-            "capture.sites"
-        )
+    model.check_captured(probe.site, f"probe: probes.{name}")
 
 
 def _scores_document(probe: Probe, scores: Scores) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from headgate.capture.schema.consumer import (
     RowBlock,
     SpecContext,
     StreamingConsumer,
-    paths_as_text,
+    check_fields,
+    read_params,
     select_sites,
 )
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError, shown
@@ -112,10 +113,10 @@ def parse_params(params: Mapping[str, Any]) -> RewardParams:
     Raises:
         ConfigError: Naming the parameter.
     """
+    parsed = read_params(RewardParams, params, "reward")
     try:
-        parsed = msgspec.convert(paths_as_text(params), RewardParams)
         hook = parse_hook(parsed.hook, "hook")
-    except (msgspec.ValidationError, RequestError) as error:
+    except RequestError as error:
         raise ConfigError(f"reward: {error}") from error
     if (parsed.direction is None) == (not parsed.directions):
         raise ConfigError("reward: give either direction, a file, or directions, {name: file}")
@@ -137,11 +138,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         RequestError: Naming the field; also if the server cannot capture the configured site.
     """
     params = context.parsed_params(parse_params)
-    if not isinstance(raw, Mapping):
-        raise RequestError(context.field, f'expected an object such as {{"direction": NAME}}, got {shown(raw)}')
-    unknown = next((key for key in raw if key != DIRECTION), None)
-    if unknown is not None:
-        raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {DIRECTION}")
+    raw = check_fields(raw, context, (DIRECTION,), 'such as {"direction": NAME}')
     name = raw.get(DIRECTION, params.default_name)
     if not isinstance(name, str) or name not in params.files:
         known = ", ".join(sorted(params.files))
@@ -315,11 +312,7 @@ class RewardConsumer(StreamingConsumer):
 def _directions(settings: RewardParams, model: ModelInfo) -> Float64Array:
     """Every direction, float64 ``[hidden, directions]``, rounded to the dtype of the parameters."""
     site = settings.site(model.num_layers)
-    if site not in model.sites:
-        configured = ", ".join(one.name for one in model.sites[:5])
-        raise ConfigError(
-            f"reward: site {site.name} is not captured here, but {configured}, ...; add it to capture.sites"
-        )
+    model.check_captured(site, "reward")
     found = [read_direction(Path(path).expanduser(), site, model.shape(site).width) for path in settings.files.values()]
     return np.stack(found, axis=1).astype(settings.dtype).astype(np.float64)
 

@@ -23,11 +23,12 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -248,6 +249,18 @@ class ModelInfo:
         """The shapes of sites whose rows have another width or dtype than those of the stream."""
         whole = {site: SiteShape(shape.width, shape.dtype) for site, shape in self.shapes.items()}
         return {site: shape for site, shape in whole.items() if shape != self.stream}
+
+    def check_captured(self, site: Site, what: str) -> None:
+        """Refuse a site that is not captured here.
+
+        Raises:
+            ConfigError: With `what` it is for.
+        """
+        if site not in self.sites:
+            configured = ", ".join(one.name for one in self.sites[:5])
+            raise ConfigError(
+                f"{what}: its site {site.name} is not captured here, but {configured}, ...; add it to capture.sites"
+            )
 
     def position_bytes(self, sites: Sequence[Site], readouts: Mapping[Site, ReadoutFacts] | None = None) -> int:
         """Return the bytes of one position at some sites: of a row at each, or of the outputs of its readout."""
@@ -569,8 +582,15 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
 
     @classmethod
     def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
-        """Return the spec that applies to every request; None for nothing."""
-        return None
+        """Return the spec that applies to every request; None for nothing.
+
+        By default that of a request with the parameters ``hooks`` and ``positions``, if `global_spec_param` is
+        ``hooks``.
+        """
+        if cls.global_spec_param != "hooks" or (hooks := context.params.get("hooks")) is None:
+            return None
+        raw = {"hooks": hooks, "positions": context.params.get("positions", "all")}
+        return cls.validate_client_spec(raw, replace(context, owner=None))  # the rows are the operator's
 
     @classmethod
     def readouts(cls, params: Mapping[str, Any], model: ModelInfo) -> Mapping[Site, Readout]:
@@ -669,9 +689,56 @@ class RunningRequests(Generic[Kept]):
             self._by_sample.clear()
 
 
-def paths_as_text(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters whose values may be paths, with texts in place of these: classes of parameters have texts."""
-    return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in params.items()}
+def read_params(kind: type[Parsed], params: Mapping[str, Any], consumer: str, **least: float) -> Parsed:
+    """Read a consumer's parameters; where they may be paths, the class has texts.
+
+    Args:
+        kind: A class of msgspec.
+        params: As configured.
+        consumer: Its name, for errors.
+        least: The smallest values of some numbers, by their names; None is no number.
+
+    Raises:
+        ConfigError: Naming the parameter.
+    """
+    try:
+        parsed = msgspec.convert(_with_texts(params), kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{consumer}: {error}") from error
+    for name, smallest in least.items():
+        if (value := getattr(parsed, name)) is not None and not value >= smallest:
+            raise ConfigError(f"{consumer}: {name} must be at least {smallest}, got {value}")
+    return parsed
+
+
+def _with_texts(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _as_text(value) for name, value in params.items()}
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _with_texts(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def check_fields(raw: object, context: SpecContext, known: Sequence[str], example: str) -> Mapping[str, Any]:
+    """Return what a request wrote for a consumer, if it is an object without unknown fields.
+
+    Raises:
+        RequestError: If it is not; the message has the `example`, or the `known` fields.
+    """
+    if not isinstance(raw, Mapping):
+        raise RequestError(context.field, f"expected an object {example}, got {shown(raw)}")
+    unknown = next((key for key in raw if key not in known), None)
+    if unknown is not None:
+        raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {', '.join(known)}")
+    return raw
+
+
+def parse_selector(raw: Mapping[str, Any], context: SpecContext) -> Any:
+    """Read the field ``positions`` of a spec; all positions if it has none."""
+    parse = partial(parse_positions, context_length=context.model.context_length, takes_several=True)
+    return context.parsed_once(raw.get("positions", "all"), "positions", parse)
 
 
 def parse_client_spec(raw: object, context: SpecContext, *, options: Sequence[str]) -> CaptureSpec:
@@ -685,18 +752,12 @@ def parse_client_spec(raw: object, context: SpecContext, *, options: Sequence[st
     Raises:
         RequestError: On a wrong type, an unknown key or hook point, or a site that is not configured.
     """
-    if not isinstance(raw, Mapping):
-        raise RequestError(context.field, f"expected an object with 'hooks', got {shown(raw)}")
-    unknown = next((key for key in raw if key not in {"hooks", "positions", *options}), None)
-    if unknown is not None:
-        known = ", ".join(["hooks", "positions", *options])
-        raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {known}")
+    raw = check_fields(raw, context, ("hooks", "positions", *options), "with 'hooks'")
     if "hooks" not in raw:
         raise RequestError(f"{context.field}.hooks", "required: {hook point: layers}")
-    parse = partial(parse_positions, context_length=context.model.context_length, takes_several=True)
     return CaptureSpec(
         sites=select_sites(raw["hooks"], context),
-        positions=context.parsed_once(raw.get("positions", "all"), "positions", parse),
+        positions=parse_selector(raw, context),
         options={key: raw[key] for key in options if key in raw},
     )
 

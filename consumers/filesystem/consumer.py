@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import TIMEOUT_MAX
@@ -31,7 +31,7 @@ from headgate.capture.schema.consumer import (
     SpecContext,
     StreamingConsumer,
     parse_client_spec,
-    paths_as_text,
+    read_params,
 )
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.limits import check_tag
@@ -180,17 +180,17 @@ def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
     Raises:
         ConfigError: Naming the parameter.
     """
+    parsed = read_params(FilesystemParams, params, "filesystem", **dict.fromkeys(_AT_LEAST_ONE, 1))
     try:
-        parsed = msgspec.convert(paths_as_text(params), FilesystemParams)
         for tag in parsed.tags or ():
             check_name(tag, "tags")
         check_tag(check_name(parsed.tag, "tag"), parsed.tags, "tag")
         parse_positions(parsed.positions, "positions")
         for hook in parsed.hooks or ():
             parse_hook(hook, f"hooks.{hook}")
-    except (msgspec.ValidationError, RequestError) as error:
+    except RequestError as error:
         raise ConfigError(f"filesystem: {error}") from error
-    _check_numbers(parsed)
+    _check_kind(parsed)
     if not parsed.root:
         raise ConfigError("filesystem: root must name a folder or the URL of an object store")
     if parsed.is_remote:
@@ -280,27 +280,17 @@ def _messages(value: object, field: str) -> list[dict[str, Any]]:
     return reported
 
 
-def parse_global(context: SpecContext) -> CaptureSpec | None:
-    """The spec of every request, if the parameters have ``hooks``."""
-    params = context.parsed_params(parse_params)
-    if params.hooks is None:
-        return None
-    asked = {"hooks": params.hooks, "positions": params.positions}
-    return parse_request(asked, replace(context, owner=None))  # the rows are the operator's
-
-
 _LOCAL_ONLY = ("max_tag_bytes", "max_root_bytes")
+_AT_LEAST_ONE = (
+    *("threads", "shard_bytes", "max_request_bytes", "memory_bytes", "spool_bytes", "upload_threads"),
+    *_LOCAL_ONLY,
+)
 _REMOTE_ONLY = ("spool", "spool_bytes", "upload_threads", "upload_wait_s")
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(FilesystemParams)}
 
 
-def _check_numbers(params: FilesystemParams) -> None:
-    """Raise `ConfigError` if a number is too small, or a parameter is for the other kind of root."""
-    at_least_one = ("threads", "shard_bytes", "max_request_bytes", "memory_bytes", *_LOCAL_ONLY)
-    for name in (*at_least_one, "spool_bytes", "upload_threads"):
-        value = getattr(params, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"filesystem: {name} must be at least 1, got {value}")
+def _check_kind(params: FilesystemParams) -> None:
+    """Raise `ConfigError` if a parameter is for the other kind of root."""
     if not 0 <= params.upload_wait_s <= TIMEOUT_MAX:
         raise ConfigError(
             f"filesystem: upload_wait_s must be from 0 to {TIMEOUT_MAX:.0f} seconds, got {params.upload_wait_s}"
@@ -398,10 +388,6 @@ class FilesystemConsumer(StreamingConsumer):
     @classmethod
     def own_names(cls, spec: CaptureSpec, context: SpecContext, num_samples: int) -> Sequence[str]:
         return own_paths(spec, context, num_samples)
-
-    @classmethod
-    def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
-        return parse_global(context)
 
     @classmethod
     def fetch_rows(cls, payload: Any) -> StoredCapture:

@@ -26,7 +26,7 @@ from headgate.capture.schema.consumer import (
     SpecContext,
     StreamingConsumer,
     parse_client_spec,
-    paths_as_text,
+    read_params,
 )
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, RequestError
 from headgate.capture.schema.limits import check_tag
@@ -325,8 +325,8 @@ def parse_params(params: Mapping[str, Any]) -> MomentsParams:
     Raises:
         ConfigError: Naming the parameter.
     """
+    parsed = read_params(MomentsParams, params, "moments", skip_positions=0, full_width=0, rank=1, max_bytes=1)
     try:
-        parsed = msgspec.convert(paths_as_text(params), MomentsParams)
         for tag in parsed.all_tags:
             check_name(tag, "tags")
         parse_positions(parsed.positions, "positions")
@@ -334,18 +334,14 @@ def parse_params(params: Mapping[str, Any]) -> MomentsParams:
             parse_hook(hook, f"hooks.{hook}")
         if isinstance(parsed.max_norm, dict):
             parsed = msgspec.structs.replace(parsed, max_norm=_by_site(parsed.max_norm))
-    except (msgspec.ValidationError, RequestError) as error:
+    except RequestError as error:
         raise ConfigError(f"moments: {error}") from error
     limits = parsed.max_norm.values() if isinstance(parsed.max_norm, dict) else (parsed.max_norm,)
     checks = {
         "root": (bool(parsed.root) and "://" not in parsed.root, "a folder of this machine"),
-        "skip_positions": (parsed.skip_positions >= 0, "0 or more"),
         "max_norm": (all(limit is None or limit > 0 for limit in limits), "above 0"),
-        "full_width": (parsed.full_width >= 0, "0 or more"),
-        "rank": (parsed.rank >= 1, "at least 1"),
         "quantile_error": (1e-4 <= parsed.quantile_error <= 0.5, "from 0.0001 to 0.5"),
         "flush_s": (parsed.flush_s >= 0 and math.isfinite(parsed.flush_s), "0 or more seconds"),
-        "max_bytes": (parsed.max_bytes >= 1, "at least 1"),
     }
     for name, (is_right, expected) in checks.items():
         if not is_right:
@@ -372,14 +368,6 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     tag = check_name(spec.options.get(TAG, params.tag), f"{context.field}.{TAG}")
     check_tag(tag, params.all_tags, f"{context.field}.{TAG}")
     return CaptureSpec(sites=spec.sites, positions=spec.positions, options={TAG: tag})
-
-
-def parse_global(context: SpecContext) -> CaptureSpec | None:
-    """The spec of every request, if the parameters have ``hooks``."""
-    params = context.parsed_params(parse_params)
-    if params.hooks is None:
-        return None
-    return parse_request({"hooks": params.hooks, "positions": params.positions}, context)
 
 
 class MomentsConsumer(StreamingConsumer):
@@ -425,10 +413,6 @@ class MomentsConsumer(StreamingConsumer):
     @classmethod
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
         return parse_request(raw, context)
-
-    @classmethod
-    def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
-        return parse_global(context)
 
     @classmethod
     def report(cls, context: ReportContext) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from headgate.capture.schema.consumer import (
     SpecContext,
     StreamingConsumer,
     parse_client_spec,
-    paths_as_text,
+    read_params,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.positions import parse_positions
@@ -501,24 +501,21 @@ def parse_params(params: Mapping[str, Any]) -> StreamParams:
     Raises:
         ConfigError: Naming the parameter; also if pyarrow is not installed.
     """
+    parsed = read_params(StreamParams, params, "stream", max_bytes=1, running_bytes=1, batch_rows=1)
     try:
-        parsed = msgspec.convert(paths_as_text(params), StreamParams)
         check_name(parsed.tag, "tag")
         parse_positions(parsed.positions, "positions")
         for hook in parsed.hooks or ():
             parse_hook(hook, f"hooks.{hook}")
         place = parsed.place
         token = read_token(parsed.token_file)
-    except (msgspec.ValidationError, RequestError, ConfigError) as error:
+    except (RequestError, ConfigError) as error:
         raise ConfigError(f"stream: {error}") from error
     if token is None and not place.is_local:
         raise ConfigError(
             f"stream: address {parsed.address} can be reached from other machines: name a token_file, or set "
             f"{TOKEN_VARIABLE}, on both sides"
         )
-    for name in ("max_bytes", "running_bytes", "batch_rows"):
-        if getattr(parsed, name) < 1:
-            raise ConfigError(f"stream: {name} must be at least 1, got {getattr(parsed, name)}")
     for name in ("wait_s", "max_away_s"):
         if not 0 <= getattr(parsed, name) < 1e9:
             raise ConfigError(f"stream: {name} must be 0 or more seconds, got {getattr(parsed, name)}")
@@ -536,14 +533,6 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     spec = parse_client_spec(raw, context, options=("tag",))
     tag = check_name(spec.options.get("tag", context.params.get("tag", DEFAULT_TAG)), f"{context.field}.tag")
     return CaptureSpec(sites=spec.sites, positions=spec.positions, options={"tag": tag})
-
-
-def parse_global(context: SpecContext) -> CaptureSpec | None:
-    """The spec of every request, if the parameters have ``hooks``."""
-    hooks = context.params.get("hooks")
-    if hooks is None:
-        return None
-    return parse_request({"hooks": hooks, "positions": context.params.get("positions", "all")}, context)
 
 
 FAREWELL_S = 5.0
@@ -601,10 +590,6 @@ class StreamConsumer(StreamingConsumer):
     @classmethod
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
         return parse_request(raw, context)
-
-    @classmethod
-    def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
-        return parse_global(context)
 
     def begin(self, request: RequestInfo) -> None:
         self._running[request.request_id] = 0

@@ -77,7 +77,13 @@ class OperatorCalls:
         self._state = state
         self._reservations = reservations
         self._services = services
-        self._methods: dict[str, Callable[..., Any]] = {
+        self._methods = self._by_name()
+        self._beside: Sequence[Mapping[str, Any]] = ()
+        self.controllers: Controllers | None = None
+
+    def _by_name(self) -> dict[str, Callable[..., Any]]:
+        state, audit = self._state, self._audit
+        return {
             "set_global": self._set_global,
             "clear_global": lambda: self._set_global({}, replace=True),
             "register": self._register,
@@ -104,8 +110,6 @@ class OperatorCalls:
             "export_rule": self._export_rule,
             "dynamic": self._dynamic,
         }
-        self._beside: Sequence[Mapping[str, Any]] = ()
-        self.controllers: Controllers | None = None
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
         """Run one of the methods by its name, such as ``register``; plain values and bytes go in and come out.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -32,12 +32,13 @@ from headgate.capture.schema.consumer import (
     RunningRequests,
     SpecContext,
     StreamingConsumer,
+    check_fields,
     check_ids,
-    paths_as_text,
+    parse_selector,
+    read_params,
     select_sites,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
-from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.results import CHUNK_VALUES
 from headgate.capture.schema.sites import Site, site_map
 from headgate.capture.schema.spec import CaptureSpec
@@ -90,20 +91,12 @@ def parse_params(params: Mapping[str, Any]) -> tuple[FeaturesParams, dict[str, S
     Raises:
         ConfigError: Naming the parameter.
     """
-    given = params.get("saes")
-    if isinstance(given, Mapping):
-        params = {**params, "saes": paths_as_text(given)}
-    try:
-        parsed = msgspec.convert(dict(params), FeaturesParams)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"features: {error}") from error
+    parsed = read_params(FeaturesParams, params, "features", max_values=1)
     if not parsed.saes:
         raise ConfigError('features: saes: name at least one, {"gs20": "gs20.safetensors"}')
     most = min(MAX_OUTPUTS // 2, MAX_ARGUMENTS - 1)
     if not 1 <= parsed.top <= most:
         raise ConfigError(f"features: top must be from 1 to {most}, got {parsed.top}")
-    if parsed.max_values < 1:
-        raise ConfigError(f"features: max_values must be at least 1, got {parsed.max_values}")
     coders = {}
     for name, source in parsed.saes.items():
         try:
@@ -136,11 +129,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         RequestError: Naming the field; also if the server cannot capture the site of the SAE.
     """
     params, coders = context.parsed_params(parse_params)
-    if not isinstance(raw, Mapping):
-        raise RequestError(context.field, f'expected an object such as {{"sae": NAME}}, got {shown(raw)}')
-    unknown = next((key for key in raw if key not in FIELDS), None)
-    if unknown is not None:
-        raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {', '.join(FIELDS)}")
+    raw = check_fields(raw, context, FIELDS, 'such as {"sae": NAME}')
     name = _name(raw, coders, f"{context.field}.sae")
     coder = coders[name]
     encoding = raw.get(ENCODING, LISTS)
@@ -155,10 +144,9 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         options["top"] = _top(raw.get("top"), params.top, f"{context.field}.top")
         options["above"] = _above(raw.get("above"), f"{context.field}.above")
     site = sae_site(coder)
-    parse = partial(parse_positions, context_length=context.model.context_length, takes_several=True)
     return CaptureSpec(
         sites=select_sites(site_map([site]), context),
-        positions=context.parsed_once(raw.get("positions", "all"), "positions", parse),
+        positions=parse_selector(raw, context),
         options=options,
         arguments=(_by_site(coders)[site].index(name), *features),
     )
@@ -673,12 +661,7 @@ def _checked_sites(coders: Mapping[str, SparseCoder], model: ModelInfo) -> dict[
 
 
 def _check(coder: SparseCoder, site: Site, model: ModelInfo) -> None:
-    if site not in model.sites:
-        configured = ", ".join(one.name for one in model.sites[:5])
-        raise ConfigError(
-            f"features: saes.{coder.name}: its site {site.name} is not captured here, but {configured}, ...; add it to "
-            "capture.sites"
-        )
+    model.check_captured(site, f"features: saes.{coder.name}")
     if coder.width != (width := model.shape(site).width):
         raise ConfigError(
             f"features: saes.{coder.name}: reads rows of {coder.width} values; the model has {width} at {site.name}"

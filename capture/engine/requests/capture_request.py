@@ -295,9 +295,9 @@ def _check_arguments(instance: str, spec: CaptureSpec, readouts: Mapping[Site, R
 
 def _is_global(consumer: type[CaptureConsumer], params: Mapping[str, object]) -> bool:
     """Whether ``global_capture_spec`` may return a spec."""
-    if consumer.global_capture_spec.__func__ is CaptureConsumer.global_capture_spec.__func__:  # type: ignore[attr-defined]
-        return False
-    return consumer.global_spec_param is None or params.get(consumer.global_spec_param) is not None
+    if consumer.global_spec_param is not None:
+        return params.get(consumer.global_spec_param) is not None
+    return consumer.global_capture_spec.__func__ is not CaptureConsumer.global_capture_spec.__func__  # type: ignore[attr-defined]
 
 
 def _wants_messages(params: SamplingParams, named: frozenset[str]) -> bool:
