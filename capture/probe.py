@@ -7,7 +7,7 @@ On disk a probe is a safetensors file with its weights, and a document in JSON a
 
 Tensors, float32: ``weight`` ``[classes, hidden]`` and ``bias`` ``[classes]``; of an MLP ``weight``
 ``[classes, units]``, ``hidden.weight`` ``[units, hidden]`` and ``hidden.bias`` ``[units]`` beside. The metadata
-``headgate.probe`` is the version of the format, and ``about`` a JSON document of `_About`.
+``headgate.probe`` is the version of the format, and ``about`` a JSON document of `_ProbeHeader`.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ VERSION_KEY, VERSION = "headgate.probe", "1"
 _WEIGHT, _BIAS, _HIDDEN_WEIGHT, _HIDDEN_BIAS = "weight", "bias", "hidden.weight", "hidden.bias"
 
 
-class _About(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _ProbeHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A probe but for its weights; attributes as of `Probe`, `site` by name."""
 
     site: str
@@ -377,7 +377,7 @@ def save(path: str | os.PathLike[str], probe: Probe) -> None:
     target = Path(path)
     if target.suffix != ".safetensors":
         raise ProbeError(f"{target}: expected a name that ends in .safetensors")
-    about = _About(
+    about = _ProbeHeader(
         site=probe.site.name,
         kind=probe.kind,
         classes=probe.classes,
@@ -412,18 +412,18 @@ load_current = load_once(load, 256)
 """Returns the probe in a file as it is now; see `load` and `load_once`."""
 
 
-def _about(texts: Mapping[str, str]) -> _About:
+def _about(texts: Mapping[str, str]) -> _ProbeHeader:
     version = texts.get(VERSION_KEY)
     if version != VERSION:
         found = "no probe of headgate" if version is None else f"a probe of the format {version!r}"
         raise ProbeError(f"{found}; expected the metadata {VERSION_KEY} = {VERSION!r}, as headgate probe fit writes it")
     try:
-        return msgspec.json.decode(texts.get("about", ""), type=_About)
+        return msgspec.json.decode(texts.get("about", ""), type=_ProbeHeader)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ProbeError(f"the metadata 'about' is damaged: {error}") from error
 
 
-def _probe(about: _About, tensors: Mapping[str, FloatArray]) -> Probe:
+def _probe(about: _ProbeHeader, tensors: Mapping[str, FloatArray]) -> Probe:
     try:
         site = Site.parse(about.site)
     except ValueError as error:

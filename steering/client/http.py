@@ -81,10 +81,35 @@ _CHAT = "/v1/chat/completions", "messages"
 
 
 class Calls:
-    """The calls of a `Client`, which returns what `Steps` return, and of an `AsyncClient`, where they are awaited."""
+    """The calls of a `Client`, which returns what `Steps` return, and of an `AsyncClient`, where they are awaited.
 
-    _access: ServerAccess
-    _model: str | None
+    For the arguments see `Session`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        steering_key: str | None = None,
+        capture_key: str | None = None,
+        is_binary: bool = False,
+        timeout_s: float = 600.0,
+        transport: Any = None,
+    ) -> None:
+        self._access = ServerAccess(
+            url=url, api_key=api_key, steering_key=steering_key, capture_key=capture_key, is_binary=is_binary
+        )
+        self._model: str | None = model
+        self._open(
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=KEEP_ALIVE_S),
+            transport=transport,
+        )
+
+    def _open(self, **options: Any) -> None:
+        raise NotImplementedError
 
     @shared
     def model(self) -> Steps[str]:
@@ -303,36 +328,7 @@ class Calls:
         return packed_fields(document_of(vectors, others), as_text=not self._access.is_binary)
 
 
-class _Settings(Calls):
-    """The settings of both kinds of session; for the arguments see `Session`."""
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        model: str | None = None,
-        api_key: str | None = None,
-        steering_key: str | None = None,
-        capture_key: str | None = None,
-        is_binary: bool = False,
-        timeout_s: float = 600.0,
-        transport: Any = None,
-    ) -> None:
-        self._access = ServerAccess(
-            url=url, api_key=api_key, steering_key=steering_key, capture_key=capture_key, is_binary=is_binary
-        )
-        self._model = model
-        self._open(
-            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=KEEP_ALIVE_S),
-            transport=transport,
-        )
-
-    def _open(self, **options: Any) -> None:
-        raise NotImplementedError
-
-
-class Session(_Settings, Blocking):
+class Session(Calls, Blocking):
     """A session of a synchronous program; any number of threads.
 
     Args:
@@ -387,7 +383,7 @@ class Session(_Settings, Blocking):
                     yield document
 
 
-class AsyncSession(_Settings, Awaited):
+class AsyncSession(Calls, Awaited):
     """A session of a program on an event loop; for the arguments see `Session`."""
 
     def _open(self, **options: Any) -> None:

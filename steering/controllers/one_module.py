@@ -63,7 +63,7 @@ class RequestSlots:
         return np.array([self._slots.get(each, -1) for each in requests], np.int64)
 
 
-class CountedRows(NamedTuple):
+class ReadRows(NamedTuple):
     """The rows of a step that count: of requests that are followed, with scores that are numbers.
 
     Attributes:
@@ -127,7 +127,7 @@ class OneModuleController(Controller):
         """Forget a request."""
         self._requests.remove(request.request)
 
-    def _rows(self, readings: StepReadings) -> CountedRows:
+    def _rows(self, readings: StepReadings) -> ReadRows:
         """Return the rows of a step that count; those of prompts if `needs_prompts`."""
         shape = self._shape
         is_known = shape is not None and shape.requests is readings.requests and shape.is_prompt is readings.is_prompt
@@ -144,10 +144,10 @@ class OneModuleController(Controller):
         if np.count_nonzero(is_number) < len(scores):
             at, slots, scores = at[is_number], slots[is_number], scores[is_number]
             ends = _ends(slots)
-        return CountedRows(at, slots, scores, ends)
+        return ReadRows(at, slots, scores, ends)
 
     def _set_scales(
-        self, readings: StepReadings, rows: CountedRows, scales: npt.NDArray[np.float64], changed: npt.NDArray[np.bool_]
+        self, readings: StepReadings, rows: ReadRows, scales: npt.NDArray[np.float64], changed: npt.NDArray[np.bool_]
     ) -> list[Action]:
         """Keep the scales that changed, and return what sets them: at most one action.
 

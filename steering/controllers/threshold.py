@@ -11,7 +11,7 @@ import numpy.typing as npt
 from headgate.capture.probe import ProbeError
 from headgate.steering.controllers.actions import Action, SetGlobal
 from headgate.steering.controllers.controller import StepReadings
-from headgate.steering.controllers.one_module import CountedRows, OneModuleController
+from headgate.steering.controllers.one_module import OneModuleController, ReadRows
 
 
 class ThresholdController(OneModuleController):
@@ -71,12 +71,12 @@ class ThresholdController(OneModuleController):
         else:
             for slot, scores in zip(rows.slots[ends].tolist(), np.split(rows.scores, ends[:-1] + 1), strict=True):
                 self._read_rows(slot, scores)
-            rows = CountedRows(rows.at[ends], rows.slots[ends], rows.scores[ends], ends)
+            rows = ReadRows(rows.at[ends], rows.slots[ends], rows.scores[ends], ends)
         if self._is_global:
             return self._act_on_all()
         return self._act_on_each(readings, rows) if self._gain else []
 
-    def _act_on_each(self, readings: StepReadings, rows: CountedRows) -> list[Action]:
+    def _act_on_each(self, readings: StepReadings, rows: ReadRows) -> list[Action]:
         """Change the scales of requests, by the last row of each."""
         scales, before = self._scales(rows.slots), self._requests["scale"][rows.slots]
         changed = scales != before

@@ -26,8 +26,8 @@ import torch
 from headgate.capture.engine.contracts.core_part import CoreFacts
 from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, WIRE_KEY
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
+from headgate.capture.engine.core.engine_core import StepNotes, attach_orders
 from headgate.capture.engine.core.part_services import CoreServices
-from headgate.capture.engine.core.step_notes import StepNotes, attach_orders
 from headgate.capture.engine.core.steps_in_flight import StepsInFlight
 from headgate.capture.schema.batch import BatchView, Int64Array, NewRequest
 from headgate.capture.schema.consumer import ModelInfo

@@ -292,7 +292,7 @@ def test_an_mlp_of_the_configuration_makes_room_for_those_that_are_registered_la
 @pytest.mark.parametrize("is_binary", [False, True], ids=["json", "msgpack"])
 def test_the_client_sends_files_and_arrays(started: Callable[..., Server], tmp_path: Path, is_binary: bool) -> None:
     server = started()
-    client = Client("http://x", is_binary=is_binary, transport=httpx.MockTransport(server.handle))
+    client = Client("http://127.0.0.1", is_binary=is_binary, transport=httpx.MockTransport(server.handle))
     probe = Probe(site=SITE, weight=ROWS[:2], bias=[1, 2], classes=("a", "b"), pooling="last_prompt", model="m")
     save(tmp_path / "p.safetensors", probe)
     single = {"at": "2.post_mlp", "weight": ROWS[0].astype(np.float64), "bias": np.array([2.0]), "threshold": 0.5}

@@ -232,7 +232,7 @@ def test_the_client_calls_the_routes(started: Callable[..., Server], is_binary: 
     row = np.array(VECTOR, np.float32)
     rule = {**CALM, "when": {"probe": {"at": "2.post_mlp", "weight": row}, "above": 0.5}}
 
-    with Client("http://x", is_binary=is_binary, transport=httpx.MockTransport(server.handle)) as client:
+    with Client("http://127.0.0.1", is_binary=is_binary, transport=httpx.MockTransport(server.handle)) as client:
         status = client.register_rule("calm", **{key: rule[key] for key in rule if key != "name"})
         assert client.rules() == [status]
         assert status.name == "calm"

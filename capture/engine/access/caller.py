@@ -1,9 +1,9 @@
 """The client that sent the HTTP request at hand: whose keys it has shown, and what was counted for it.
 
-Who asks is found once for each request, from its headers, by its `Client`: `server.clients` puts one around the whole
-handling of a request, before its body is received. Whatever belongs to a client (kept rows, conversations, quotas,
-modules, the audit) asks that one, on the event loop. Threads that read bodies have no client, and read nothing that
-belongs to one.
+Who asks is found once for each request, from its headers, by its `RequestClient`: `server.clients` puts one around the
+whole handling of a request, before its body is received. Whatever belongs to a client (kept rows, conversations,
+quotas, modules, the audit) asks that one, on the event loop. Threads that read bodies have no client, and read nothing
+that belongs to one.
 
 What each key has captured today, and captures now, is counted for all API servers of one machine in SQLite (`Usage`):
 in a file that the operator names, which outlives restarts and is shared by processes, or in memory.
@@ -309,7 +309,7 @@ class Caller:
         return next((key for key in self.keys if key.has_role(role)), None)
 
 
-class Client(Protocol):
+class RequestClient(Protocol):
     """The sender of an HTTP request to the server."""
 
     @property
@@ -334,10 +334,10 @@ class Client(Protocol):
         ...
 
 
-_client: contextvars.ContextVar[Client | None] = contextvars.ContextVar("headgate_client", default=None)
+_client: contextvars.ContextVar[RequestClient | None] = contextvars.ContextVar("headgate_client", default=None)
 
 
-def current_client() -> Client | None:
+def current_client() -> RequestClient | None:
     """Return who sent the HTTP request being handled; None for requests that Python code makes."""
     return _client.get()
 
@@ -358,11 +358,11 @@ def owner_of_request(field: str) -> str | None:
     return None if client is None else client.owner(field)
 
 
-def serve_for(client: Client) -> contextvars.Token[Client | None]:
+def serve_for(client: RequestClient) -> contextvars.Token[RequestClient | None]:
     """Make `client` the one for whom this task works, until `leave`."""
     return _client.set(client)
 
 
-def leave(token: contextvars.Token[Client | None]) -> None:
+def leave(token: contextvars.Token[RequestClient | None]) -> None:
     """Restore the state from before `serve_for`."""
     _client.reset(token)

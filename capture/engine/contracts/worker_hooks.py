@@ -83,7 +83,7 @@ class WorkerFacts:
         return self.is_last_stage if site.layer < 0 else site.layer in self.owned_layers
 
 
-class StepReadings(Protocol):
+class PendingReadings(Protocol):
     """Values that a part read in one step, on their way to the host."""
 
     def collect(self) -> Document:
@@ -168,7 +168,7 @@ class WorkerHooks:
     def headgate_step_ends(self) -> None:
         """Follow up a step whose forward was launched, and its sampling if the runner samples apart from it."""
 
-    def headgate_step_readings(self) -> StepReadings | None:
+    def headgate_step_readings(self) -> PendingReadings | None:
         """Return what the step read that `headgate_step_ends` has just followed up, for the part's half in the engine
         core; None if nothing. Start its copy to the host here.
 

@@ -144,13 +144,14 @@ def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerLay
         raise UnsupportedError(f"{where}: none of forward's parameters is known to be the stream: {names[1:]}")
     inputs = {hidden: True} | ({residual: True} if residual else {})
     try:
-        layouts = [_Reading(path, hidden, residual, None).layout() for path in walk_paths(cls, layer, inputs)]
+        layouts = [_PathReader(path, hidden, residual, None).layout() for path in walk_paths(cls, layer, inputs)]
         if residual and {layout.style for layout in layouts} == {"pair"}:
             first_layer = walk_paths(cls, layer, {hidden: True, residual: False})
             # without a residual, nothing is known of the norm that hands it on
             reported = layouts[0].first_norm
             layouts += [
-                replace(_Reading(path, hidden, residual, "pair").layout(), first_norm=reported) for path in first_layer
+                replace(_PathReader(path, hidden, residual, "pair").layout(), first_norm=reported)
+                for path in first_layer
             ]
     except NotUnderstoodError as error:
         raise UnsupportedError(f"{where}: the residual stream cannot be followed: {error}") from error
@@ -170,7 +171,7 @@ def _with_inner_places(layout: LayerLayout, layer: nn.Module) -> LayerLayout:
     )
 
 
-class _Reading:
+class _PathReader:
     """One path through a layer, read as stream, branches and mid stream."""
 
     def __init__(self, path: Path, hidden: str, residual: str | None, style: str | None) -> None:

@@ -116,7 +116,7 @@ class Conditions:
 
 
 @dataclass(slots=True)
-class Cell:
+class Variable:
     """The value of a name. Two names share one after ``a = b``, so that ``a += c`` is seen through both."""
 
     value: Value
@@ -131,7 +131,7 @@ class Scope:
         globals: Of its module.
     """
 
-    names: dict[str, Cell]
+    names: dict[str, Variable]
     globals: Mapping[str, object]
 
     def value_of(self, name: str) -> Value:
@@ -194,19 +194,19 @@ class Expressions(ast.NodeVisitor):
         self._conditions = Conditions(self.visit, state.tape, state.decisions)
         self.truth = self._conditions.truth
 
-    def cell(self, node: ast.expr) -> Cell:
+    def cell(self, node: ast.expr) -> Variable:
         """Return the value of `node`, shared with its name if it is one."""
         names = self.scope.names
-        return names[node.id] if isinstance(node, ast.Name) and node.id in names else Cell(self.visit(node))
+        return names[node.id] if isinstance(node, ast.Name) and node.id in names else Variable(self.visit(node))
 
-    def bind(self, target: ast.expr, cell: Cell) -> None:
+    def bind(self, target: ast.expr, cell: Variable) -> None:
         """Assign `cell` to a name, to each of several, or to elements of a tensor."""
         if isinstance(target, ast.Name):
             self.scope.names[target.id] = cell
         elif isinstance(target, ast.Tuple | ast.List):
             values = self._tape.elements(cell.value, len(target.elts))
             for part, value in zip(target.elts, values, strict=True):
-                self.bind(part, Cell(value))
+                self.bind(part, Variable(value))
         elif isinstance(target, ast.Subscript):
             written = self.cell(target.value)
             if isinstance(written.value, Sum):
@@ -333,10 +333,10 @@ def _walk(state: PathState, inputs: Mapping[str, bool]) -> Path | None:
     function = inspect.unwrap(state.owner.forward)
     node = parse_function(function)
     own, *names = _parameters(node)
-    cells = {own: Cell(Plain(SELF))}
+    cells = {own: Variable(Plain(SELF))}
     for name in names:
         is_none = inputs.get(name) is False
-        cells[name] = Cell(Plain(None) if is_none else state.tape.argument(name, is_stream=name in inputs))
+        cells[name] = Variable(Plain(None) if is_none else state.tape.argument(name, is_stream=name in inputs))
     try:
         return Path(state.tape, _Calls(state, 0).run(node, Scope(cells, function.__globals__)))
     except _DeadEnd:
@@ -389,7 +389,7 @@ class _Function(ast.NodeVisitor):
         if isinstance(cell.value, Sum):
             cell.value = value  # in place: seen through every name of the tensor
         else:
-            self._expressions.bind(node.target, Cell(value))
+            self._expressions.bind(node.target, Variable(value))
 
     def visit_If(self, node: ast.If) -> None:
         self.run(node.body if self._expressions.truth(node.test) else node.orelse)
@@ -405,7 +405,7 @@ class _Function(ast.NodeVisitor):
         if not isinstance(items, Items) or len(items.values) > MAX_UNROLLED:
             raise NotUnderstoodError(f"a loop over {ast.unparse(node.iter)}")
         for item in items.values:
-            self._expressions.bind(node.target, Cell(item))
+            self._expressions.bind(node.target, Variable(item))
             self.run(node.body)
 
     def visit_While(self, node: ast.While) -> None:
@@ -424,7 +424,7 @@ class _Function(ast.NodeVisitor):
         """Do nothing: a failing assertion ends the layer."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self._expressions.scope.names[node.name] = Cell(Plain())
+        self._expressions.scope.names[node.name] = Variable(Plain())
 
     def generic_visit(self, node: ast.AST) -> None:
         """Read the parts of a statement that is not followed."""
@@ -459,7 +459,7 @@ class _Calls:
     def call(self, expressions: Expressions, node: ast.Call) -> Value:
         """Return the result of a call."""
         cell = expressions.cell
-        args: dict[Key, Cell] = {index: cell(arg) for index, arg in enumerate(node.args)}
+        args: dict[Key, Variable] = {index: cell(arg) for index, arg in enumerate(node.args)}
         args |= {keyword.arg or f"**{index}": cell(keyword.value) for index, keyword in enumerate(node.keywords)}
         values = [given.value for given in args.values()]
         if isinstance(node.func, ast.Attribute):
@@ -496,7 +496,7 @@ class _Calls:
         default = expressions.visit(defaults[0]) if defaults else Plain()
         return attribute_of(self._state.layer, base, name, default.value if isinstance(default, Plain) else UNKNOWN)
 
-    def _member(self, called: Plain, args: Mapping[Key, Cell], text: str) -> Value:
+    def _member(self, called: Plain, args: Mapping[Key, Variable], text: str) -> Value:
         """Return the result of calling an attribute of the layer: a method, a submodule, or something else."""
         method = getattr(self._owner, called.path, None) if "." not in called.path else None
         if isinstance(method, types.FunctionType):
@@ -510,16 +510,16 @@ class _Calls:
             return next(iter(values.values()))
         return self._tape.module(called.path, module, values)
 
-    def _method(self, method: types.FunctionType, name: str, args: Mapping[Key, Cell]) -> Value:
+    def _method(self, method: types.FunctionType, name: str, args: Mapping[Key, Variable]) -> Value:
         function = inspect.unwrap(method)
         node = parse_function(function)
         names = _parameters(node)
         is_bound = not isinstance(inspect.getattr_static(self._owner, name), staticmethod)
-        cells = {name: Cell(Plain()) for name in names}
+        cells = {name: Variable(Plain()) for name in names}
         defaults = dict(zip(reversed(node.args.args), reversed(node.args.defaults), strict=False))
-        cells |= {arg.arg: Cell(Plain(d.value)) for arg, d in defaults.items() if isinstance(d, ast.Constant)}
+        cells |= {arg.arg: Variable(Plain(d.value)) for arg, d in defaults.items() if isinstance(d, ast.Constant)}
         if is_bound:
-            cells[names[0]] = Cell(Plain(SELF))
+            cells[names[0]] = Variable(Plain(SELF))
         for key, cell in args.items():
             cells[names[key + is_bound] if isinstance(key, int) else key] = cell
         return self.run(node, Scope(cells, function.__globals__))

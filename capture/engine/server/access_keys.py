@@ -128,7 +128,7 @@ def open_access(state: State) -> Access:
 
 
 class HttpClient:
-    """Implements `headgate.capture.engine.access.caller.Client`. Event loop only.
+    """Implements `headgate.capture.engine.access.caller.RequestClient`. Event loop only.
 
     Args:
         scope: Of the request.
@@ -149,16 +149,16 @@ class HttpClient:
 
     @cached_property
     def caller(self) -> Caller | None:
-        """Implement `Client`; found once, when first asked for: most requests shall not pay for it."""
+        """Implement `RequestClient`; found once, when first asked for: most requests shall not pay for it."""
         return self._access.identify(self._headers)
 
     def require_role(self, role: str) -> AccessKey | None:
-        """Implement `Client`."""
+        """Implement `RequestClient`."""
         with as_client_error():
             return self._access.find(role, self._headers)
 
     def owner(self, field: str) -> str | None:
-        """Implement `Client`."""
+        """Implement `RequestClient`."""
         if self.caller is not None:
             return self.caller.name
         self._access.refuse_unknown(self._headers, field)

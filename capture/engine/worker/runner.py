@@ -26,7 +26,7 @@ from headgate.capture.engine.contracts.wire_format import (
     Final,
     wire_of,
 )
-from headgate.capture.engine.contracts.worker_hooks import StepReadings, WorkerHooks, in_turn, overrides
+from headgate.capture.engine.contracts.worker_hooks import PendingReadings, WorkerHooks, in_turn, overrides
 from headgate.capture.engine.vllm_names import V2_RUNNER_MODULES
 from headgate.capture.engine.vllm_types import (
     AsyncRunnerOutput,
@@ -48,7 +48,7 @@ from headgate.capture.schema.errors import UnsupportedError
 _PENDING = "_headgate_step"
 
 
-def with_readings(output: Any, readings: Mapping[str, StepReadings]) -> Any:
+def with_readings(output: Any, readings: Mapping[str, PendingReadings]) -> Any:
     """Return the output of a step with what its parts read, under `READINGS_ATTRIBUTE`.
 
     Args:
@@ -66,7 +66,7 @@ def with_readings(output: Any, readings: Mapping[str, StepReadings]) -> Any:
     return _complete(output, readings)
 
 
-def _complete(output: RunnerOutput, readings: Mapping[str, StepReadings]) -> RunnerOutput:
+def _complete(output: RunnerOutput, readings: Mapping[str, PendingReadings]) -> RunnerOutput:
     if not output.req_ids:
         # vLLM has one such output for all steps; what is put on it would come with every one of them.
         raise AssertionError(f"a step in which {', '.join(readings)} read something has an output without requests")
@@ -306,9 +306,9 @@ class RunnerAdapter:
         self._request_stopped = in_turn(overrides(parts, "headgate_request_stopped").values())
         self._request_finished = in_turn(overrides(parts, "headgate_request_finished").values())
         readers = overrides(parts, "headgate_step_readings") if is_output_rank else {}
-        self._readers: dict[str, Callable[[], StepReadings | None]] = readers
+        self._readers: dict[str, Callable[[], PendingReadings | None]] = readers
         self._needs_plain_steps = tuple(overrides(parts, "headgate_needs_plain_steps").values())
-        self._readings: dict[str, StepReadings] | None = None
+        self._readings: dict[str, PendingReadings] | None = None
         """Readings of the step that was launched last, until its output is there."""
         self._is_to_follow_up = False
         """Whether a step was launched that no part has followed up yet: its sampling comes first."""
@@ -416,7 +416,7 @@ class RunnerAdapter:
         readings, self._readings = self._readings, None
         return with_readings(output, readings)
 
-    def _read(self) -> dict[str, StepReadings] | None:
+    def _read(self) -> dict[str, PendingReadings] | None:
         found = {part: readings for part, read in self._readers.items() if (readings := read()) is not None}
         return found or None
 

@@ -171,7 +171,7 @@ class _Rules(NamedTuple):
     by_selection: dict[frozenset[str] | None, tuple[KeptRule, ...]]
 
 
-class _Request(NamedTuple):
+class _RuledRequest(NamedTuple):
     selection: frozenset[str] | None
     num_prompt: int
 
@@ -190,7 +190,7 @@ class RuleRegistry:
         self._num_columns = num_columns
         self._max_rules = max_rules
         self._now = _Rules({}, {})
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _RuledRequest] = {}
         self._others: tuple[str, ...] = ()
 
     def reserve(self, names: Iterable[str]) -> None:
@@ -260,7 +260,7 @@ class RuleRegistry:
             if name not in self._now.by_name and name not in self._others:
                 raise RequestError(f"steering_rules[{index}]", f"unknown rule {name!r}; {WHO_KNOWS_RULES}")
         if self._max_rules:
-            self._requests[req_id] = _Request(None if selection is None else frozenset(selection), num_prompt)
+            self._requests[req_id] = _RuledRequest(None if selection is None else frozenset(selection), num_prompt)
 
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known."""

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.engine import EngineCoreOutput
 
 from headgate.capture.engine.contracts.core_part import CorePart
-from headgate.capture.engine.core.step_notes import StepNotes, check_carrier
+from headgate.capture.engine.core.engine_core import StepNotes, check_carrier
 from headgate.capture.schema.errors import UnsupportedError
 
 WANTS = {"v": 1, "notes": True}
