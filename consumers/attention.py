@@ -326,7 +326,7 @@ def _weights(
     if facts.slopes is not None:
         slopes = torch.tensor([facts.slopes[head] for head in heads])
         scores_HQK -= slopes[:, None, None] * (at_Q[:, None] - at_K)
-    later = slice(int(queries[0]) + 1 - begin, None)  # keys before it lie behind no query
+    later = slice(int(queries[0]) + 1 - begin, None)  # keys before it come after no query
     scores_HQK[:, :, later].masked_fill_(at_K[later] > at_Q[:, None], -torch.inf)
     if facts.window is not None:
         before = slice(0, max(0, int(queries[-1]) - facts.window + 1 - begin))
@@ -570,7 +570,7 @@ class AttentionConsumer(StreamingConsumer):
         if not found.layers:
             return None  # its layers belong to other pipeline stages
         self._compute(found, 0)
-        # Behind all its parts in the pool's queue: a thread that waits for one waits for another thread at work.
+        # After all its parts in the pool's queue: a thread that waits for one waits for another thread at work.
         payload = self._threads.submit(self._payload, found, finished.final.num_rows)
         self._computing.add(payload)
         payload.add_done_callback(self._computing.discard)

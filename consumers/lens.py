@@ -351,7 +351,7 @@ def _block_sums(device: torch.device) -> BlockSums | None:
 def strongest(logits_NV: Tensor, maxima_NB: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return what ``logits_NV.topk(count)`` returns, from the largest logits of blocks and the strongest blocks alone.
 
-    No other block can have one of the strongest logits: those that are chosen have at least as many as large.
+    No other block can have one of the strongest logits: the chosen ones have at least as many as large.
     """
     num_logits = logits_NV.shape[1]
     if 4 * count * LOGITS_OF_BLOCK > num_logits:
@@ -370,7 +370,7 @@ def _reduce(
     out: tuple[Tensor, Tensor, Tensor, Tensor],
     sums_of: BlockSums | None,
 ) -> None:
-    """Write the outputs of some rows: NaN of those that are not finite, and log-probabilities of -inf after the tokens
+    """Write the outputs of some rows: NaN for rows that are not finite, and log-probabilities of -inf after the tokens
     that can be ranked, which may be fewer than are wanted."""
     ids_NK, logprobs_NK, given_NT, ranks_NT = out
     maxima_NB = None

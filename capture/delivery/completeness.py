@@ -94,7 +94,7 @@ class DeliveryAudit:
         self._dropped.append(positions.copy())
 
     def lose(self, count: int) -> None:
-        """Count so many rows as lost to overload, nobody knows at which positions."""
+        """Count so many rows as lost to overload, at unknown positions."""
         self._num_lost += count
 
     def close(self, final: FinalState) -> RowTotals:

@@ -616,7 +616,7 @@ class _RequestFeatures:
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Ids and activations as arrays ``[n, count]``: -1 and 0 where fewer are active, NaN where a row is no number.
 
-        Activations are those that `_listed` lists.
+        Activations are as `_listed` lists them.
         """
         if self._given is not None:
             return np.tile(np.array(self._given, np.int32), (len(values), 1)), values

@@ -167,7 +167,7 @@ def _with_values(chunk: str, call: HttpCall) -> str:
         if values:
             found[place] = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in values.items()}
     if not found:
-        return chunk  # most chunks of a stream: nobody parses all of them
+        return chunk  # most chunks of a stream: parsing all of them would cost too much
     fields = _FIELDS.decode(content)
     choices = _CHOICES.decode(fields["choices"])
     for place, values in found.items():

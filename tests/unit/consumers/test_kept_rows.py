@@ -203,5 +203,5 @@ def test_where_another_process_may_get_the_later_request_nothing_is_kept() -> No
 
 @pytest.mark.parametrize("name", ["keep_bytes", "keep_key_bytes", "keep_s"])
 def test_limits_are_above_zero(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be above 0"):
+    with pytest.raises(ConfigError, match=f"{name} must be (above 0|at least 1)"):
         MemoryConsumer.check_params({name: 0})

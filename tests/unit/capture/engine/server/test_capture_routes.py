@@ -71,6 +71,14 @@ def configured(root: Path) -> tuple[CaptureConsumerSpec, ...]:
     )
 
 
+async def read_prompt(prompt: Any, instance: str, spec: Any) -> CaptureResult:
+    if spec.get("top") == 0:
+        raise RequestError(f"capture.{instance}.top", "is 0")
+    if spec.get("top") == 1:
+        raise OverloadedError("too many wait")
+    return CaptureResult(status="ok", payload={"prompt": list(prompt), "name": instance, "spec": spec})
+
+
 @pytest.fixture
 def client(root: Path) -> Iterator[TestClient]:
     config = CaptureConsumersConfig(consumers=configured(root))
@@ -89,13 +97,6 @@ def client(root: Path) -> Iterator[TestClient]:
 
     async def vocabulary() -> Letters:
         return ThreadLetters(30)
-
-    async def read_prompt(prompt: Any, instance: str, spec: Any) -> CaptureResult:
-        if spec.get("top") == 0:
-            raise RequestError(f"capture.{instance}.top", "is 0")
-        if spec.get("top") == 1:
-            raise OverloadedError("too many wait")
-        return CaptureResult(status="ok", payload={"prompt": list(prompt), "name": instance, "spec": spec})
 
     services: Any = SimpleNamespace(
         require_key=require_key,
