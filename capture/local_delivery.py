@@ -29,7 +29,6 @@ from headgate.capture.links.network import NetworkKeys
 from headgate.capture.links.sender import ResultReporter, ResultSender, ResultWatcher
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.planning.step_plan import PackGroup
-from headgate.capture.schema.action_sink import NOWHERE, ActionSink, ActionTarget
 from headgate.capture.schema.batch import Begin, End, Int32Array, MemoryWanted
 from headgate.capture.schema.config import (
     END_LINGER_S,
@@ -38,7 +37,15 @@ from headgate.capture.schema.config import (
     CaptureConsumersConfig,
     CaptureConsumerSpec,
 )
-from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo, ReadoutSite
+from headgate.capture.schema.consumer import (
+    NOWHERE,
+    ActionSink,
+    ActionTarget,
+    BatchedConsumer,
+    ConsumerContext,
+    ModelInfo,
+    ReadoutSite,
+)
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, open_consumers
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.host_rows import StagedRows

@@ -22,7 +22,6 @@ from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.monitoring.step_log import compact
 from headgate.capture.planning.planner import Candidates, StepPlanner
 from headgate.capture.planning.step_plan import PackGroup, StepPlan
-from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import (
     WIRE_VERSION,
     BatchView,
@@ -35,7 +34,7 @@ from headgate.capture.schema.batch import (
     StepOutcome,
 )
 from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, ReadoutSite
+from headgate.capture.schema.consumer import NOWHERE, ActionTarget, CaptureConsumer, ModelInfo, ReadoutSite
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape
 from headgate.capture.schema.spec import SpecReader

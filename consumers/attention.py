@@ -27,10 +27,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from headgate.capture.monitoring.machine_memory import share_of_memory
-from headgate.capture.schema.attention import AttentionFacts
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import GIB, MIB
 from headgate.capture.schema.consumer import (
+    AttentionFacts,
     ConsumerContext,
     FinishedRequest,
     ModelInfo,

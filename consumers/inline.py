@@ -32,8 +32,8 @@ from headgate.capture.schema.consumer import (
 from headgate.capture.schema.errors import CaptureFileError, ConsumerError, RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.consumers.captured_rows import rows_at
 from headgate.consumers.filesystem.formats.layout import POSITIONS, TOKEN_IDS, sidecar_of
+from headgate.consumers.memory import rows_at
 
 TAG = "inline"
 ROUTED_EXPERTS = "routed_experts"

@@ -19,7 +19,7 @@ import zmq
 from headgate.capture.links.hub import PREFIX, SOCKET, sweep
 from headgate.capture.links.messages import Action, MalformedMessage, decode_frames, encode
 from headgate.capture.links.peer import Channel, Endpoint, Inbox
-from headgate.capture.schema.action_sink import (
+from headgate.capture.schema.consumer import (
     MAX_BYTES,
     MAX_SUBMITTED,
     ActionTarget,

@@ -39,10 +39,11 @@ from headgate.capture.links.messages import (
     read_rows,
 )
 from headgate.capture.monitoring.stats import ConsumerStats
-from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import Begin, End, FinalState, Int64Array
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import (
+    NOWHERE,
+    ActionTarget,
     BatchedConsumer,
     ModelInfo,
     RequestInfo,

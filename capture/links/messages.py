@@ -102,7 +102,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, tag="action", array_like
 
     Attributes:
         consumer: Its instance name.
-        encoded: As `headgate.capture.schema.action_sink.encode_action` made it.
+        encoded: As `headgate.capture.schema.consumer.encode_action` made it.
         num_dropped: Actions of the same consumer that were dropped since the last one that was sent.
     """
 

@@ -20,6 +20,7 @@ outside of its graphs.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,11 +33,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.schema.action_sink import ActionSink, NoActions
-from headgate.capture.schema.attention import AttentionFacts
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import Location
-from headgate.capture.schema.errors import ConfigError, RequestError, shown
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.positions import MAX_POSITION, parse_positions
 from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import HookPoint, Site, SiteShape, parse_configured
@@ -46,6 +45,141 @@ from headgate.capture.schema.vocabulary import Vocabulary
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionFacts:
+    """One layer's attention, of all tensor-parallel ranks together: causal, over keys of one prompt and its answer.
+
+    Head h reads the keys of KV head ``h * num_kv_heads // num_heads``.
+
+    Attributes:
+        num_heads: Heads of a row of queries.
+        num_kv_heads: Heads of a row of keys.
+        head_size: Numbers of each of them.
+        scale: What the product of query and key is multiplied by.
+        window: A query sees so many keys, its own position's included; None for all.
+        soft_cap: Scores are ``soft_cap * tanh(score / soft_cap)``; None if they are not capped.
+        sinks: A score of each head that takes part in the softmax beside those of the keys; None if there is none.
+        slopes: Of each head: the score is lower by so much for each position that the key lies before the query
+            (ALiBi); None if it is not.
+        whole_tokens: Ids of tokens that see later ones of their kind, as those of an image do.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: tuple[float, ...] | None = None
+    slopes: tuple[float, ...] | None = None
+    whole_tokens: tuple[int, ...] = ()
+
+
+class ActionSink(Protocol):
+    """Takes the actions of one consumer. Any thread."""
+
+    def submit(self, action: object) -> bool:
+        """Have the engine do something to a request that runs, soon; see `headgate.steering.controllers.actions`.
+
+        Nothing is waited for. At most `MAX_SUBMITTED` actions of a consumer are on their way; one that comes beyond
+        that is dropped, and counted.
+
+        Returns:
+            Whether it was taken. The request's trace and ``/metrics`` show the outcome.
+
+        Raises:
+            ConsumerError: If this engine takes no actions, or `action` is none.
+        """
+        ...
+
+
+MAX_SUBMITTED = 1024
+MAX_BYTES = 16 << 20
+"""The largest encoded size of one action."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActionTarget:
+    """Where the actions of an engine's consumers go.
+
+    Attributes:
+        address: Of the inbox of its engine core; None if it takes none.
+        refusal: Why it takes none; raised when one is submitted.
+    """
+
+    address: str | None = None
+    refusal: str = "no engine is behind this consumer"
+
+
+NOWHERE = ActionTarget()
+
+
+class NoActions:
+    """An `ActionSink` that refuses.
+
+    Args:
+        refusal: The reason.
+    """
+
+    def __init__(self, refusal: str = NOWHERE.refusal) -> None:
+        self._refusal = refusal
+
+    def submit(self, action: object) -> bool:
+        """See `ActionSink`."""
+        raise ConsumerError(f"steering.submit: {self._refusal}")
+
+
+class Submitted(NamedTuple):
+    """An action that came to an engine core.
+
+    Attributes:
+        consumer: Instance name of the consumer.
+        action: As `encode_action` made it.
+        num_dropped: Actions of that consumer that were dropped before it.
+    """
+
+    consumer: str
+    action: bytes
+    num_dropped: int
+
+
+MakeSink = Callable[[str], ActionSink]
+"""Makes the sink of a consumer, by its instance name."""
+
+
+def encode_action(action: object) -> bytes:
+    """Return an action as msgpack: the name of its class, and its fields.
+
+    Arrays and tensors become lists of numbers.
+
+    Raises:
+        ConsumerError: If it is no action, or has something in it that cannot be sent, or is too large.
+    """
+    if not dataclasses.is_dataclass(action) or isinstance(action, type):
+        raise ConsumerError(
+            f"steering.submit: expected an action of headgate.steering.controllers, got {type(action).__name__}"
+        )
+    fields = {field.name: getattr(action, field.name) for field in dataclasses.fields(action)}
+    try:
+        encoded = msgspec.msgpack.encode([type(action).__name__, fields], enc_hook=_plain)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConsumerError(f"steering.submit: {type(action).__name__} cannot be sent: {error}") from error
+    if len(encoded) > MAX_BYTES:
+        raise ConsumerError(
+            f"steering.submit: {type(action).__name__} takes {len(encoded)} bytes, at most {MAX_BYTES} may; register "
+            "its vectors as a module, and name that"
+        )
+    return encoded
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "detach"):  # a tensor, on whatever device
+        value = value.detach()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is neither plain nor an array")
 
 
 MAX_OUTPUTS = 1 << 16

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import get_args
 
-from headgate.capture.schema.action_sink import MakeSink, NoActions
 from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig, CaptureConsumerSpec, Location
 from headgate.capture.schema.consumer import (
     MAX_ARGUMENTS,
@@ -16,7 +15,9 @@ from headgate.capture.schema.consumer import (
     BatchedConsumer,
     CaptureConsumer,
     ConsumerContext,
+    MakeSink,
     ModelInfo,
+    NoActions,
     Readout,
     ReadoutFacts,
     ReadoutSite,

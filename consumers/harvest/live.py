@@ -24,7 +24,7 @@ from headgate.consumers.harvest.wanted import Task, Tokens, Wanted, parse_site_n
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headgate.consumers.captured_rows import CapturedRows
+    from headgate.consumers.memory import CapturedRows
 
 Batch = deque["CapturedRows"]
 _BATCHES = 2

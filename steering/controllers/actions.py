@@ -172,7 +172,7 @@ _KINDS = {kind.__name__: kind for kind in (SetSteering, SetSteeringEach, SetGlob
 
 
 def read_action(encoded: bytes) -> Action:
-    """Return what `headgate.capture.schema.action_sink.encode_action` made of an action.
+    """Return what `headgate.capture.schema.consumer.encode_action` made of an action.
 
     Raises:
         ValueError: If it is none.

@@ -13,9 +13,9 @@ import time
 import numpy as np
 import torch
 
-from headgate.capture.schema.attention import AttentionFacts
 from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.consumer import (
+    AttentionFacts,
     ConsumerContext,
     FinishedRequest,
     ModelInfo,

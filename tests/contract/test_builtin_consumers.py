@@ -19,12 +19,11 @@ from safetensors.torch import load
 
 from headgate.capture.schema.consumer import CapturedRequest, ConsumerContext
 from headgate.capture.schema.sites import Site
-from headgate.consumers.captured_rows import CapturedRows
 from headgate.consumers.feed import TIMEOUT_S
 from headgate.consumers.filesystem import FilesystemConsumer
 from headgate.consumers.inline import InlineConsumer
 from headgate.consumers.logging import LoggingConsumer
-from headgate.consumers.memory import MemoryConsumer
+from headgate.consumers.memory import CapturedRows, MemoryConsumer
 from headgate.consumers.reader import open_captures
 from headgate.consumers.stream import StreamBatch, StreamConsumer, StreamError, StreamReader
 from headgate.consumers.testing import ConsumerContract

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, RequestProgress
-from headgate.capture.schema.action_sink import Submitted
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.consumer import ModelInfo, Submitted
 from headgate.capture.schema.sites import Site
 from headgate.steering.config import SteeringConfig, parse_config
 from headgate.steering.controllers import (

@@ -12,12 +12,11 @@ import msgspec
 
 from headgate.capture.schema.errors import ConsumerError, RequestError
 from headgate.capture.schema.results import CaptureResult, MessageSpan
-from headgate.consumers.captured_rows import CapturedRows
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest
 from headgate.consumers.harvest import EngineFacts, PromptSet, Wanted, open_prompts
 from headgate.consumers.harvest.prompts import Chat, Prompt
 from headgate.consumers.harvest.wanted import Task
-from headgate.consumers.memory import MemoryConsumer
+from headgate.consumers.memory import CapturedRows, MemoryConsumer
 from tests.fakes.capturing import Capturing, spec_context
 
 FACTS = EngineFacts(

@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypedDict
 
-from headgate.capture.schema.action_sink import Submitted
 from headgate.capture.schema.batch import Document
-from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.consumer import ModelInfo, Submitted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.links.network import NetworkKeys
-from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import BatchView, Document, FinalState, NewRequest
-from headgate.capture.schema.consumer import ModelHead, ModelInfo
+from headgate.capture.schema.consumer import NOWHERE, ActionTarget, ModelHead, ModelInfo
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.readouts import no_head
 

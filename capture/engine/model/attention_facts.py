@@ -13,8 +13,7 @@ from headgate.capture.engine import vllm_names
 from headgate.capture.engine.model.layer_layout import analyse_layer
 from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.engine.vllm_types import ModelConfig
-from headgate.capture.schema.attention import AttentionFacts
-from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.consumer import AttentionFacts, ModelInfo
 from headgate.capture.schema.sites import HookPoint, Site
 
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")

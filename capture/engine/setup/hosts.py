@@ -24,8 +24,8 @@ from headgate.capture.engine.vllm_names import versions
 from headgate.capture.engine.vllm_types import VllmConfig
 from headgate.capture.links.actions import actions_address
 from headgate.capture.links.network import Listening, NetworkKeys, has_keys, listening_of, read_keys
-from headgate.capture.schema.action_sink import ActionTarget
 from headgate.capture.schema.batch import Document
+from headgate.capture.schema.consumer import ActionTarget
 from headgate.capture.schema.errors import UnsupportedError
 
 SETUP_RPC = "headgate_setup"

@@ -16,8 +16,8 @@ import numpy as np
 from headgate.capture.engine.contracts.core_part import Actions, CoreFacts, Decided
 from headgate.capture.monitoring.logs import ReasonLog, SparseLog
 from headgate.capture.probe import Probe
-from headgate.capture.schema.action_sink import Submitted
 from headgate.capture.schema.batch import BoolArray, Int64Array
+from headgate.capture.schema.consumer import Submitted
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.config import MAX_DRIVEN, MAX_READ, WHERE, SteeringConfig, first_controller_column
 from headgate.steering.controllers.actions import (

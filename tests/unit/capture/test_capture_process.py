@@ -22,8 +22,8 @@ from headgate.capture.capture_process import deal_out
 from headgate.capture.links.actions import ActionInbox
 from headgate.capture.links.hub import ResultHub
 from headgate.capture.links.shared_memory import SharedStaging
-from headgate.capture.schema.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.schema.consumer import NOWHERE, ActionTarget
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.ring import StagingRing

@@ -18,8 +18,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 from torch import Tensor
 
-from headgate.capture.schema.attention import AttentionFacts
-from headgate.capture.schema.consumer import CapturedRequest, ConsumerContext, ModelInfo, RequestLengths, SpecContext
+from headgate.capture.schema.consumer import (
+    AttentionFacts,
+    CapturedRequest,
+    ConsumerContext,
+    ModelInfo,
+    RequestLengths,
+    SpecContext,
+)
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.positions import Indices, Message, Named, PositionSelector, Several, Span, keys_before
 from headgate.capture.schema.sites import HookPoint, Site, SiteShape

@@ -13,9 +13,8 @@ from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.capture.schema.results import CaptureResult, SupportsSummary
 from headgate.capture.schema.sites import Site
-from headgate.consumers.captured_rows import CapturedRows
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
-from headgate.consumers.memory import MemoryConsumer
+from headgate.consumers.memory import CapturedRows, MemoryConsumer
 
 CONTEXT = ConsumerContext(instance_name="memory", model=EXAMPLE_MODEL)
 ROW_BYTES = 2 * 16 * 2  # two sites, hidden size 16, bfloat16

@@ -17,7 +17,7 @@ import zmq
 from headgate.capture.links import actions
 from headgate.capture.links.actions import ActionInbox, ActionSender, actions_address, sink_of
 from headgate.capture.links.peer import Channel, Endpoint
-from headgate.capture.schema.action_sink import MAX_BYTES, ActionTarget, NoActions, Submitted, encode_action
+from headgate.capture.schema.consumer import MAX_BYTES, ActionTarget, NoActions, Submitted, encode_action
 from headgate.capture.schema.errors import ConsumerError, UnsupportedError
 from tests.deadlines import patience
 

@@ -15,8 +15,7 @@ from headgate.capture.engine.model import attention_facts as reading
 from headgate.capture.engine.model.attention_facts import attention_facts
 from headgate.capture.engine.model.inner_places import HookPlace
 from headgate.capture.engine.site_action import SiteAction
-from headgate.capture.schema.attention import AttentionFacts
-from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.consumer import AttentionFacts, ModelInfo
 from headgate.capture.schema.sites import HookPoint, Site, SiteShape
 
 Q, K = Site(5, HookPoint.Q), Site(5, HookPoint.K)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headgate.capture.probe import Activation, HiddenLayer, ProbeKind
-from headgate.capture.schema.action_sink import Submitted, encode_action
+from headgate.capture.schema.consumer import Submitted, encode_action
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.config import MAX_DRIVEN

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.schema.action_sink import Submitted, encode_action
+from headgate.capture.schema.consumer import Submitted, encode_action
 from headgate.steering.controllers import Action, SetGlobal, SetScale, SetSteering, StepReadings
 from headgate.steering.gates.trace import join_notes
 from headgate.steering.spec import SteeringSpec, to_wire
