@@ -30,7 +30,7 @@ from headgate.capture.schema.consumer import (
     StreamingConsumer,
 )
 from headgate.capture.schema.positions import PositionSelector
-from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, SiteShape, sort_sites
+from headgate.capture.schema.sites import FINAL_NORM_SITE, Columns, HookPoint, Site, SiteShape, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 
 EXAMPLE_MODEL = ModelInfo(
@@ -91,13 +91,15 @@ class ExampleRequest:
         return positions[(selector or self.info.spec.positions).mask(positions, num_prompt)]
 
     def rows(self, site: Site, positions: Int64Array) -> Tensor:
-        """``[len(positions), width]`` in the site's dtype."""
+        """``[len(positions), width]`` in the site's dtype: the columns that the request wants."""
         model, shape = self._model, self._model.shape(site)
         rows = np.empty((len(positions), shape.width))
         for index, position in enumerate(positions):
             seed = [*self._seed, model.sites.index(site), int(position)]
             rows[index] = np.random.default_rng(seed).normal(size=shape.width)
-        return torch.from_numpy(rows).to(getattr(torch, shape.dtype))
+        found = torch.from_numpy(rows).to(getattr(torch, shape.dtype))
+        columns = self.info.spec.columns.get(site)
+        return torch.cat([found[:, start:stop] for start, stop in columns], dim=1) if columns else found
 
     def expected(self) -> CapturedRequest:
         """The request as a consumer should have it at the end."""
@@ -112,6 +114,10 @@ class ExampleRequest:
             token_ids=self.final.token_ids[positions],
             hook_positions=own,
         )
+
+
+_Wanted = tuple[tuple[Site, ...], tuple[Columns, ...]]
+"""Sites, and the columns of each."""
 
 
 class Feed:
@@ -150,28 +156,29 @@ class Feed:
             spans: By request, in the order of the batch; requests that want the same sites share a block.
             sites_per_block: Cut blocks so that none has more sites; None leaves them whole.
         """
-        groups: dict[tuple[Site, ...], list[tuple[ExampleRequest, Int64Array]]] = {}
+        groups: dict[_Wanted, list[tuple[ExampleRequest, Int64Array]]] = {}
         for request, (start, stop) in spans.items():
             for sites, selector in request.info.spec.selections:
                 positions = request.wanted(start, stop, selector)
                 if len(positions):
-                    groups.setdefault(sites, []).append((request, positions))
+                    columns = tuple(request.info.spec.columns.get(site, ()) for site in sites)
+                    groups.setdefault((sites, columns), []).append((request, positions))
         blocks = [
             self._read_out(make_block(sites[first : first + (sites_per_block or len(sites))], group))
             for alike, group in groups.items()
-            for sites in self._of_one_shape(alike)
+            for sites in self._of_one_shape(*alike)
             for first in range(0, len(sites), sites_per_block or len(sites))
         ]
         if blocks:
             self.write(blocks)
 
-    def _of_one_shape(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
-        """Split sites by the shape of their rows, as a worker does."""
-        found: dict[tuple[bool, SiteShape], list[Site]] = {}
-        for site in sites:
+    def _of_one_shape(self, sites: Sequence[Site], columns: Sequence[Columns]) -> list[tuple[Site, ...]]:
+        """Split sites by the shape of their rows, and by the columns that are wanted, as a worker does."""
+        found: dict[tuple[bool, SiteShape, Columns], list[Site]] = {}
+        for site, wanted in zip(sites, columns, strict=True):
             is_read_out = site in self._facts
             shape = self._facts[site].shape if is_read_out else self.consumer.context.model.shape(site)
-            found.setdefault((is_read_out, shape), []).append(site)
+            found.setdefault((is_read_out, shape, wanted), []).append(site)
         return [tuple(each) for each in found.values()]
 
     def _read_out(self, block: RowBlock) -> RowBlock:

@@ -63,6 +63,7 @@ class InlineConsumer(StreamingConsumer):
     """
 
     location = "driver"
+    takes_columns = True
     is_awaited = True
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
@@ -207,7 +208,7 @@ def encode(captured: CapturedRequest, context: ConsumerContext) -> bytes:
         return bytes(save(tensors, metadata=sidecar.to_strings()))
     for site in captured.sites:
         # A copy: sites may be views of one block, and the library refuses tensors that share memory.
-        tensors[site.name] = captured.rows[site].reshape(num_rows, model.shape(site).width).clone()
+        tensors[site.name] = captured.rows[site].reshape(num_rows, captured.request.shape(site, model).width).clone()
     data: bytes = save(tensors, metadata=sidecar.to_strings())
     return data
 

@@ -20,6 +20,8 @@ class LoggingConsumer(BatchedConsumer):
     Parameters: ``level``, ``"info"`` if absent. The payload holds ``num_rows`` and the shape of every site.
     """
 
+    takes_columns = True
+
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
         self._level = _level(params)

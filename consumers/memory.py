@@ -323,6 +323,7 @@ class MemoryConsumer(StreamingConsumer):
     """
 
     location = "driver"
+    takes_columns = True
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)

@@ -194,7 +194,7 @@ def result_of(
         status="ok",
         num_rows=totals.complete,
         num_bytes=sum(
-            count * model.position_bytes(sites, request.info.readouts)
+            count * model.position_bytes(sites, request.info.readouts, request.info.spec.columns)
             for count, (sites, _) in zip(totals.by_selection, request.info.spec.selections, strict=True)
         ),
         dropped_rows=totals.dropped,

@@ -105,7 +105,7 @@ class _CollectedRows:
 
     def __init__(self, request: RequestInfo, model: ModelInfo, pool: RowPool) -> None:
         self._pool = pool
-        self._readouts = request.readouts
+        self._request = request
         self._model = model
         self._spec = request.spec
         self._num_prompt = request.num_prompt_tokens
@@ -145,7 +145,7 @@ class _CollectedRows:
     def _join(self, site: Site, pieces: list[tuple[Int64Array, Tensor]]) -> tuple[Int64Array, Tensor]:
         """Put one site's rows in the order of their positions."""
         if not pieces:
-            shape = self._readouts[site].shape if site in self._readouts else self._model.shape(site)
+            shape = self._request.shape(site, self._model)
             return np.empty(0, dtype=np.int64), torch.empty(0, shape.width, dtype=getattr(torch, shape.dtype))
         if len(pieces) == 1:
             return pieces[0]

@@ -32,6 +32,7 @@ from headgate.capture.planning.step_plan import PackGroup, RequestSpans, SiteSet
 from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.config import HELD_STEPS, KIB, MIB
 from headgate.capture.schema.consumer import RowBlock, RowSpan
+from headgate.capture.schema.sites import Columns, Site
 from headgate.capture.staging.host_rows import StagedRows
 
 MIN_BYTES = 64 * KIB
@@ -437,6 +438,8 @@ class Splitter:
     def __init__(self) -> None:
         self._requests: dict[str, Mapping[int, ConsumerRequest]] = {}
         self._last: dict[tuple[int, SiteSet], _Ownership] = {}
+        self._cut_sites: dict[tuple[Site, ...], tuple[Site, ...]] = {}
+        """Sites of blocks of columns, each tuple once: consumers know kinds of blocks by it."""
 
     def begin(self, req_id: str, requests: Mapping[int, ConsumerRequest]) -> None:
         """Give rows of `req_id` to `requests`, by consumer bit, from now on."""
@@ -449,7 +452,7 @@ class Splitter:
         return self._requests.pop(req_id, {})
 
     def split(self, group: PackGroup, rows: Tensor) -> Iterator[tuple[int, BlockPart]]:
-        """Yield a block for each consumer that wants any of `rows`, with its bit.
+        """Yield a block for each consumer that wants any of `rows`, with its bit; more where requests select columns.
 
         Consumers that want every row share the tensor; so do consecutive rows. Others get a copy of theirs.
 
@@ -468,13 +471,27 @@ class Splitter:
                 index = np.flatnonzero(group.masks >> bit & 1)
                 positions, spans, chosen = group.positions[index], take_spans(group.spans, index), _select(rows, index)
             owned = self._owned(bit, group, spans)
-            yield (
-                bit,
-                (
-                    RowBlock(sites=group.sites, rows=chosen, positions=positions, spans=owned.row_spans),
-                    owned.owners,
-                ),
-            )
+            block = RowBlock(sites=group.sites, rows=chosen, positions=positions, spans=owned.row_spans)
+            if owned.has_columns:
+                yield from ((bit, part) for part in self._cut(block, owned.owners))
+            else:
+                yield bit, (block, owned.owners)
+
+    def _cut(self, block: RowBlock, owners: tuple[ConsumerRequest, ...]) -> Iterator[BlockPart]:
+        """Yield blocks of a block's rows, each of requests that want the same columns, and of one width."""
+        by_columns: dict[tuple[Columns, ...], list[bool]] = {}
+        for at, owner in enumerate(owners):
+            wanted = tuple(owner.info.spec.columns.get(site, ()) for site in block.sites)
+            by_columns.setdefault(wanted, [False] * len(owners))[at] = True
+        for wanted, chosen in by_columns.items():
+            part = _chosen_spans(block, owners, chosen)
+            for columns in dict.fromkeys(wanted):
+                alike = [index for index, each in enumerate(wanted) if each == columns]
+                rows, sites = part[0].rows, tuple(block.sites[index] for index in alike)
+                rows = rows if len(alike) == len(wanted) else rows[alike]
+                if columns:
+                    rows = torch.cat([rows[:, :, start:stop] for start, stop in columns], dim=2)
+                yield replace(part[0], sites=self._cut_sites.setdefault(sites, sites), rows=rows), part[1]
 
     def _owned(self, bit: int, group: PackGroup, spans: RequestSpans) -> _Ownership:
         last = self._last.get((bit, group.site_set))
@@ -485,7 +502,10 @@ class Splitter:
             RowSpan(request=owner.info, start=start, stop=stop)
             for owner, (_, start, stop) in zip(owners, spans, strict=True)
         )
-        made = self._last[bit, group.site_set] = _Ownership(spans, row_spans, owners)
+        has_columns = any(
+            owner.info.spec.columns and not owner.info.spec.columns.keys().isdisjoint(group.sites) for owner in owners
+        )
+        made = self._last[bit, group.site_set] = _Ownership(spans, row_spans, owners, has_columns)
         return made
 
 
@@ -495,6 +515,8 @@ class _Ownership(NamedTuple):
     spans: RequestSpans
     row_spans: tuple[RowSpan, ...]
     owners: tuple[ConsumerRequest, ...]
+    has_columns: bool
+    """Whether any of them wants some columns of these sites alone."""
 
 
 def _select(rows: Tensor, index: Int64Array) -> Tensor:
@@ -581,9 +603,15 @@ def join(parts: list[BlockPart]) -> Packet:
 
 
 def _keep_spans(block: RowBlock, owners: tuple[ConsumerRequest, ...]) -> BlockPart | None:
-    kept = [(span, owner) for span, owner in zip(block.spans, owners, strict=True) if owner.failure is None]
-    if not kept:
-        return None
+    chosen = [owner.failure is None for owner in owners]
+    return _chosen_spans(block, owners, chosen) if any(chosen) else None
+
+
+def _chosen_spans(block: RowBlock, owners: tuple[ConsumerRequest, ...], chosen: Sequence[bool]) -> BlockPart:
+    """Return the rows of some spans of a block, at least one."""
+    if all(chosen):
+        return block, owners
+    kept = [pair for pair, is_kept in zip(zip(block.spans, owners, strict=True), chosen, strict=True) if is_kept]
     index = np.concatenate([np.arange(span.start, span.stop) for span, _ in kept])
     spans, stop = [], 0
     for span, _ in kept:

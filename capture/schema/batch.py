@@ -90,6 +90,7 @@ class BatchView:
 class _OptionalSpecWire(TypedDict, total=False):
     arguments: list[int]
     hook_positions: dict[str, object]
+    columns: dict[str, list[list[int]]]
 
 
 class SpecWire(_OptionalSpecWire):
@@ -101,6 +102,7 @@ class SpecWire(_OptionalSpecWire):
         options: The consumer's own.
         arguments: Of its readouts; absent if there are none.
         hook_positions: Other selectors, by hook point; absent if there are none.
+        columns: The columns of sites that are wanted, by the site's name; absent if all are.
     """
 
     sites: dict[str, list[int]]

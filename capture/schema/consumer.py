@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
@@ -38,7 +38,17 @@ from headgate.capture.schema.config import Location
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.positions import MAX_POSITION, parse_positions
 from headgate.capture.schema.results import Origin
-from headgate.capture.schema.sites import HookPoint, Site, SiteShape, parse_configured
+from headgate.capture.schema.sites import (
+    COLUMN_KEYS,
+    Columns,
+    HookPoint,
+    Site,
+    SiteShape,
+    parse_columns,
+    parse_configured,
+    sort_sites,
+    width_of,
+)
 from headgate.capture.schema.spec import CaptureSpec, Memo
 from headgate.capture.schema.vocabulary import Vocabulary
 
@@ -188,6 +198,10 @@ OUTPUT_BYTES = 4
 """Each output travels as a float32."""
 MAX_OUTPUT_ID = 1 << 24
 """Integers below this travel exactly as float32: ids of tokens or features may be outputs. See `check_ids`."""
+MAX_SELECTIONS = 1 << 10
+"""Entries of a list of hook points, at most."""
+NO_COLUMNS: Mapping[Site, Columns] = {}
+"""Stands for whole rows."""
 MAX_ARGUMENTS = 1 << 10
 """Arguments of a readout, at most."""
 
@@ -374,9 +388,10 @@ class ModelInfo:
         """The shape of a row of the residual stream."""
         return SiteShape(self.hidden_size, self.dtype)
 
-    def shape(self, site: Site) -> SiteShape:
-        """Return the shape of a site's rows."""
-        return self.shapes.get(site) or self.stream
+    def shape(self, site: Site, columns: Columns = ()) -> SiteShape:
+        """Return the shape of a site's rows, or of some of their columns."""
+        shape = self.shapes.get(site) or self.stream
+        return shape._replace(width=width_of(columns, shape.width)) if columns else shape
 
     @property
     def stored_shapes(self) -> dict[Site, SiteShape]:
@@ -396,12 +411,20 @@ class ModelInfo:
                 f"{what}: its site {site.name} is not captured here, but {configured}, ...; add it to capture.sites"
             )
 
-    def position_bytes(self, sites: Sequence[Site], readouts: Mapping[Site, ReadoutFacts] | None = None) -> int:
-        """Return the bytes of one position at some sites: of a row at each, or of the outputs of its readout."""
-        if not readouts and not self.shapes:
+    def position_bytes(
+        self,
+        sites: Sequence[Site],
+        readouts: Mapping[Site, ReadoutFacts] | None = None,
+        columns: Mapping[Site, Columns] = NO_COLUMNS,
+    ) -> int:
+        """Return the bytes of one position at some sites: of a row at each, its columns, or its readout's outputs."""
+        if not readouts and not self.shapes and not columns:
             return self.stream.row_bytes * len(sites)
         found = readouts or {}
-        return sum((found[site].shape if site in found else self.shape(site)).row_bytes for site in sites)
+        return sum(
+            (found[site].shape if site in found else self.shape(site, columns.get(site, ()))).row_bytes
+            for site in sites
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -456,6 +479,12 @@ class RequestInfo:
         """Length of the prompt; positions below it are prefill, the others decode."""
         return len(self.prompt_token_ids)
 
+    def shape(self, site: Site, model: ModelInfo) -> SiteShape:
+        """Return the shape of its rows of a site: of the columns that it wants, or of outputs of a readout."""
+        if site in self.readouts:
+            return self.readouts[site].shape
+        return model.shape(site, self.spec.columns.get(site, ()))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSpan:
@@ -476,7 +505,7 @@ class RowBlock:
     Attributes:
         sites: ``S`` sites.
         rows: ``[S, N, width]`` in the sites' dtype (`ModelInfo.shape`), on the CPU, or float32 ``[S, N, num_outputs]``
-            of readouts. All sites of a block have rows of one shape.
+            of readouts. All sites of a block have rows of one shape, `RequestInfo.shape` of each of its requests.
         positions: int64 ``[N]``, absolute.
         spans: Whose rows these are, in order; together they cover ``0 : N``.
     """
@@ -557,6 +586,7 @@ class SpecContext:
         num_front_ends: API processes of the server: each has its own consumers of the location ``driver``.
         lasting: What was parsed of `params` and of other calls before, as long as this process serves.
         vocabulary: The model's tokens.
+        takes_columns: `CaptureConsumer.takes_columns` of its class.
     """
 
     instance_name: str
@@ -568,6 +598,7 @@ class SpecContext:
     num_front_ends: int = 1
     lasting: Memo = field(default_factory=Memo, repr=False, compare=False)
     vocabulary: Vocabulary | None = field(default=None, repr=False, compare=False)
+    takes_columns: bool = False
 
     @property
     def field(self) -> str:
@@ -621,6 +652,8 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
         reads_positions: Whether its part of a request has the field ``positions``.
         takes_messages: It stores the boundaries of a chat's messages: if a request sets ``capture_messages``, the
             option ``messages`` of its spec lists ``{"role", "start", "stop"}`` of each, in positions of the prompt.
+        takes_columns: Requests may select heads or columns of rows (`CaptureSpec.columns`): it reads the width of rows
+            from `RequestInfo.shape`, and not from the model.
         takes_tag: Its specs have an option ``tag`` that decides where it writes; clients' keys can restrict it.
         is_awaited: Requests that name it wait for their results as if they had set ``capture_wait``, unless they set
             that to false.
@@ -638,6 +671,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
     reads_client_spec: ClassVar[bool] = True
     reads_positions: ClassVar[bool] = True
     takes_messages: ClassVar[bool] = False
+    takes_columns: ClassVar[bool] = False
     takes_tag: ClassVar[bool] = False
     is_awaited: ClassVar[bool] = False
     global_spec_param: ClassVar[str | None] = None
@@ -889,11 +923,63 @@ def parse_client_spec(raw: object, context: SpecContext, *, options: Sequence[st
     raw = check_fields(raw, context, ("hooks", "positions", *options), "with 'hooks'")
     if "hooks" not in raw:
         raise RequestError(f"{context.field}.hooks", "required: {hook point: layers}")
+    sites, columns = context.parsed_once(raw["hooks"], "hooks", partial(_parse_hooks, model=context.model))
+    if columns and not context.takes_columns:
+        raise RequestError(
+            f"{context.field}.hooks",
+            f"the consumer {context.instance_name!r} reads whole rows: leave out heads, experts and columns",
+        )
     return CaptureSpec(
-        sites=select_sites(raw["hooks"], context),
+        sites=sites,
+        columns=columns,
         positions=parse_selector(raw, context),
         options={key: raw[key] for key in options if key in raw},
     )
+
+
+def _parse_hooks(hooks: object, field: str, *, model: ModelInfo) -> tuple[tuple[Site, ...], dict[Site, Columns]]:
+    """Resolve ``{hook: layers}``, or a list of ``{"hook", "layers"}``; each may select columns."""
+    parse = partial(parse_configured, num_layers=model.num_layers, sites=model.sites)
+    is_list = isinstance(hooks, list | tuple)
+    if not is_list and not (isinstance(hooks, Mapping) and any(_selects(layers) for layers in hooks.values())):
+        return parse(hooks, field), {}
+    found: dict[Site, Columns] = {}
+    for name, layers, given, where in _named_selections(hooks, field):
+        for site in parse({name: layers}, where):
+            columns = parse_columns(given, site, model.shape(site), where if is_list else f"{where}.{name}")
+            if found.setdefault(site, columns) != columns:
+                raise RequestError(where, f"{site.name} is selected twice, with other columns")
+    return sort_sites(found), {site: columns for site, columns in found.items() if columns}
+
+
+def _selects(layers: object) -> bool:
+    return isinstance(layers, Mapping) and any(key in layers for key in COLUMN_KEYS)
+
+
+def _named_selections(hooks: Any, field: str) -> Iterator[tuple[str, object, Mapping[str, Any], str]]:
+    """Yield hook points with their layers, what may select columns, and the path."""
+    if isinstance(hooks, Mapping):
+        for name, layers in hooks.items():
+            given = layers if _selects(layers) else {}
+            yield name, _layers_of(layers) if given else layers, given, field
+        return
+    if not 0 < len(hooks) <= MAX_SELECTIONS:
+        raise RequestError(field, f"expected 1 to {MAX_SELECTIONS} selections, got {len(hooks)}")
+    for index, given in enumerate(hooks):
+        where = f"{field}[{index}]"
+        if not isinstance(given, Mapping) or not isinstance(given.get("hook"), str):
+            raise RequestError(where, f'expected {{"hook", "layers", "heads"}}, got {shown(given)}')
+        unknown = next((key for key in given if key not in ("hook", "layers", *COLUMN_KEYS)), None)
+        if unknown is not None:
+            known = ", ".join(("hook", "layers", *COLUMN_KEYS))
+            raise RequestError(f"{where}.{shown(unknown)[1:-1]}", f"unknown key; known: {known}")
+        yield given["hook"], given.get("layers"), given, where
+
+
+def _layers_of(given: Mapping[str, Any]) -> object:
+    """Return the layers of a selection of columns."""
+    rest = {key: value for key, value in given.items() if key not in COLUMN_KEYS}
+    return rest["layers"] if set(rest) == {"layers"} else rest or "all"
 
 
 def select_sites(hooks: object, context: SpecContext) -> tuple[Site, ...]:

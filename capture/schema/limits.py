@@ -81,7 +81,10 @@ def use_of(
     }
     num_rows = {instance: max(count for _, count in counts) for instance, counts in counted.items()}
     num_bytes = {
-        instance: sum(count * model.position_bytes(sites, readouts.get(instance)) for sites, count in counts)
+        instance: sum(
+            count * model.position_bytes(sites, readouts.get(instance), specs[instance].columns)
+            for sites, count in counts
+        )
         for instance, counts in counted.items()
     }
     num_listed = {

@@ -215,6 +215,62 @@ class SiteShape(NamedTuple):
         return self.width * ITEM_SIZES[self.dtype]
 
 
+Columns = tuple[tuple[int, int], ...]
+"""Columns of a row: ``[start, stop)``, ascending; empty for all of them."""
+
+COLUMN_KEYS = ("heads", "experts", "columns")
+"""Keys by which columns of a site are selected."""
+
+
+def width_of(columns: Columns, width: int) -> int:
+    """Return how many numbers of a row are selected."""
+    return sum(stop - start for start, stop in columns) if columns else width
+
+
+def parse_columns(given: Mapping[Any, Any], site: Site, shape: SiteShape, field: str) -> Columns:
+    """Read which columns of a site are selected; all of them if `given` has none of `COLUMN_KEYS`.
+
+    Args:
+        given: ``{"heads": [0, 3]}`` where a row is made of heads, ``{"experts": [1, 5]}`` of ``router_logits``, or
+            ``{"columns": [start, stop]}``, `stop` exclusive.
+        site: The site.
+        shape: Of its rows.
+        field: Path of `given` in the user's document, for errors.
+
+    Raises:
+        RequestError: If there is no such column, or a list does not ascend.
+    """
+    keys = [key for key in COLUMN_KEYS if given.get(key) is not None]
+    if not keys:
+        return ()
+    if len(keys) > 1:
+        raise RequestError(f"{field}.{keys[1]}", f"excludes {keys[0]!r}: both select columns")
+    [key] = keys
+    if key == "columns":
+        return (_column_range(given[key], site, shape, f"{field}.columns"),)
+    size = shape.head_size if key == "heads" else 1
+    is_made_of = shape.head_size > 1 if key == "heads" else site.hook is HookPoint.ROUTER_LOGITS
+    if not is_made_of:
+        raise RequestError(f"{field}.{key}", f"rows of {site.name} are not made of {key}; select 'columns'")
+    listed = given[key] if _is_list(given[key]) else [given[key]]
+    most = shape.width // size
+    is_known = all(type(each) is int and 0 <= each < most for each in listed[: most + 1])
+    if not listed or not is_known or list(listed) != sorted(set(listed)):
+        raise RequestError(
+            f"{field}.{key}", f"expected ascending numbers from 0 to {most - 1}, each once; got {shown(given[key])}"
+        )
+    return tuple((each * size, (each + 1) * size) for each in listed)
+
+
+def _column_range(given: object, site: Site, shape: SiteShape, field: str) -> tuple[int, int]:
+    if not _is_list(given) or len(given) != 2 or not all(type(each) is int for each in given):
+        raise RequestError(field, f"expected [start, stop] with stop exclusive, got {shown(given)}")
+    start, stop = given
+    if not 0 <= start < stop <= shape.width:
+        raise RequestError(field, f"rows of {site.name} have the columns 0 to {shape.width - 1}; got {shown(given)}")
+    return start, stop
+
+
 NO_SHAPES: Mapping[Site, SiteShape] = {}
 """Stands for sites whose rows are those of the stream."""
 

@@ -10,7 +10,7 @@ import msgspec
 
 from headgate.capture.schema.batch import SpecWire
 from headgate.capture.schema.positions import PositionSelector, selector_from_wire
-from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
+from headgate.capture.schema.sites import Columns, HookPoint, Site, site_map, sort_sites
 
 _Parsed = TypeVar("_Parsed")
 
@@ -30,6 +30,7 @@ class CaptureSpec:
         options: The consumer's own part of the client's spec (tag, layout, ...): str, number, bool, None,
             list or dict only, since it travels to the worker as msgpack.
         arguments: Integers that the consumer's readouts get beside each of the rows; see `RowArguments`.
+        columns: The columns that are wanted, of sites where these are not all.
     """
 
     sites: tuple[Site, ...]
@@ -38,6 +39,7 @@ class CaptureSpec:
     positions_field: str = field(default="positions", compare=False)
     options: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[int, ...] = ()
+    columns: Mapping[Site, Columns] = field(default_factory=dict)
 
     @property
     def selectors(self) -> tuple[PositionSelector, ...]:
@@ -79,6 +81,8 @@ class CaptureSpec:
             wire["arguments"] = list(self.arguments)
         if self.hook_positions:
             wire["hook_positions"] = {hook.value: each.to_wire() for hook, each in self.hook_positions.items()}
+        if self.columns:
+            wire["columns"] = {site.name: [list(each) for each in columns] for site, columns in self.columns.items()}
         return wire
 
     @classmethod
@@ -93,6 +97,10 @@ class CaptureSpec:
             },
             options=wire["options"],
             arguments=tuple(wire.get("arguments", ())),
+            columns={
+                Site.parse(name): tuple((start, stop) for start, stop in each)
+                for name, each in wire.get("columns", {}).items()
+            },
         )
 
 
@@ -114,12 +122,16 @@ class SpecReader:
         is_long = any(
             isinstance(each, bytes) and len(each) > MAX_KNOWN_BYTES for each in (selectors[0], *selectors[1].values())
         )
-        key = b"" if is_long else msgspec.msgpack.encode((wire["sites"], *selectors))
+        key = b"" if is_long else msgspec.msgpack.encode((wire["sites"], *selectors, wire.get("columns")))
         known = self._known.get(key)
         if known is None:
             known = CaptureSpec.from_wire(wire)
             known = replace(
-                known, sites=tuple(site for site in known.sites if site in self._sites), options={}, arguments=()
+                known,
+                sites=tuple(site for site in known.sites if site in self._sites),
+                columns={site: columns for site, columns in known.columns.items() if site in self._sites},
+                options={},
+                arguments=(),
             )
             if 0 < len(key) <= MAX_KNOWN_BYTES:
                 if len(self._known) >= MAX_KNOWN:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from headgate.capture.monitoring import notebook
 from headgate.capture.schema.errors import CaptureFileError
-from headgate.capture.schema.sites import Site, sort_sites
+from headgate.capture.schema.sites import Columns, Site, sort_sites
 from headgate.consumers.datasets.index import (
     EntryGroup,
     EntryTable,
@@ -412,13 +412,16 @@ def _same(table: EntryTable, one: int, other: int) -> bool:
 
 def _shape_of(table: EntryTable, entries: Numbers, sites: tuple[str, ...]) -> tuple[str, int]:
     groups = np.unique(table.columns["group"][entries])
-    shapes: Mapping[tuple[str, int], str] = {
-        (shape.dtype, shape.width): ", ".join((*names, table.groups[n].model))
-        for n in groups
-        for site in sites
-        for shape, names in ((table.groups[n].shape(site), [site] if len(sites) > 1 else []),)
-    }
+    shapes: dict[tuple[str, int, Columns], str] = {}
+    for group in (table.groups[n] for n in groups):
+        for site in sites:
+            shape, columns = group.shape(site), dict(group.columns).get(site, ())
+            names = [site] if len(sites) > 1 else []
+            shapes[shape.dtype, shape.width, columns] = ", ".join((*names, group.model))
     if len(shapes) > 1:
-        shown = "; ".join(f"{dtype}, width {width} ({model})" for (dtype, width), model in shapes.items())
+        shown = "; ".join(
+            f"{dtype}, width {width}{f', columns {list(map(list, columns))}' if columns else ''} ({model})"
+            for (dtype, width, columns), model in shapes.items()
+        )
         raise CaptureFileError(f"{', '.join(sites)}: rows of different kinds: {shown}; open them apart")
-    return next(iter(shapes), ("float32", 0))
+    return next(iter(shapes), ("float32", 0, ()))[:2]

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from headgate.capture.files.reading import refusing
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
-from headgate.capture.schema.sites import ITEM_SIZES, SiteShape
+from headgate.capture.schema.sites import ITEM_SIZES, Columns, SiteShape
 from headgate.consumers.filesystem.formats.layout import (
     POSITIONS,
     SHARD_FOLDER,
@@ -108,6 +108,7 @@ class EntryGroup(msgspec.Struct, frozen=True):
         versions: Of headgate, vllm and torch.
         pp_rank: The stage that wrote it, of `pp_size`.
         shapes: Width and dtype of the sites whose rows have others.
+        columns: What the rows are of the sites', where that is not all.
     """
 
     layout: LayoutName
@@ -120,6 +121,7 @@ class EntryGroup(msgspec.Struct, frozen=True):
     pp_rank: int
     pp_size: int
     shapes: tuple[tuple[str, tuple[int, str]], ...] = ()
+    columns: tuple[tuple[str, Columns], ...] = ()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -327,6 +329,7 @@ def _group(part: StoredPart, tensors: tuple[str, ...]) -> EntryGroup:
         pp_rank=sidecar.pp_rank,
         pp_size=sidecar.pp_size,
         shapes=tuple(sorted(sidecar.shapes.items())),
+        columns=tuple(sorted(sidecar.columns.items())),
     )
 
 
@@ -570,8 +573,10 @@ def _problem(path: str, error: CaptureFileError) -> Problem:
 logger = logging.getLogger(__name__)
 
 MAGIC = b"headgate-index\0\0"
-VERSION = 3
-"""Version of an index of rows of several shapes; others are written as `ONE_SHAPE`, which earlier releases read."""
+VERSION = 4
+"""Version of an index of some columns of rows. One of rows of several shapes is written as `SEVERAL_SHAPES`, others as
+`ONE_SHAPE`, which earlier releases read."""
+SEVERAL_SHAPES = 3
 ONE_SHAPE = 2
 _FIXED = struct.Struct("<16sIIQQI4x")  # magic, version, CRC of the header, its bytes, bytes of the columns, their CRC
 _ALIGN = 64
@@ -625,7 +630,8 @@ def write_index(root: str, table: EntryTable, problems: list[Problem]) -> Iterat
     check = 0
     for block in _blocks(arrays):
         check = zlib.crc32(block, check)
-    version = VERSION if any(group.shapes for group in table.groups) else ONE_SHAPE
+    version = SEVERAL_SHAPES if any(group.shapes for group in table.groups) else ONE_SHAPE
+    version = VERSION if any(group.columns for group in table.groups) else version
     yield _FIXED.pack(MAGIC, version, zlib.crc32(header), len(header), end, check)
     yield header
     yield from _blocks(arrays)

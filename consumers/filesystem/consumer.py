@@ -37,7 +37,7 @@ from headgate.capture.schema.errors import CaptureFileError, ConfigError, Consum
 from headgate.capture.schema.limits import check_tag
 from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.results import ReportContext, SentFile
-from headgate.capture.schema.sites import Site, SiteShape, parse_hook
+from headgate.capture.schema.sites import Columns, Site, SiteShape, parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.browsing import describe_capture, list_captures, send_capture
 from headgate.consumers.filesystem.formats.layout import OWNER, Layout, LayoutName, MessagePlace
@@ -227,7 +227,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         resolved[OWNER] = context.owner
     if "messages" in options:
         resolved["messages"] = _messages(options["messages"], f"{context.field}.messages")
-    return CaptureSpec(sites=spec.sites, positions=spec.positions, options=resolved)
+    return replace(spec, options=resolved)
 
 
 def _run(params: Mapping[str, Any]) -> str:
@@ -332,6 +332,7 @@ class FilesystemConsumer(StreamingConsumer):
 
     location = "worker"
     takes_messages = True
+    takes_columns = True
     takes_tag = True
     global_spec_param = "hooks"
     linger_s = 0.25  # files are complete when a request has ended, not before
@@ -361,6 +362,7 @@ class FilesystemConsumer(StreamingConsumer):
         self._gatherer = RowGatherer(min(sizes.memory // 8, MAX_GATHERED_BYTES))
         self._sites: tuple[Site, ...] = ()  # of the last block, and the shapes of their rows
         self._shapes: dict[SiteShape, Site] = {}
+        self._columns: Mapping[Site, Columns] = {}
         self._writers = WritersOfRequests(sizes.threads)
         self._outstanding: set[Outcome] = set()
         self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
@@ -476,8 +478,10 @@ class FilesystemConsumer(StreamingConsumer):
         """The rows of a block as uint8 ``[S, N, row_bytes]``."""
         import torch
 
-        if block.sites is not self._sites:
-            self._sites, self._shapes = block.sites, {self.context.model.shape(site): site for site in block.sites}
+        request = block.spans[0].request
+        if block.sites is not self._sites or request.spec.columns != self._columns:
+            self._sites, self._columns = block.sites, request.spec.columns
+            self._shapes = {request.shape(site, self.context.model): site for site in block.sites}
         for shape, site in self._shapes.items():
             if block.rows.dtype != getattr(torch, shape.dtype) or block.rows.shape[2] != shape.width:
                 given = f"{block.rows.dtype} and width {block.rows.shape[2]}"

@@ -7,7 +7,7 @@ import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -367,7 +367,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     spec = parse_client_spec(raw, context, options=(TAG,))
     tag = check_name(spec.options.get(TAG, params.tag), f"{context.field}.{TAG}")
     check_tag(tag, params.all_tags, f"{context.field}.{TAG}")
-    return CaptureSpec(sites=spec.sites, positions=spec.positions, options={TAG: tag})
+    return replace(spec, options={TAG: tag})
 
 
 class MomentsConsumer(StreamingConsumer):

@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -532,7 +533,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     """
     spec = parse_client_spec(raw, context, options=("tag",))
     tag = check_name(spec.options.get("tag", context.params.get("tag", DEFAULT_TAG)), f"{context.field}.tag")
-    return CaptureSpec(sites=spec.sites, positions=spec.positions, options={"tag": tag})
+    return replace(spec, options={"tag": tag})
 
 
 FAREWELL_S = 5.0
@@ -555,6 +556,7 @@ class StreamConsumer(StreamingConsumer):
     """
 
     location = "worker"
+    takes_columns = True
     takes_tag = True
     global_spec_param = "hooks"
     linger_s = 0.25  # rows are sent when a request has ended, not before

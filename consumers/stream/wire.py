@@ -394,7 +394,10 @@ def encode(captured: CapturedRequest, model: ModelInfo, start: int, stop: int) -
         dtype = model.shape(site).dtype
         values = bits.reshape(-1).view(_NUMPY[dtype])
         columns[site.name] = pa.FixedSizeListArray.from_arrays(pa.array(values), len(values) // count)
-        fields.append(pa.field(site.name, columns[site.name].type, metadata={"dtype": dtype}))
+        metadata = {"dtype": dtype}
+        if selected := request.spec.columns.get(site):
+            metadata["columns"] = msgspec.json.encode(selected).decode()
+        fields.append(pa.field(site.name, columns[site.name].type, metadata=metadata))
     batch = pa.RecordBatch.from_arrays(list(columns.values()), schema=pa.schema(fields))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as stream:

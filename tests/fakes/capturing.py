@@ -69,7 +69,9 @@ class Capturing:
 
 def spec_context(params: Mapping[str, Any], client_id: str = "client-1") -> SpecContext:
     """What the spec of a request of that id is checked against."""
-    return SpecContext(instance_name="files", model=EXAMPLE_MODEL, params=params, client_request_id=client_id)
+    return SpecContext(
+        instance_name="files", model=EXAMPLE_MODEL, params=params, client_request_id=client_id, takes_columns=True
+    )
 
 
 @contextmanager

@@ -38,7 +38,11 @@ class Streaming:
 
     def request(self, name: str, *, prompt: int = 3, output: int = 4, raw: Any = None) -> ExampleRequest:
         context = SpecContext(
-            instance_name="stream", model=EXAMPLE_MODEL, params=self._params, client_request_id=f"client-{name}"
+            instance_name="stream",
+            model=EXAMPLE_MODEL,
+            params=self._params,
+            client_request_id=f"client-{name}",
+            takes_columns=True,
         )
         wanted = {"hooks": {"post_mlp": [1, 3]}, **(raw or {})}
         return ExampleRequest(StreamConsumer.validate_client_spec(wanted, context), name, prompt=prompt, output=output)

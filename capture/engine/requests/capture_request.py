@@ -258,6 +258,7 @@ class CaptureRequestReader:
             num_front_ends=self._num_front_ends,
             lasting=self._lasting,
             vocabulary=self._vocabulary,
+            takes_columns=self._consumers[instance].takes_columns,
         )
 
     def _names(self) -> str:

@@ -16,14 +16,15 @@ import numpy.typing as npt
 
 from headgate.capture.files.reading import refusing
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, ModelInfo
+from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, ModelInfo, RequestInfo
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
-from headgate.capture.schema.sites import ITEM_SIZES, Site, SiteShape
+from headgate.capture.schema.sites import ITEM_SIZES, Columns, Site, SiteShape
 from headgate.consumers.filesystem.storage.store import PendingSync, Published, Target
 
 FORMAT = "headgate-capture"
-FORMAT_VERSION = 2
-"""Version of captures with rows of several shapes. Others are written as version 1, which every release reads."""
+FORMAT_VERSION = 3
+"""Version of captures of some columns of rows. Those with rows of several shapes are of version 2, others of version 1,
+which every release reads."""
 POSITIONS = "positions"
 TOKEN_IDS = "token_ids"  # noqa: S105  (a tensor's name)
 SHARD_FOLDER = "_shards"
@@ -75,6 +76,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         notes: By part, what it noted of the rows in this file (`of_rows`): of ``steering``, scores and strengths.
         shapes: ``{site: [width, dtype]}`` of the sites whose rows are not those of the residual stream.
         owner: Name of the key of the client whose request it was; None without keys, and of what the operator records.
+        columns: ``{site: [[start, stop], ...]}``: what the rows are of the site's, where that is not all.
     """
 
     format: str = FORMAT
@@ -106,6 +108,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     notes: dict[str, Any] = msgspec.field(default_factory=dict)
     shapes: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
     owner: str | None = None
+    columns: dict[str, Columns] = msgspec.field(default_factory=dict)
 
     def shape(self, site: str) -> SiteShape:
         """The shape of the rows of a site, by its name."""
@@ -113,12 +116,9 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         return SiteShape(width, dtype)
 
     def document(self) -> dict[str, Any]:
-        """The fields as plain values; `shapes` and `owner` only if there are any."""
+        """The fields as plain values; `shapes`, `columns` and `owner` only if there are any."""
         found: dict[str, Any] = msgspec.to_builtins(self)
-        for name in ("shapes", "owner"):
-            if not found[name]:
-                del found[name]
-        return found
+        return {name: value for name, value in found.items() if value or name not in ("shapes", "columns", "owner")}
 
     def to_strings(self) -> dict[str, str]:
         """The form that safetensors metadata takes: text as it is, everything else as JSON, and notes if there are."""
@@ -172,9 +172,8 @@ def sidecar_of(
         name: The file's, without extension and stage.
     """
     num_rows, request, final, model = len(positions), finished.request, finished.final, context.model
-    shapes = _shapes_of(request.spec.sites, model)
     return Sidecar(
-        format_version=FORMAT_VERSION if shapes else 1,
+        **_shapes_of(request, model),
         request_id=str(request.spec.options["request_id"]),
         client_request_id=request.client_request_id,
         engine_request_id=request.request_id,
@@ -200,14 +199,16 @@ def sidecar_of(
         written_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         messages=msgspec.convert(request.spec.options.get("messages"), list[MessagePlace] | None),
         notes={part: of_rows(note, positions) for part, note in final.notes.items()},
-        shapes=shapes,
         owner=request.spec.options.get(OWNER),
     )
 
 
-def _shapes_of(sites: Sequence[Site], model: ModelInfo) -> dict[str, tuple[int, str]]:
-    stored = model.stored_shapes
-    return {site.name: (stored[site].width, stored[site].dtype) for site in sites if site in stored}
+def _shapes_of(request: RequestInfo, model: ModelInfo) -> dict[str, Any]:
+    """Return the format's version, the shapes and the columns."""
+    every = ((site.name, request.shape(site, model)) for site in request.spec.sites)
+    shapes = {name: (shape.width, shape.dtype) for name, shape in every if shape[:2] != model.stream[:2]}
+    columns = {site.name: columns for site, columns in request.spec.columns.items()}
+    return {"format_version": FORMAT_VERSION if columns else 2 if shapes else 1, "shapes": shapes, "columns": columns}
 
 
 def read_sidecar(document: Mapping[str, Any], path: str) -> Sidecar:

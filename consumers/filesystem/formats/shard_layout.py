@@ -64,6 +64,7 @@ SHARED_FIELDS = frozenset(
         "hidden_size",
         "dtype",
         "shapes",
+        "columns",
         "versions",
         "sites",
         "pp_rank",
@@ -102,13 +103,14 @@ class ShardLayout:
         self._shard_bytes = shard_bytes
         self._max_age_s = max_age_s
         self._left = left
-        self._growing: OrderedDict[tuple[str, ...], Shard] = OrderedDict()
+        self._growing: OrderedDict[tuple[object, ...], Shard] = OrderedDict()
 
     def check_free(self, target: Target) -> None:
         """Every request has room: equal names are entries of their own."""
 
     def store(self, finished: Finished) -> Stored:
-        key = (finished.sidecar.tag, *finished.sidecar.sites)
+        sidecar = finished.sidecar
+        key = (sidecar.tag, *sidecar.sites, *sorted(sidecar.columns.items()))
         for known in [known for known, shard in self._growing.items() if self._is_full(shard)]:
             self._growing.pop(known).leave()
         shard = self._growing.get(key)

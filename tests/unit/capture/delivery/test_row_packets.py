@@ -160,3 +160,29 @@ def test_nothing_is_left_of_a_packet_of_failed_requests() -> None:
     request.failure = "it failed"
 
     assert packet([(request, [0])]).without_failed() is None
+
+
+def test_requests_that_want_columns_get_blocks_of_these_alone() -> None:
+    members = [("whole", 2), ("first", 1), ("again", 1), ("last", 2)]
+    group, rows, requests = group_of(members, [1] * 6)
+    rows = rows + torch.arange(HIDDEN)
+    wanted = {"first": ((0, 1), (2, 3)), "again": ((0, 1), (2, 3)), "last": ((1, 3),)}
+    for req_id, columns in wanted.items():
+        given = info(req_id)
+        cut = replace(given, spec=replace(given.spec, columns={SITES[0]: columns}))
+        requests[req_id] = {0: ConsumerRequest(cut)}
+
+    parts = [part for _, part in split(group, rows, requests)]
+
+    found = {(block.sites, tuple(owner.info.request_id for owner in owners)): block for block, owners in parts}
+    pair, rest = ("first", "again"), SITES[1:]
+    assert set(found) == {
+        (SITES, ("whole",)),
+        *((sites, owners) for owners in (pair, ("last",)) for sites in (SITES[:1], rest)),
+    }
+    assert torch.equal(found[SITES, ("whole",)].rows, rows[:, :2])
+    assert torch.equal(found[SITES[:1], pair].rows, rows[:1, 2:4][:, :, [0, 2]])
+    assert torch.equal(found[rest, pair].rows, rows[1:, 2:4])
+    assert torch.equal(found[SITES[:1], ("last",)].rows, rows[:1, 4:][:, :, 1:3])
+    assert [(span.start, span.stop) for span in found[SITES[:1], pair].spans] == [(0, 1), (1, 2)]
+    assert all(block.rows.is_contiguous() for key, block in found.items() if key[0] == SITES[:1])
