@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -213,13 +213,11 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Resolve the configured sites and limits for a model.
 
         Raises:
-            ConfigError: If the model has no such sites, an SAE cannot be encoded in full, or operations should act at
-                a site whose rows are not those of the stream.
+            ConfigError: If the model has no such sites, or an SAE cannot be encoded in full.
         """
         sites = self._sites(num_layers)
         op_sites = self._op_sites(num_layers)
-        _check_op_sites(op_sites, hidden_size, shapes)
-        self.encoded_saes(hidden_size)
+        _check_encoded(self.encoded_saes(hidden_size), hidden_size, shapes)
         limit = self.max_vectors_per_request or 2 * len(sites)
         return Steerable(
             num_layers=num_layers,
@@ -234,7 +232,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             max_gates=self.max_gates,
             max_rules=self.max_rules,
             max_probe_units=self.num_probe_units,
-            widths={site: shapes[site].width for site in sites if site in shapes and shapes[site].width != hidden_size},
+            shapes={site: shapes[site] for site in sites if site in shapes},
         )
 
     @property
@@ -376,14 +374,14 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"{WHERE}.{error}") from error
 
 
-def _check_op_sites(sites: Sequence[Site], hidden_size: int, shapes: Mapping[Site, SiteShape]) -> None:
-    for site in sites:
+def _check_encoded(saes: Iterable[Site], hidden_size: int, shapes: Mapping[Site, SiteShape]) -> None:
+    for site in saes:
         shape = shapes.get(site)
         if shape is not None and (shape.width != hidden_size or shape.shard == "columns"):
             raise ConfigError(
-                f"{WHERE}.op_sites: {site.name} has rows of {shape.width} values ({shape.shard} on tensor-parallel "
-                f"ranks); operations, gates, probes and SAEs act on whole rows of {hidden_size} values, the hidden "
-                "size. Vectors can be added there: name it in sites alone"
+                f"{WHERE}.sae_encode (--sae-encode): {site.name} has rows of {shape.width} values ({shape.shard} on "
+                f"tensor-parallel ranks); SAEs are encoded in full where each rank has whole rows of {hidden_size} "
+                "values, the hidden size"
             )
 
 

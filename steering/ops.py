@@ -10,12 +10,15 @@ In the formulas ``h`` is a row of the stream, ``v`` the vector, ``v^`` its unit 
 
 Every function takes:
 
-* vectors: a list, array or tensor of the hidden size, or a registered module's: its name, or
+* vectors: a list, array or tensor as long as a row of the site, or a registered module's: its name, or
   ``{"module": name, "site": site}``;
 * ``sites``: a site such as ``"12.post_mlp"``, ``{"hook": "post_mlp", "layers": [12, 13]}``, or a list of these;
 * ``positions``: the rows it acts on, as captures select positions: ``"last_prompt"``, ``[0, -1]``,
   ``{"start": 5}``; all of the phase if None;
 * ``preserve_norm``: scale the row to the norm it had before.
+
+`within` limits an operation to some heads, experts or columns of a row; `ablate_heads`, `ban_experts` and
+`force_experts` are operations that are limited so.
 
 Values are checked where the request is read.
 """
@@ -133,7 +136,7 @@ def replace(
 ) -> Op:
     """``(1 - alpha * mask) * h + alpha * mask * v``, for patching; it acts before all additions.
 
-    `mask` is a list of the hidden size of 0 and 1, or the indices of the ones; None is 1 everywhere.
+    `mask` is a list of 0 and 1 as long as a row, or the indices of the ones; None is 1 everywhere.
     """
     return _op("replace", sites, positions, preserve_norm, vector=vector, alpha=alpha, mask=mask)
 
@@ -159,6 +162,42 @@ def patch(
     source = {key: value for key, value in source.items() if value is not None}
     own = [position] if positions is None else positions
     return _op("replace", sites, own, False, source=source, alpha=alpha, mask=mask)
+
+
+def within(operation: Op, *, heads: Any = None, experts: Any = None, columns: Any = None) -> Op:
+    """Limit an operation to some heads of a row, to some experts of ``router_logits``, or to the columns [start, stop).
+
+    Its vectors are as long as a row, or as these columns together; they count as zero elsewhere. Norms stay those of
+    whole rows.
+    """
+    chosen = {"heads": heads, "experts": experts, "columns": columns}
+    return {**operation, **{key: value for key, value in chosen.items() if value is not None}}
+
+
+def ablate_heads(sites: Any, heads: Any, mean: Any = None, alpha: float = 1.0, *, positions: Any = None) -> Op:
+    """Replace what attention heads give, at ``hook_z``, by zeros, or by `mean`, as long as a row or as these heads.
+
+    `alpha` is the part of it, from 0 to 1. As a `replace`, it acts before all additions.
+    """
+    given = {"value": 0.0} if mean is None else {"vector": mean}
+    return within(_op("replace", sites, positions, False, alpha=alpha, **given), heads=heads)
+
+
+EXPERT_SCORE = 10000.0
+"""Far beyond the scores of a router, also after rounding, and finite in float16."""
+
+
+def ban_experts(sites: Any, experts: Any, *, positions: Any = None) -> Op:
+    """Give experts of a router, at ``router_logits``, a score so low that others are chosen."""
+    return within(_op("replace", sites, positions, False, value=-EXPERT_SCORE), experts=experts)
+
+
+def force_experts(sites: Any, experts: Any, *, positions: Any = None) -> Op:
+    """Give experts of a router, at ``router_logits``, a score so high that they are chosen.
+
+    Where weights are a softmax of the scores, they have all the weight, in equal parts.
+    """
+    return within(_op("replace", sites, positions, False, value=EXPERT_SCORE), experts=experts)
 
 
 def _op(method: str, sites: Any, positions: Any, preserve_norm: bool, **values: Any) -> Op:

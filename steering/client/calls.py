@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.sites import HookPoint, parse_hook
+from headgate.capture.schema.sites import COLUMN_KEYS, HookPoint, parse_hook
 from headgate.steering.client.answers import (
     Answer,
     ServerError,
@@ -39,7 +39,7 @@ from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 Packed = dict[str, Any]
 
-LISTS = ("mask", "positions", "layers")
+LISTS = ("mask", "positions", "layers", *COLUMN_KEYS)
 """Keys of operations whose numbers are no vector."""
 
 
@@ -127,6 +127,8 @@ def _pack_hook(given: Any, name: Any, where: str, as_text: bool) -> Packed:
         given = {-1: given}
     if not isinstance(given, Mapping) or not given:
         raise RequestError(where, f"expected a non-empty object of layer to vector, got {shown(given)}")
+    if any(isinstance(vector, Mapping) and set(vector) & set(COLUMN_KEYS) for vector in given.values()):
+        return {layer: _of_columns(vector, f"{where}.{layer}") for layer, vector in given.items()}
     rows, scales = [], []
     for layer, vector in given.items():
         inner = f"{where}.{layer}"
@@ -141,6 +143,14 @@ def _pack_hook(given: Any, name: Any, where: str, as_text: bool) -> Packed:
         "data": _travelling(data, as_text),
     }
     return {**document, "scales": scales} if any(scale != 1 for scale in scales) else document
+
+
+def _of_columns(given: Any, where: str) -> Any:
+    """Return a vector that may be of some columns alone, with its numbers as a list."""
+    vector = given["vector"] if isinstance(given, Mapping) and "vector" in given else given
+    row, dtype = read_vector(vector, _width(vector, where), where)
+    numbers = widen(row, dtype).tolist()
+    return {**given, "vector": numbers} if isinstance(given, Mapping) else numbers
 
 
 def _width(vector: Any, where: str) -> int:

@@ -455,7 +455,7 @@ def _read_probe(source: ProbeSource, steerable: Steerable) -> Probe:
             raise RequestError("path", str(error)) from error
     if not isinstance(source, Probe | Mapping):
         raise RequestError("probe", f"expected a Probe, a path or an object of its fields, got {shown(source)}")
-    probe = source if isinstance(source, Probe) else read_probe(source, steerable.hidden_size)
+    probe = source if isinstance(source, Probe) else read_probe(source, steerable)
     try:
         check_fits(probe, steerable)
     except ProbeError as error:

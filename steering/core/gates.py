@@ -40,7 +40,7 @@ from headgate.steering.gates.gate import (
 from headgate.steering.gates.lowering import GatedPrograms, Own, lower_gates
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.programs.feature_edits import FeatureEdit
-from headgate.steering.programs.operations import Float32Row, Lookup
+from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
 from headgate.steering.spec import SteeringSpec, programs_to_wire
 from headgate.steering.vectors.dtypes import StoredType
@@ -163,10 +163,13 @@ class GateContent:
         """Gates that a request may have here; 0 if there can be none."""
         return self._steerable.max_gates
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of the stream."""
-        return self._steerable.hidden_size
+    def width(self, site: Site) -> int:
+        """See `Content.width`."""
+        return self._steerable.width(site)
+
+    def why_unread(self, site: Site) -> str | None:
+        """See `headgate.steering.vectors.phase_vectors.Steerable.why_unread`."""
+        return self._steerable.why_unread(site)
 
     @property
     def op_sites(self) -> Sequence[Site]:
@@ -203,11 +206,9 @@ class GateContent:
 
     def vectors(self, phase: int) -> Lookup:
         """See `Content.vectors`."""
-
-        def vector_at(name: str, site: Site) -> Float32Row | None:
-            return self._module(name, "steering_gates").vector_at(site, self.hidden_size, is_decode=phase == 1)
-
-        return vector_at
+        return lambda name, site: self._module(name, "steering_gates").vector_at(
+            site, self._steerable, is_decode=phase == 1
+        )
 
     def module(self, then: ModuleThen, phase: int) -> tuple[PhaseVectors | None, Program | None]:
         """See `Content.module`."""

@@ -84,7 +84,7 @@ def check_fits(probe: Probe, steerable: Steerable) -> None:
     """Refuse a probe that this engine cannot evaluate.
 
     Raises:
-        ProbeError: If it is too large an MLP, its site is not declared, or its width is another one than the model's.
+        ProbeError: If it is too large an MLP, its site is not declared, or its width is another one than the site's.
     """
     if probe.hidden is not None and len(probe.hidden.weight) >= steerable.max_probe_units:
         raise ProbeError(
@@ -99,10 +99,10 @@ def check_fits(probe: Probe, steerable: Steerable) -> None:
             "--steering-op-sites, or by --probes NAME=PATH",
             "at",
         )
-    if probe.hidden_size != steerable.hidden_size:
-        raise ProbeError(
-            f"expected rows of {steerable.hidden_size} values, the hidden size; got {probe.hidden_size}", "weight"
-        )
+    if why := steerable.why_unread(probe.site):
+        raise ProbeError(why, "at")
+    if probe.hidden_size != (width := steerable.width(probe.site)):
+        raise ProbeError(f"expected rows of {width} values, as at {probe.site.name}; got {probe.hidden_size}", "weight")
 
 
 def described(name: str, probe: Probe) -> dict[str, Any]:

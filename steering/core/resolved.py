@@ -66,18 +66,12 @@ class Module:
         """The slots that the module holds while it is registered."""
         return demand_of(self.spec)
 
-    def vector_at(self, site: Site, hidden_size: int | None, *, is_decode: bool) -> Float32Row | None:
-        """Return the module's vector at a site: that of the phase, or else of the other one; None if it has none.
-
-        Args:
-            site: Of the stream's width.
-            hidden_size: That width; None where every site has it.
-            is_decode: The phase.
-        """
+    def vector_at(self, site: Site, steerable: Steerable | None, *, is_decode: bool) -> Float32Row | None:
+        """Return the module's vector at a site: that of the phase, or else of the other one; None if it has none."""
         for vectors in (self.decode, self.prefill) if is_decode else (self.prefill, self.decode):
             if vectors is not None and site in vectors.sites:
-                row: Float32Row = vectors.of_stream(hidden_size)[vectors.sites.index(site)]
-                return row
+                row: Float32Row = vectors.float32()[vectors.sites.index(site)]
+                return row if steerable is None else row[: steerable.width(site)]
         return None
 
     def described(self) -> dict[str, object]:

@@ -156,10 +156,12 @@ def open_sae(name: str, path: Path, site: Site | None, steerable: Steerable, sha
             f"{path}: a transcoder, for which this engine made no room when it started; it does with --sae-root, or "
             "with a transcoder among --saes"
         )
-    for width in (coder.width, coder.write_width):
-        if width != steerable.hidden_size:
+    if why := steerable.why_unread(read_site):
+        raise FeatureFileError(f"{path}: {why}")
+    for site, width in ((read_site, coder.width), *((each, coder.write_width) for each in write_sites or (read_site,))):
+        if width != steerable.width(site):
             raise FeatureFileError(
-                f"{path}: an SAE of width {width}; rows of the model have {steerable.hidden_size} values"
+                f"{path}: an SAE of width {width}; rows of {site.name} have {steerable.width(site)} values"
             )
     coder.rows([0])
     return Sae(name=name, coder=coder, site=read_site, sha256=sha256 or coder.source_sha256)

@@ -38,7 +38,7 @@ from headgate.steering.documents.features import MODULE_FEATURES
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.gate import COLUMNS_PER_GATE
 from headgate.steering.programs.lowering import lower
-from headgate.steering.programs.operations import Float32Row, Lookup
+from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
 from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.dtypes import StoredType
@@ -341,13 +341,10 @@ class SteeringState:
     def _programs(self, spec: SteeringSpec, features: Programs) -> Programs:
         """Return a spec's programs of both phases, with vectors of modules looked up; the lock is held."""
 
-        hidden_size = None if self.steerable is None else self.steerable.hidden_size
-
         def vectors_of(phase: int) -> Lookup:
-            def vector_at(name: str, site: Site) -> Float32Row | None:
-                return self._registry.find(name, "steering_ops").vector_at(site, hidden_size, is_decode=phase == 1)
-
-            return vector_at
+            return lambda name, site: self._registry.find(name, "steering_ops").vector_at(
+                site, self.steerable, is_decode=phase == 1
+            )
 
         prefill = lower(spec.prefill_ops, self._dtype, vectors_of(0)) if spec.prefill_ops else spec.prefill_program
         decode = lower(spec.decode_ops, self._dtype, vectors_of(1)) if spec.decode_ops else spec.decode_program

@@ -217,6 +217,8 @@ class ConditionReader:
             raise RequestError(inner, "is missing: the site that is read, such as 12.post_mlp")
         site = read_site(document["at"], inner)
         self._sites.check((site,), inner)
+        if why := self._steerable.why_unread(site):
+            raise RequestError(inner, why)
         return site
 
     def _vector(self, document: Mapping[Any, Any], key: str, site: Site, where: str) -> Float32Row | ModuleVector:
@@ -225,7 +227,7 @@ class ConditionReader:
             raise RequestError(inner, "is missing: a vector, or the name of a module that has one")
         if is_reference(value):
             return read_reference(value, site, inner)
-        row = self._vectors.read(value, inner)
+        row = self._vectors.read(value, self._steerable.width(site), inner)
         if not row.any():
             raise RequestError(inner, "is zero in float32, so every row would have one score")
         return row
@@ -387,7 +389,7 @@ def read_gates(value: object, steerable: Steerable, field: str = GATES) -> tuple
     places = [f"{field}[{index}]" for index in range(len(documents))]
     heads = [_head(document, index, places[index]) for index, document in enumerate(documents)]
     _check_names(heads, places)
-    vectors = VectorReader(steerable.hidden_size, KeptRows(), steerable.directions)
+    vectors = VectorReader(KeptRows(), steerable.directions)
     conditions = ConditionReader(steerable, vectors)
     conditions_read = [
         conditions.read(document.get("when"), f"{where}.when", is_controlled=head.pid is not None)

@@ -28,14 +28,18 @@ from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.positions import MAX_LISTED, MAX_POSITION, PositionSelector, parse_positions
 from headgate.capture.schema.results import MAX_KEPT_NAME, FindKept, KeptRequest
 from headgate.capture.schema.sites import (
+    COLUMN_KEYS,
     FINAL_NORM_SITE,
     HOOK_NAMES,
+    Columns,
     HookPoint,
     Site,
+    parse_columns,
     parse_hook,
     parse_layers,
     parse_sites,
     sort_sites,
+    width_of,
 )
 from headgate.steering.documents.schema import Count, one_of
 from headgate.steering.documents.vectors import (
@@ -43,6 +47,7 @@ from headgate.steering.documents.vectors import (
     Row,
     TokenDirection,
     check_scale,
+    is_as_long,
     packed_rows,
     packed_type,
     read_single,
@@ -51,7 +56,7 @@ from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Float32Row, Method, ModuleVector, Operation, named_modules
 from headgate.steering.programs.program import Program
 from headgate.steering.vectors.dtypes import StoredType, widen
-from headgate.steering.vectors.phase_vectors import MAX_NAME, Directions, Steerable, check_name
+from headgate.steering.vectors.phase_vectors import MAX_NAME, Directions, Steerable, check_name, within
 
 
 class SiteChoice(msgspec.Struct, forbid_unknown_fields=True):
@@ -221,7 +226,12 @@ class OperationDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         vector: A vector, or the name of a module, whose vector at the site it is.
         source: A kept row of an earlier request in place of the vector.
         strength: Another name of scale, and of alpha for the method replace.
+        value: The projection of the method set; of the method replace, the number that the row becomes, in place of a
+            vector.
         mask: Indices of the values that are replaced, or 0 and 1 for each.
+        heads: The heads of a row that it acts on, in place of all; vectors are as long as these heads, or zero outside.
+        experts: Those of router_logits, likewise.
+        columns: A range of a row's values, [start, stop], likewise.
         positions: Rows it acts on, as captures select positions; all of the phase if absent.
     """
 
@@ -242,6 +252,9 @@ class OperationDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     max_ratio: float | None = None
     degrees: float | None = None
     mask: list[int] | None = None
+    heads: list[int] | None = None
+    experts: list[int] | None = None
+    columns: Annotated[list[int], msgspec.Meta(min_length=2, max_length=2)] | None = None
     positions: Any = None
     only_if_positive: bool = False
     preserve_norm: bool = False
@@ -251,7 +264,7 @@ Operations = list[OperationDocument] | None
 Clamps = dict[str, Any] | None
 _METHODS: dict[str, Method] = {**{method.value: method for method in Method}, **METHOD_ALIASES}
 
-_COMMON = ("at", "method", "positions", "preserve_norm")
+_COMMON = ("at", "method", "positions", "preserve_norm", *COLUMN_KEYS)
 
 _KEYS: dict[Method, tuple[str, ...]] = {
     Method.ADDITIVE: ("vector", "scale"),
@@ -264,7 +277,7 @@ _KEYS: dict[Method, tuple[str, ...]] = {
     Method.MEAN_ABLATE: ("vector", "mean"),
     Method.NORM_SCALED_ADD: ("vector", "scale", "max_ratio"),
     Method.ROTATE: ("plane", "degrees", "only_if_positive"),
-    Method.REPLACE: ("vector", "source", "alpha", "mask"),
+    Method.REPLACE: ("vector", "source", "value", "alpha", "mask"),
 }
 """The keys of each method beside `_COMMON`."""
 
@@ -375,26 +388,35 @@ class VectorReader:
     """Reads the vectors of one request's operations; one object in many operations is read once.
 
     Args:
-        hidden: Values of a vector.
         kept: Rows of earlier requests.
         directions: Reads directions of tokens.
     """
 
-    def __init__(self, hidden: int, kept: KeptRows, directions: Directions | None = None) -> None:
-        self.hidden = hidden
+    def __init__(self, kept: KeptRows, directions: Directions | None = None) -> None:
         self._directions = directions
         self.kept = kept
-        self._read: dict[int, tuple[object, Float32Row]] = {}
+        self._read: dict[tuple[int, int, Columns], tuple[object, Float32Row]] = {}
 
-    def read(self, value: object, where: str) -> Float32Row:
-        """Return a vector's values.
+    def read(self, value: object, width: int, where: str, columns: Columns = ()) -> Float32Row:
+        """Return a vector's values, `width` of them.
+
+        Args:
+            value: The vector; with `columns` it may be as long as these are together.
+            width: Of the site's rows.
+            where: Its path.
+            columns: The columns that may differ from zero; empty for all.
 
         Raises:
             RequestError: As `read_single`.
         """
-        if id(value) not in self._read:
-            self._read[id(value)] = value, read_single(value, self.hidden, where, self._directions)
-        return self._read[id(value)][1]
+        key = id(value), width, columns
+        if key not in self._read:
+            count = width_of(columns, width)
+            row = read_single(value, count if is_as_long(value, count) else width, where, self._directions)
+            if len(row) not in (count, width):
+                raise RequestError(where, f"has {len(row)} values, the hidden size; rows of the site have {width}")
+            self._read[key] = value, within(row, columns, width)
+        return self._read[key][1]
 
 
 def read_operation(
@@ -418,31 +440,96 @@ def read_operation(
         method = Method.SET
     flags = {key: _flag(given.get(key, False), f"{where}.{key}") for key in _FLAGS}
     positions = _positions(given.get("positions"), f"{where}.positions")
-    mask = _mask(given["mask"], steerable.hidden_size, f"{where}.mask") if "mask" in given else None
-    named = _named_vectors(given, where)
-    read = {key: None if is_reference(value) else vectors.read(value, f"{where}.{key}") for key, value in named}
-    source = read_source(given["source"], f"{where}.source") if "source" in given else None
-    taken = {} if source is None else {site: vectors.kept.row(source, site, f"{where}.source") for site in sites}
-    shared = {key: row for key, row in read.items() if row is not None}
+    columns = _columns(given, sites, steerable, where)
+    if method is Method.REPLACE and "value" in numbers:
+        given["vector"] = np.full(width_of(columns, steerable.width(sites[0])), numbers.pop("value"), np.float32)
+    mask = _mask_of(given, columns, steerable.width(sites[0]), where)
+    by_site = _vectors_by_site(given, sites, columns, steerable, vectors, where)
     return [
         Operation(
             method=method,
             site=site,
-            vectors=shared
-            if len(shared) == len(named) and not taken
-            else {
-                key: read_reference(value, site, f"{where}.{key}") if (row := read[key]) is None else row
-                for key, value in named
-            }
-            | ({"vector": taken[site]} if site in taken else {}),
+            vectors=of_site,
             numbers=numbers,
             mask=mask,
             positions=positions,
             where=where,
+            width=steerable.width(site),
+            columns=columns,
+            part=steerable.part(site),
             **flags,
         )
-        for site in sites
+        for site, of_site in by_site.items()
     ]
+
+
+def _vectors_by_site(
+    given: Mapping[str, Any],
+    sites: Sequence[Site],
+    columns: Columns,
+    steerable: Steerable,
+    vectors: VectorReader,
+    where: str,
+) -> dict[Site, Mapping[str, Float32Row | ModuleVector]]:
+    """Return the vectors of an operation at each site; one object for all sites where they are the same."""
+    named, width = _named_vectors(given, where), steerable.width(sites[0])
+    read = {
+        key: None if is_reference(value) else vectors.read(value, width, f"{where}.{key}", columns)
+        for key, value in named
+    }
+    source = read_source(given["source"], f"{where}.source") if "source" in given else None
+    taken = {}
+    if source is not None:
+        taken = {site: _taken(source, site, columns, width, vectors.kept, f"{where}.source") for site in sites}
+    shared = {key: row for key, row in read.items() if row is not None}
+    if len(shared) == len(named) and not taken:
+        return dict.fromkeys(sites, shared)
+    return {
+        site: {
+            key: read_reference(value, site, f"{where}.{key}") if (row := read[key]) is None else row
+            for key, value in named
+        }
+        | ({"vector": taken[site]} if site in taken else {})
+        for site in sites
+    }
+
+
+def _columns(given: Mapping[str, Any], sites: Sequence[Site], steerable: Steerable, where: str) -> Columns:
+    """Read the columns that an operation acts on; its sites must have rows of one kind, or all vectors be modules'."""
+    shapes = [steerable.shape(site) for site in sites]
+    brings = any(key in given for key in (*COLUMN_KEYS, "mask", "value", "source")) or not all(
+        is_reference(value) for _, value in _named_vectors(given, where)
+    )
+    other = next((at for at, shape in enumerate(shapes) if shape[::3] != shapes[0][::3]), None)
+    if brings and other is not None:
+        raise RequestError(
+            f"{where}.at",
+            f"rows of {sites[0].name} have {shapes[0].width} values, of {sites[other].name} {shapes[other].width}, or "
+            "other heads; give an operation for each",
+        )
+    return parse_columns(given, sites[0], shapes[0], where)
+
+
+def _mask_of(given: Mapping[str, Any], columns: Columns, width: int, where: str) -> BoolArray | None:
+    """Return the values of a row that are replaced; None for all."""
+    if "mask" in given:
+        if columns:
+            raise RequestError(f"{where}.mask", "excludes heads, experts and columns: both select columns")
+        return _mask(given["mask"], width, f"{where}.mask")
+    if not columns:
+        return None
+    mask = np.zeros(width, np.bool_)
+    for start, stop in columns:
+        mask[start:stop] = True
+    return mask
+
+
+def _taken(source: RowSource, site: Site, columns: Columns, width: int, kept: KeptRows, where: str) -> Float32Row:
+    """Return the row of a source for a site; maybe these columns alone were kept."""
+    row = kept.row(source, site, where)
+    if len(row) not in (width, width_of(columns, width)):
+        raise RequestError(where, f"the kept row has {len(row)} values, rows of {site.name} have {width}")
+    return within(row, columns, width)
 
 
 def _method(document: Mapping[str, Any], where: str) -> tuple[Method, dict[str, Any]]:
@@ -462,9 +549,10 @@ def _method(document: Mapping[str, Any], where: str) -> tuple[Method, dict[str, 
         if own in given:
             raise RequestError(f"{where}.{key}", f"is another name of {own}, which is given too")
         given[own] = value
-    if "source" in given and "vector" in given:
-        raise RequestError(f"{where}.source", "excludes 'vector': the row comes from one of them")
-    needed = () if "source" in given else _NEEDED.get(method, ("vector",))
+    rows = [key for key in ("source", "vector", *(["value"] if method is Method.REPLACE else [])) if key in given]
+    if len(rows) > 1:
+        raise RequestError(f"{where}.{rows[0]}", f"excludes {rows[1]!r}: the row comes from one of them")
+    needed = () if rows and method is Method.REPLACE else _NEEDED.get(method, ("vector",))
     missing = next((key for key in needed if key not in given), None)
     if missing is not None:
         raise RequestError(f"{where}.{missing}", f"is missing; {method} needs {', '.join(needed)}")
@@ -657,7 +745,7 @@ def read_ops(
     given = [_tier(fields, names, tier, steerable, sites) for tier in range(3)]
     for tier in (1, 2):
         _check_counts([*given[0], *given[tier]], max_per_site)
-    vectors = VectorReader(steerable.hidden_size, KeptRows(find), steerable.directions)
+    vectors = VectorReader(KeptRows(find), steerable.directions)
     tiers = [
         [op for one in tier for op in read_operation(one.document, one.sites, steerable, vectors, one.where)]
         for tier in given
@@ -837,16 +925,17 @@ def _packed_clamps(
     dtype = packed_type(given["dtype"], f"{where}.dtype")
     layers = _list(given["layer_indices"], None, f"{where}.layer_indices")
     _check_total(len(layers), sites, f"{where}.layer_indices")
-    expected = [len(layers), steerable.hidden_size]
+    at = [layer_site(hook, layer, steerable, f"{where}.layer_indices[{i}]") for i, layer in enumerate(layers)]
+    width = steerable.width(at[0][0])
+    expected = [len(layers), width]
     if _list(given["shape"], 2, f"{where}.shape") != expected:
         raise RequestError(f"{where}.shape", f"expected {expected}, got {shown(given['shape'])}")
     bounds = _list(given["bounds"], len(layers), f"{where}.bounds")
     strengths = given.get("strengths")
     strengths = [1.0] * len(layers) if strengths is None else _list(strengths, len(layers), f"{where}.strengths")
-    at = [layer_site(hook, layer, steerable, f"{where}.layer_indices[{i}]") for i, layer in enumerate(layers)]
     for index, found in enumerate(at):
         sites.check(found, f"{where}.layer_indices[{index}]")
-    data = packed_rows(given["data"], dtype, len(layers), steerable.hidden_size, f"{where}.data")
+    data = packed_rows(given["data"], dtype, len(layers), width, f"{where}.data")
     rows = widen(data, "float32" if dtype == "float64" else cast("StoredType", dtype))
     for index, (row, pair, strength) in enumerate(zip(rows, bounds, strengths, strict=True)):
         low, high = _list(pair, 2, f"{where}.bounds[{index}]")

@@ -16,6 +16,7 @@ from headgate.steering.documents.operations import read_site
 from headgate.steering.documents.schema import Name, one_of
 from headgate.steering.documents.vectors import PackedVector, check_scale, packed_rows, packed_type, read_single
 from headgate.steering.vectors.dtypes import StoredType, widen
+from headgate.steering.vectors.phase_vectors import Steerable
 
 Numbers = list[float]
 Weights = Annotated[Any, one_of(Numbers, list[Annotated[Any, one_of(Numbers, PackedVector)]], PackedVector)]
@@ -66,7 +67,7 @@ PROBE_FIELDS = ProbeDocument.__struct_fields__[1:]
 _HIDDEN_FIELDS = HiddenDocument.__struct_fields__
 
 
-def read_probe(document: Mapping[str, Any], hidden: int) -> Probe:
+def read_probe(document: Mapping[str, Any], steerable: Steerable) -> Probe:
     """Read a document with the keys `PROBE_FIELDS`; a None counts as an absent key.
 
     Args:
@@ -74,7 +75,7 @@ def read_probe(document: Mapping[str, Any], hidden: int) -> Probe:
             ``{"dtype", "shape": [hidden] or [classes, hidden], "data"}``; ``bias`` a number, or a list of them. An MLP
             has ``hidden``: ``{"weight": units of hidden values, "bias", "activation"}``; its ``weight`` has a value for
             each unit.
-        hidden: The model's hidden size.
+        steerable: The model.
 
     Raises:
         RequestError: Naming the field that is wrong.
@@ -87,6 +88,7 @@ def read_probe(document: Mapping[str, Any], hidden: int) -> Probe:
         if name not in given:
             raise RequestError(name, "is missing")
     site = read_site(given.pop("at"), "at")
+    hidden = steerable.width(site)
     layer = _hidden(given.pop("hidden"), hidden) if "hidden" in given else None
     weight = _weight(given.pop("weight"), hidden if layer is None else len(layer.weight))
     if "bias" in given:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -19,20 +19,39 @@ import numpy as np
 import pybase64
 
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.sites import HookPoint, Site, parse_hook, parse_layers, site_map
+from headgate.capture.schema.sites import (
+    COLUMN_KEYS,
+    Columns,
+    HookPoint,
+    Site,
+    parse_columns,
+    parse_hook,
+    parse_layers,
+    site_map,
+    width_of,
+)
 from headgate.steering.documents.schema import Count, one_of
 from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, peaks, widen
-from headgate.steering.vectors.phase_vectors import MAX_NAME, Directions, PhaseVectors, Steerable
+from headgate.steering.vectors.phase_vectors import MAX_NAME, Directions, PhaseVectors, Steerable, within
 
 PackedType = Literal["float32", "float16", "bfloat16", "float64"]
 Row = Annotated[list[float], msgspec.Meta(description="As many numbers as the model's hidden size.")]
 
 
 class ScaledVector(msgspec.Struct, forbid_unknown_fields=True):
-    """A vector, and its factor."""
+    """A vector, its factor, and the columns that it has values for, where that is not a whole row.
+
+    Attributes:
+        heads: The vector is as long as these heads together, or is zero outside of them.
+        experts: Those of router_logits, likewise.
+        columns: [start, stop], likewise.
+    """
 
     vector: Row
     scale: float = 1.0
+    heads: list[int] | None = None
+    experts: list[int] | None = None
+    columns: Annotated[list[int], msgspec.Meta(min_length=2, max_length=2)] | None = None
 
 
 class PackedRows(msgspec.Struct, forbid_unknown_fields=True):
@@ -142,11 +161,13 @@ PACKED_TYPES: dict[str, np.dtype[Any]] = {str(name): dtype for name, dtype in ST
 PACKED_TYPES["float64"] = np.dtype("<f8")
 """Element types that packed data, arrays and tensors may have."""
 
+_ALL: Columns = ()
 _STORED: dict[str, StoredType] = {"<f4": "float32", "<f2": "float16"}
 _MAX_SCALE = float(np.finfo(np.float32).max)
 _INTEGER = re.compile(r"-?[0-9]{1,9}")
 _FORMS = (
-    '{layer: vector} with a vector as a list of numbers, an array, a tensor or {"vector": ..., "scale": number}, '
+    '{layer: vector} with a vector as a list of numbers, an array, a tensor or {"vector": ..., "scale": number, '
+    '"heads": [...]}, '
     'or the packed form {"dtype", "shape", "layer_indices", "data"}'
 )
 
@@ -169,11 +190,13 @@ def entries(value: object, hook: HookPoint, steerable: Steerable, where: str) ->
         layer = _layer(key, hook, steerable, where)
         inner = f"{where}.{key}"
         rank = _known(ranks[layer], layer, hook, steerable, inner)
-        scale = 1.0
+        scale, site, columns = 1.0, steerable.sites[rank], _ALL
         if isinstance(given, Mapping):
-            given, scale = split_scale(given, inner)
-        row, dtype = read_vector(given, steerable.width(steerable.sites[rank]), inner)
-        yield FieldVector(rank, padded(row, steerable.row_size), dtype, scale, inner)
+            columns = parse_columns(given, site, steerable.shape(site), inner)
+            given, scale = split_scale({key: given[key] for key in given if key not in COLUMN_KEYS}, inner)
+        width, count = steerable.width(site), width_of(columns, steerable.width(site))
+        row, dtype = read_vector(given, count if is_as_long(given, count) else width, inner)
+        yield FieldVector(rank, padded(within(row, columns, width), steerable.row_size), dtype, scale, inner)
 
 
 def padded(row: Rows, size: int) -> Rows:
@@ -231,6 +254,14 @@ def split_scale(given: Mapping[Any, Any], where: str) -> tuple[object, float]:
     if "vector" not in given or not set(given) <= {"vector", "scale"}:
         raise RequestError(where, f"expected the keys 'vector' and 'scale', got {shown(list(given))}")
     return given["vector"], check_scale(given.get("scale", 1.0), f"{where}.scale")
+
+
+def is_as_long(value: object, count: int) -> bool:
+    """Whether a vector, in any form, seems to have `count` values."""
+    if isinstance(value, Mapping):
+        shape = value.get("shape")
+        return isinstance(shape, list | tuple) and list(shape) == [count]
+    return isinstance(value, Sized) and len(value) == count
 
 
 def read_vector(value: object, hidden: int, where: str) -> tuple[Rows, StoredType]:

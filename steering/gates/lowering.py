@@ -8,7 +8,7 @@ since rows of a prompt may share a forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -68,15 +68,15 @@ class Content(Protocol):
     """The content that names in gates stand for, in an engine core.
 
     Attributes:
-        hidden_size: Width of the stream.
         op_sites: Declared sites, in the order of the forward pass.
     """
 
     @property
-    def hidden_size(self) -> int: ...
-
-    @property
     def op_sites(self) -> Sequence[Site]: ...
+
+    def width(self, site: Site) -> int:
+        """Return the values of a row of a site."""
+        ...
 
     def probe(self, reading: NamedProbe) -> Probe:
         """Return a registered probe.
@@ -227,6 +227,12 @@ def _weight(reading: InlineProbe, content: Content) -> Float32Row:
     for phase in (0, 1):
         found = content.vectors(phase)(weight.module, weight.site)
         if found is not None:
+            if len(found) != (width := content.width(reading.site)):
+                raise RequestError(
+                    reading.where,
+                    f"the vector of {weight.module!r} at {weight.site.name} has {len(found)} values, rows of "
+                    f"{reading.site.name} have {width}",
+                )
             return found
     raise RequestError(reading.where, f"module {weight.module!r} has no vector at {weight.site.name}")
 
@@ -242,6 +248,8 @@ def _score(site: Site, weight: StoredVector, bias: float, is_cosine: bool) -> En
 
 PREFILL, DECODE = range(2)
 
+Widths = Callable[[Site], int]
+"""Returns the values of a row of a site."""
 Own = tuple[PhaseVectors | None, Program | None]
 """A request's static vectors and operations in one phase, modules' included."""
 
@@ -288,7 +296,7 @@ def lower_gates(
     operations = [operation for gate in gates for operation in gate.then.operations]
     vectors = StoredVectors([*weights_of(gates), *vectors_of(operations)], dtype)
     scores = {score.column: read_score(score.reading, content, vectors) for score in layout.scores}
-    made, zeros = _Entries(), np.zeros(content.hidden_size, STORAGE[dtype])
+    made, zeros = _Entries(), np.zeros(1, STORAGE[dtype])
     for column, score in scores.items():
         for entry in score.at(column):
             made.add(entry)
@@ -309,7 +317,7 @@ def lower_gates(
         made.evaluate(evaluation.finish(root, latched.get(placed.gate.name, math.nan), zeros))
         made.write(placed, effects)
     if attenuating:
-        made.attenuate(attenuating, own, dtype, content.hidden_size)
+        made.attenuate(attenuating, own, dtype, content.width)
     prefill = Program.from_entries(_marked(made.phases[PREFILL].entries), dtype, made.phases[PREFILL].groups)
     if made.are_alike:
         return GatedPrograms(prefill, prefill, bool(attenuating), layout)
@@ -397,8 +405,8 @@ def then_programs(then: Then, content: Content, dtype: StoredType) -> list[Progr
     """
     if then.module is not None:
         found = [content.module(then.module, phase) for phase in (PREFILL, DECODE)]
-        scale, size = then.module.scale, content.hidden_size
-        return [joined_entries(vectors, program, scale, dtype, size) for vectors, program in found]
+        scale, width = then.module.scale, content.width
+        return [joined_entries(vectors, program, scale, dtype, width) for vectors, program in found]
     if then.features:
         return [content.features(then.features)] * 2
     if any(operation.references for operation in then.operations):
@@ -433,23 +441,23 @@ def _effects(then: Then, content: Content, vectors: StoredVectors) -> tuple[_Eff
 
 
 def joined_entries(
-    vectors: PhaseVectors | None, program: Program | None, scale: float, dtype: StoredType, hidden_size: int
+    vectors: PhaseVectors | None, program: Program | None, scale: float, dtype: StoredType, width: Widths
 ) -> Program | None:
-    """Return vectors, at sites of the width `hidden_size`, and a program as one program, times `scale`."""
-    entries = _added(vectors, scale, dtype, hidden_size)
+    """Return vectors, as long as the rows of their sites, and a program as one program, times `scale`."""
+    entries = _added(vectors, scale, dtype, width)
     scaled = None if program is None else program.scaled(scale)
     if scaled is not None:
         entries += entries_of(scaled)
     return Program.from_entries(entries, dtype, () if scaled is None else scaled.groups) if entries else None
 
 
-def _added(vectors: PhaseVectors | None, scale: float, dtype: StoredType, hidden_size: int) -> list[Entry]:
+def _added(vectors: PhaseVectors | None, scale: float, dtype: StoredType, width: Widths) -> list[Entry]:
     """Return the entries that add vectors."""
     if vectors is None or scale == 0:
         return []
-    rows = vectors.of_stream(hidden_size)
+    rows = vectors.float32()
     operations = [
-        Operation(method=Method.ADDITIVE, site=site, vectors={"vector": row}, numbers={"scale": scale})
+        Operation(method=Method.ADDITIVE, site=site, vectors={"vector": row[: width(site)]}, numbers={"scale": scale})
         for site, row in zip(vectors.sites, rows, strict=True)
     ]
     program = lower(operations, dtype)
@@ -577,11 +585,11 @@ class _Entries:
                     field = gate_field(entry.group, placed.column.column, is_early=is_early)
                     self.phases[phase].entries.append(entry._replace(group=field))
 
-    def attenuate(self, gates: Sequence[_Placed], own: tuple[Own, Own], dtype: StoredType, hidden_size: int) -> None:
+    def attenuate(self, gates: Sequence[_Placed], own: tuple[Own, Own], dtype: StoredType, width: Widths) -> None:
         """Add the request's own steering, which gates attenuate: as without them, it acts before what gates turn on."""
         self.are_alike = False
         for phase, (vectors, program) in zip(self.phases, own, strict=True):
-            entries = _added(vectors, 1.0, dtype, hidden_size)
+            entries = _added(vectors, 1.0, dtype, width)
             if program is not None:
                 if program.reconstructs:
                     raise RequestError(f"{gates[0].gate.where}.then.attenuate", "there is no part of a reconstruction")

@@ -203,16 +203,16 @@ def num_changes(changes_TK: Tensor | None) -> int:
     return changes_TK.shape[1]
 
 
-def check_rows(value_TD: Tensor, others: list[Tensor]) -> None:
-    """Refuse rows of another width or dtype than those of the stream, or that are not contiguous."""
-    for tensor in (value_TD, *others):
+def check_rows(value_TD: Tensor, addend_TD: Tensor | None, pool_SD: Tensor) -> None:
+    """Refuse rows of another width than those of the site, or not contiguous, and an addend of another dtype."""
+    for tensor in (value_TD, pool_SD, *([] if addend_TD is None else [addend_TD])):
         if tensor.dim() != 2 or tensor.shape[1] != value_TD.shape[1] or tensor.stride(1) != 1:
             raise ValueError(
                 f"program_deltas: rows must be contiguous and {value_TD.shape[-1]} wide, got {tuple(tensor.shape)} "
                 f"with strides {tensor.stride()}"
             )
-        if tensor.dtype != value_TD.dtype:
-            raise ValueError(f"program_deltas: expected rows of {value_TD.dtype}, got {tensor.dtype}")
+    if addend_TD is not None and addend_TD.dtype != value_TD.dtype:
+        raise ValueError(f"program_deltas: expected rows of {value_TD.dtype}, got {addend_TD.dtype}")
 
 
 def strides_of(value_TD: Tensor, addend_TD: Tensor | None, pool_SD: Tensor) -> tuple[int, int, int]:

@@ -91,7 +91,7 @@ def program_deltas(
     Args:
         value_TD: Rows contiguous; fp16, bf16 or fp32.
         addend_TD: The stream is ``value + addend``, rounded to their dtype; None if it is `value`.
-        pool_SD: Rows contiguous.
+        pool_SD: Rows contiguous; of another dtype than the value where that is float32 in a model of a narrower one.
         row_T: int32: the table row of each token, in [0, R). Neither this nor a slot is checked: a check would wait for
             the GPU.
         count_T: int32: entries of each token's program at this site, 0 to E; 0 is no program.
@@ -111,9 +111,9 @@ def program_deltas(
         scans: False if no row has that flag, as in a step of one row for each request: two launches are left out.
 
     Raises:
-        ValueError: If shapes or dtypes differ, or a row is not contiguous.
+        ValueError: If shapes differ, the addend has another dtype, or a row is not contiguous.
     """
-    check_rows(value_TD, [pool_SD] if addend_TD is None else [pool_SD, addend_TD])
+    check_rows(value_TD, addend_TD, pool_SD)
     check_tables(codes_REC, params_REP, row_T, count_T)
     num_tokens, hidden_size, num_entries = *value_TD.shape, codes_REC.shape[1]
     check_lengths(num_tokens, rows=row_T, counts=count_T, addend=addend_TD, groups=groups_T, changes=changes_TK)

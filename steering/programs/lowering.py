@@ -19,10 +19,12 @@ import numpy.typing as npt
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Named, PositionSelector
-from headgate.steering.programs.codes import EVERYWHERE, MAX_GROUPS, Code, Flag
+from headgate.capture.schema.sites import Columns
+from headgate.steering.programs.codes import CODE_MASK, EVERYWHERE, MAX_GROUPS, Code, Flag
 from headgate.steering.programs.operations import Float32Row, Lookup, Method, ModuleVector, Operation
 from headgate.steering.programs.program import Entry, Program
 from headgate.steering.vectors.dtypes import Rows, StoredType, as_bfloat16, widen
+from headgate.steering.vectors.phase_vectors import within
 from headgate.steering.vectors.sums import LIMIT, round_to
 
 Float64Row = npt.NDArray[np.float64]
@@ -135,8 +137,14 @@ class StoredVectors:
 
     def __init__(self, vectors: Iterable[Float32Row], dtype: StoredType) -> None:
         self.dtype = dtype
-        given = {id(one): one for one in vectors}
-        self._found = dict(zip(given, store([*given.values()], dtype), strict=True)) if given else {}
+        by_width: dict[int, dict[int, Float32Row]] = {}
+        for one in vectors:
+            by_width.setdefault(len(one), {})[id(one)] = one
+        self._found = {
+            key: stored
+            for given in by_width.values()
+            for key, stored in zip(given, store([*given.values()], dtype), strict=True)
+        }
 
     def of(self, vector: Float32Row) -> StoredVector:
         """Return a vector, which may be another one, as it is stored."""
@@ -200,6 +208,8 @@ def lower_entries(operations: Sequence[Operation], vectors: StoredVectors, looku
     for operation in operations:
         if last is None or not _are_alike(operation, last):
             parts = _flagged(_LOWER[operation.method](operation, rows), operation)
+            if operation.part:
+                _check_parts(parts, operation)
             group = groups.of(operation) if parts else EVERYWHERE
             last = operation
         entries.extend([Entry(operation.site, part.code, part.read, part.write, part.params, group) for part in parts])
@@ -216,9 +226,40 @@ def _are_alike(one: Operation, other: Operation) -> bool:
         and one.positions is other.positions
         and one.only_if_positive == other.only_if_positive
         and one.preserve_norm == other.preserve_norm
+        and one.part == other.part
         and one.where == other.where
         and not one.references
     )
+
+
+_WITH_DOTS = (Code.LINEAR, Code.CLAMP, Code.ROTATE)
+
+
+def _check_parts(parts: Sequence[_UnplacedEntry], operation: Operation) -> None:
+    """Refuse what no tensor-parallel rank can compute of its own part of a row.
+
+    A rank that has none of the columns of a direction finds nothing along it, and writes nothing: a direction within
+    one head is computed where the head is. Entries without a projection act on each value by itself.
+
+    Raises:
+        RequestError: If a norm of the row is needed, or a projection on a direction that several ranks share.
+    """
+    site, size = operation.site.name, operation.part
+    shared = f"{site} has its columns on several tensor-parallel ranks"
+    if operation.preserve_norm or any(part.code & CODE_MASK == Code.NORM_ADD for part in parts):
+        field = "preserve_norm" if operation.preserve_norm else "method"
+        raise RequestError(f"{operation.where}.{field}", f"needs the norm of a whole row, but {shared}")
+    for part in parts:
+        if part.code & CODE_MASK not in _WITH_DOTS:
+            continue
+        columns = [np.flatnonzero(row) // size for row in (part.read, part.write) if row is not None]
+        if len(set(np.concatenate(columns).tolist())) > 1:
+            unit = f"one head, {size} values" if size > 1 else "one value"
+            raise RequestError(
+                operation.where,
+                f"{operation.method} projects rows on a direction, but {shared}: its vectors must be zero outside "
+                f"of {unit}; give an operation for each",
+            )
 
 
 def _flagged(parts: list[_UnplacedEntry], operation: Operation) -> list[_UnplacedEntry]:
@@ -244,7 +285,7 @@ class _OperationVectors:
         self.dtype = vectors.dtype
         self._vectors = vectors
         self._lookup = lookup
-        self._named: dict[ModuleVector, StoredVector] = {}
+        self._named: dict[tuple[ModuleVector, int, Columns], StoredVector] = {}
         self._made: dict[tuple[str, int, int], StoredVector] = {}
 
     def of(self, operation: Operation, key: str) -> StoredVector:
@@ -252,9 +293,10 @@ class _OperationVectors:
         given = operation.vectors[key]
         if not isinstance(given, ModuleVector):
             return self._vectors.of(given)
-        if given not in self._named:
-            self._named[given] = self._store(self._values(given, f"{operation.where}.{key}"))
-        return self._named[given]
+        name = given, operation.width, operation.columns
+        if name not in self._named:
+            self._named[name] = self._store(self._values(given, operation, f"{operation.where}.{key}"))
+        return self._named[name]
 
     def direction(self, operation: Operation, key: str) -> StoredVector:
         """Return a vector of an operation that must not be zero."""
@@ -282,13 +324,19 @@ class _OperationVectors:
     def _store(self, values: npt.NDArray[np.floating]) -> StoredVector:
         return store([values], self.dtype)[0]
 
-    def _values(self, given: ModuleVector, where: str) -> Float32Row:
+    def _values(self, given: ModuleVector, operation: Operation, where: str) -> Float32Row:
         if self._lookup is None:
             raise AssertionError(f"{where} names the module {given.module!r}, and there is no lookup")
         found = self._lookup(given.module, given.site)
         if found is None:
             raise RequestError(where, f"module {given.module!r} has no vector at {given.site.name}")
-        return found
+        if operation.width and len(found) != operation.width:
+            raise RequestError(
+                where,
+                f"the vector of {given.module!r} at {given.site.name} has {len(found)} values, rows of "
+                f"{operation.site.name} have {operation.width}",
+            )
+        return within(found, operation.columns, operation.width) if operation.columns else found
 
 
 class _Groups:

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from headgate.capture.schema.batch import BoolArray
 from headgate.capture.schema.positions import PositionSelector, selector_from_wire
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import Columns, HookPoint, Site
 
 Float32Row = npt.NDArray[np.float32]
-"""``[hidden]``."""
+"""``[width]`` of a site."""
 
 
 class Method(str, Enum):
@@ -80,6 +80,10 @@ class Operation:
         preserve_norm: The row is scaled to the norm that it had before the operation.
         positions: The rows it acts on; None for every row of its phase.
         where: Path in the client's document, for errors.
+        width: Values of a row of the site; 0 if that is not known.
+        columns: The columns that it acts on, and vectors of modules are cut to; empty for all.
+        part: Values of a row that certainly lie on one tensor-parallel rank together, where ranks share the site's
+            columns: those of a head; 0 where every rank has whole rows.
     """
 
     method: Method
@@ -91,6 +95,9 @@ class Operation:
     preserve_norm: bool = False
     positions: PositionSelector | None = None
     where: str = "steering_ops"
+    width: int = 0
+    columns: Columns = ()
+    part: int = 0
 
     @property
     def references(self) -> tuple[ModuleVector, ...]:
@@ -135,6 +142,7 @@ def operations_to_wire(operations: Sequence[Operation]) -> OperationsWire:
             "preserve_norm": operation.preserve_norm,
             "positions": None if operation.positions is None else operation.positions.to_wire(),
             "where": operation.where,
+            "row": [operation.width, [list(each) for each in operation.columns], operation.part],
         }
         for operation in operations
     ]
@@ -162,6 +170,9 @@ def operations_from_wire(wire: OperationsWire) -> tuple[Operation, ...]:
             preserve_norm=given["preserve_norm"],
             positions=None if given["positions"] is None else selector_from_wire(given["positions"]),
             where=given["where"],
+            width=given["row"][0],
+            columns=tuple((start, stop) for start, stop in given["row"][1]),
+            part=given["row"][2],
         )
         for given in wire["operations"]
     )

@@ -94,7 +94,8 @@ class Entry(NamedTuple):
     Attributes:
         site: Where it acts.
         code: A `Code` with its flags.
-        read: ``[hidden]``, a row of `Program.rows` as it is stored, or widened to float32; None if none is read.
+        read: ``[width]`` of the site, a row of `Program.rows` as it is stored, or widened to float32, maybe followed by
+            zeros; None if none is read.
         write: The same for the row that is written.
         params: Up to `NUM_PARAMS` numbers, `read_scale` and `write_scale` first; the others are 0.
         group: Index of a selector, counted from 1, or `EVERYWHERE`; with the entry's gate, if it has one
@@ -134,7 +135,7 @@ class Program:
             they act.
         codes: int32 ``[n, NUM_CODES]``, read-only; rows are counted from 1, `NO_ROW` is none.
         params: float32 ``[n, NUM_PARAMS]``, read-only.
-        rows: ``[m, hidden]`` in the model's dtype, each once.
+        rows: ``[m, width]`` in the model's dtype, each once, as wide as the widest site's; others end with zeros.
         dtype: The model's.
         groups: The selectors of the position groups 1, 2, ...; they are resolved with the length of the prompt.
         key: The content key, 32 bytes; equal if and only if everything else is.
@@ -167,8 +168,7 @@ class Program:
             groups: Selectors of the position groups.
 
         Raises:
-            AssertionError: If there is no entry, a row is not finite, rows differ in width, or there are more than
-                `MAX_GROUPS` groups.
+            AssertionError: If there is no entry, a row is not finite, or there are more than `MAX_GROUPS` groups.
         """
         listed = list(entries)
         if not listed or len(groups) > MAX_GROUPS:
@@ -176,23 +176,18 @@ class Program:
         ranks = {site: rank for rank, site in enumerate(sort_sites({entry.site for entry in listed}))}
         listed.sort(key=lambda entry: (ranks[entry.site], _PASS_OF[entry.code & CODE_MASK]))
         given = {id(row): row for entry in listed for row in (entry.read, entry.write) if row is not None}
+        size = max(map(len, given.values()), default=0) * STORAGE[dtype].itemsize
         found: dict[bytes, int] = {}
         numbers = {
-            key: found.setdefault(_as_stored(row, dtype).tobytes(), len(found) + 1) for key, row in given.items()
+            key: found.setdefault(_as_stored(row, dtype).tobytes().ljust(size, b"\0"), len(found) + 1)
+            for key, row in given.items()
         }
         numbers[id(None)] = NO_ROW
         codes = [(one.code, numbers[id(one.read)], numbers[id(one.write)], one.group) for one in listed]
         params = [(*one.params, *_NO_PARAMS[len(one.params) :]) for one in listed]
-        if len(sizes := set(map(len, found))) > 1:
-            raise AssertionError(f"a program of rows of {sorted(sizes)} bytes")
         rows = np.frombuffer(b"".join(found), STORAGE[dtype]).reshape(len(found), -1)
         sites = tuple([entry.site for entry in listed])
         return _make(sites, np.array(codes, np.int32), np.array(params, np.float32), rows, dtype, tuple(groups))
-
-    @property
-    def hidden_size(self) -> int:
-        """Values of a row."""
-        return int(self.rows.shape[1])
 
     @property
     def num_changes(self) -> int:
@@ -309,7 +304,7 @@ def joined(programs: Sequence[Program]) -> Program:
     All replacements act first, and all features last.
 
     Raises:
-        AssertionError: If their dtypes or widths differ, or if they have more than `MAX_GROUPS` position groups.
+        AssertionError: If their dtypes differ, or if they have more than `MAX_GROUPS` position groups.
     """
     first = programs[0]
     if len(programs) == 1:
@@ -318,8 +313,8 @@ def joined(programs: Sequence[Program]) -> Program:
     groups: list[PositionSelector] = []
     num_changes = 0
     for program in programs:
-        if (program.dtype, program.hidden_size) != (first.dtype, first.hidden_size):
-            raise AssertionError(f"programs of {program.dtype} {program.hidden_size} and {first.dtype}")
+        if program.dtype != first.dtype:
+            raise AssertionError(f"programs of {program.dtype} and {first.dtype}")
         entries.extend(moved(entries_of(program), len(groups), num_changes))
         groups.extend(program.groups)
         num_changes += program.num_changes

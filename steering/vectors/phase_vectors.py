@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from headgate.capture.monitoring.notebook import HeatMap, TextTable, norms, page
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
+from headgate.capture.schema.sites import Columns, HookPoint, Site, SiteShape, site_map, sort_sites
 from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, narrowest, peaks, widen
 
 Tier = tuple[Sequence[Site], npt.NDArray[np.float32]]
@@ -107,7 +107,7 @@ class Steerable:
         max_probe_units: Units of MLP probes at one site, and one for each probe; 0 if none can be read.
         knows_positions: Whether positions of generated rows are known when their step is launched. With speculative
             decoding they are not: drafts of the step before may be rejected.
-        widths: Of the sites of `sites` whose rows are not as wide as the stream.
+        shapes: Of the sites of `sites` whose rows are not those of the stream.
         directions: Reads directions of tokens; None where there are none, as in files.
     """
 
@@ -124,7 +124,7 @@ class Steerable:
     max_rules: int = 0
     max_probe_units: int = 0
     knows_positions: bool = True
-    widths: Mapping[Site, int] = field(default_factory=dict, repr=False)
+    shapes: Mapping[Site, SiteShape] = field(default_factory=dict, repr=False)
     directions: Directions | None = field(default=None, repr=False, compare=False)
     ranks: Mapping[HookPoint, Sequence[int]] = field(init=False, repr=False, compare=False)
     """Per hook point, each layer's index into `sites`; -1 where it cannot be steered."""
@@ -137,12 +137,44 @@ class Steerable:
 
     def width(self, site: Site) -> int:
         """Return the width of the vectors of a site."""
-        return self.widths.get(site, self.hidden_size)
+        return self.shapes[site].width if site in self.shapes else self.hidden_size
+
+    def shape(self, site: Site) -> SiteShape:
+        """Return the shape of a site's rows."""
+        return self.shapes.get(site) or SiteShape(self.hidden_size, self.dtype)
+
+    def part(self, site: Site) -> int:
+        """Return the values of a row that certainly lie on one rank together; 0 where every rank has whole rows."""
+        shape = self.shapes.get(site)
+        return shape.head_size if shape is not None and shape.shard == "columns" else 0
+
+    def why_unread(self, site: Site) -> str | None:
+        """Say why no probe, gate or SAE reads at a site; None if they do."""
+        if not self.part(site):
+            return None
+        return f"{site.name} has its columns on several tensor-parallel ranks, and what reads rows needs whole ones"
 
     @property
     def row_size(self) -> int:
         """The width that every vector is stored with: that of the widest site. Others are followed by zeros."""
-        return max((self.hidden_size, *self.widths.values()))
+        return max((self.hidden_size, *(shape.width for shape in self.shapes.values())))
+
+
+def within(row: npt.NDArray[Any], columns: Columns, width: int) -> npt.NDArray[Any]:
+    """Return a row of `width` values that is zero outside of `columns`.
+
+    Args:
+        row: Of that width, or as wide as `columns` are together.
+        columns: Empty for all.
+        width: Of the site's rows.
+    """
+    if not columns:
+        return row
+    found, at = np.zeros(width, row.dtype), 0
+    for start, stop in columns:
+        found[start:stop] = row[start:stop] if len(row) == width else row[at : at + stop - start]
+        at += stop - start
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,13 +262,6 @@ class PhaseVectors:
     def float32(self) -> Float32Rows:
         """Return rows ``[n, hidden]`` in float32, exactly; read-only if they are stored in float32."""
         return widen(self.rows, self.dtype)
-
-    def of_stream(self, hidden_size: int | None) -> Float32Rows:
-        """Return rows ``[n, hidden_size]`` in float32, without the zeros that make vectors as wide as the widest site.
-
-        Programs take these: they act at sites of the stream's width alone. None leaves rows as they are.
-        """
-        return self.float32()[:, :hidden_size]
 
     def stored_as(self, dtype: StoredType) -> Rows | None:
         """Return `rows` if they are stored in `dtype`, else None."""

@@ -478,17 +478,17 @@ def steered_rows_and_state(
 def _vectors_or(value: Tensor, pool: Tensor, slots: Tensor, active: Tensor, deltas: Callable[[], Tensor]) -> Tensor:
     """Return each row's vector, or what `deltas` gives it where a program is active; not called if none is."""
     num_tokens = value.shape[-2]
-    vectors = pool[slots[:num_tokens]]
+    vectors = pool[slots[:num_tokens]].to(value.dtype)
     is_active = active[:num_tokens] != 0
     if not bool(is_active.any()):
         return vectors
-    return torch.where(is_active[:, None], deltas().to(pool.dtype), vectors)
+    return torch.where(is_active[:, None], deltas().to(value.dtype), vectors)
 
 
 @steered_rows.register_fake
 @steered_rows_and_state.register_fake
 def _(value: Tensor, addend: Tensor | None, pool: Tensor, *tables: Tensor | int | None) -> Tensor:
-    return pool.new_empty(value.shape[-2], pool.shape[1])
+    return value.new_empty(value.shape[-2], pool.shape[1])
 
 
 @torch.library.custom_op("headgate::add_selected", mutates_args=())

@@ -156,7 +156,7 @@ def _plain(value: Any) -> Any:
 
 def op_cases_of(family: str) -> list[Case]:
     """A request for each hook point, whose operations are in turn of every method; some with vectors beside them."""
-    cases, methods = [], _methods()
+    cases, methods = [], every_method()
     for at, hook in enumerate(hooks_of(family)):
         (site,) = sites_of(hook, layers=[OP_LAYER])
         documents = [next(methods) for _ in range(3)]
@@ -254,7 +254,7 @@ def transcoder_cases() -> list[Case]:
         operations = placed.features(phases[0], *edits), placed.features(phases[1], *more)
         cases.append(Case(f"features of {placed.name}", operations=operations))
     within, _, across, other, later = TRANSCODERS
-    methods = _methods()
+    methods = every_method()
     behind = [("both", placed.coder.read_site, next(methods)) for placed in (within, across)]
     behind += [
         ("both", within.coder.write_sites[0], next(methods)),
@@ -275,7 +275,7 @@ def encoded_of(family: str) -> list[PlacedSae]:
 
 def feature_cases_of(family: str) -> list[Case]:
     """Requests that change features of each SAE, some behind operations and vectors."""
-    cases, methods = [], _methods()
+    cases, methods = [], every_method()
     for at, placed in enumerate(saes_of(family)):
         edits = [{"feature": 0, "set": 2.0}, {"feature": 1, "add": -0.5}, {"feature": 2, "scale": 3.0}]
         more = [{"feature": 3, "min": 0.7, "only_if_active": True}, {"feature": 4, "max": 0.1}]
@@ -290,7 +290,7 @@ def feature_cases_of(family: str) -> list[Case]:
 
 def reconstruction_cases_of(family: str) -> list[Case]:
     """Requests whose rows each SAE reconstructs, in turn with and without edits, behind operations and vectors."""
-    cases, methods = [], _methods()
+    cases, methods = [], every_method()
     for at, placed in enumerate(encoded_of(family)):
         edits = [{"feature": 0, "set": 2.0}, {"feature": 1, "scale": 3.0, "only_if_active": True}] if at % 2 else []
         phases = ("both", "prefill", "decode")
@@ -306,7 +306,7 @@ def reconstruction_cases_of(family: str) -> list[Case]:
     return [*cases, Case("reconstruction by three", operations=every)]
 
 
-def _methods(hidden: int = HIDDEN) -> Iterator[dict[str, Any]]:
+def every_method(hidden: int = HIDDEN) -> Iterator[dict[str, Any]]:
     """One document of each method after the other, for ever, with other vectors each time."""
     random = np.random.default_rng(17)
 

@@ -26,7 +26,7 @@ NUM_TOKENS = 200
 SITES = {"pre_attn": "all", "attn_in": "all", "hook_z": "all", "post_attn": "all", "post_mlp": "all"}
 INNER = SITES | {"q_pre": "all", "k_pre": "all", "q": "all", "k": "all", "v": "all", "mlp_act": "all"}
 STEERING = {"steering": {"sites": INNER}}
-OPERATIONS = {"steering": {"sites": SITES, "op_sites": SITES}}
+OPERATIONS = {"steering": {"sites": SITES, "op_sites": INNER}}
 BOTH = {"capture": {"consumers": [{"name": "memory"}], "sites": INNER}, **STEERING}
 """Where capture takes the mid stream, steering adds to it there; else ahead of attention."""
 

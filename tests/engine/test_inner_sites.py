@@ -1,10 +1,11 @@
-"""Rows within attention and the MLP are those of Hugging Face's functions, and vectors act there as they do there."""
+"""Rows within attention and the MLP are those of Hugging Face's functions; vectors, operations and gates act there."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from headgate.consumers.reader import open_captures
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import Reference, Steering, own_process, relative_error
 from tests.engine.inner_reference import inner_rows
+from tests.engine.steering_cases import Acting, Case, every_method
 from tests.engine.tiny_models import LAYERS, tiny_model
 
 HEADS = [HookPoint.Q_PRE, HookPoint.K_PRE, HookPoint.Q, HookPoint.K, HookPoint.V]
@@ -48,7 +50,7 @@ def layers_of(family: str, hook: HookPoint) -> list[int]:
 
 
 class Served(NamedTuple):
-    """Answers of one engine, plain and steered, with what Hugging Face computes of their tokens."""
+    """Answers of one engine, plain, steered and with operations, with what Hugging Face computes of their tokens."""
 
     family: str
     hooks: list[HookPoint]
@@ -57,6 +59,10 @@ class Served(NamedTuple):
     plain_references: list[Reference]
     steered: list[Any]
     steered_references: list[Reference]
+    operated: list[Any]
+    operated_references: list[Reference]
+    gated: list[Any]
+    gate: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +90,10 @@ def serve(family: str, references: ProcessPoolExecutor, folder: Path, **settings
     hooks = FAMILIES[family]
     sites = {hook.value: layers_of(family, hook) for hook in hooks}
     steered = {hook.value: layers_of(family, hook) for hook in hooks if hook not in READ_ONLY}
-    consumers: list[Any] = [{"name": "memory"}, {"name": "inline"}]
-    consumers += [
-        {"name": "filesystem", "instance_name": name, "params": {"root": str(folder / name), "layout": name}}
-        for name in LAYOUTS
-    ]
-    capture = {"consumers": consumers, "sites": sites}
+    capture = {"consumers": consumers_in(folder), "sites": sites}
     llm = start_llm(
         model=tiny_model(family),
-        additional_config={"headgate": {"capture": capture, "steering": {"sites": steered}}},
+        additional_config={"headgate": {"capture": capture, "steering": {"op_sites": steered}}},
         dtype="float32",
         skip_tokenizer_init=True,
         max_model_len=128,
@@ -111,22 +112,68 @@ def serve(family: str, references: ProcessPoolExecutor, folder: Path, **settings
             for hook in ACTING.get(family, (HookPoint.Q_PRE, HookPoint.K_PRE, HookPoint.MLP_ACT))
         ]
         steered = generate(llm, sites, vectors)
+        operations = [operations_at({site: len(vector) for site, vector in each.items()}) for each in vectors]
+        operated = generate(llm, sites, [{}] * len(PROMPTS), operations)
+        at = Site(LAYERS - 1, [hook for hook in hooks if hook not in READ_ONLY][-1])
+        gate = gate_at(at, torch.randn(widths[at], generator=random).tolist())
+        gated = generate(llm, sites, [{}] * len(PROMPTS), gate=gate)
     finally:
         stop_llm(llm)
     acting = [Steering()] * len(PROMPTS) + [Steering(prefill=each, decode=each) for each in vectors]
-    requests = [
-        (prompt, list(output.outputs[0].token_ids), each)
-        for prompt, output, each in zip(PROMPTS * 2, [*plain, *steered], acting, strict=True)
+    acting += [Steering(operations=each) for each in operations]
+    found = references_of(family, references, [*plain, *steered, *operated], acting)
+    parts = [found[start : start + len(PROMPTS)] for start in range(0, len(found), len(PROMPTS))]
+    return Served(family, hooks, folder, plain, parts[0], steered, parts[1], operated, parts[2], gated, gate)
+
+
+def consumers_in(folder: Path) -> list[Any]:
+    """Consumers of tensors and answers, and of files of each layout."""
+    files = [
+        {"name": "filesystem", "instance_name": name, "params": {"root": str(folder / name), "layout": name}}
+        for name in LAYOUTS
     ]
-    found = references.submit(inner_rows, tiny_model(family), family, torch.float32, requests).result()
-    return Served(family, hooks, folder, plain, found[: len(PROMPTS)], steered, found[len(PROMPTS) :])
+    return [{"name": "memory"}, {"name": "inline"}, *files]
 
 
-def generate(llm: Any, sites: dict[str, Any], vectors: list[dict[Site, torch.Tensor]]) -> list[Any]:
+def references_of(
+    family: str, references: ProcessPoolExecutor, outputs: Sequence[Any], acting: Sequence[Steering]
+) -> list[Reference]:
+    """What Hugging Face computes of the tokens of answers to `PROMPTS`, again and again."""
+    requests = [
+        (list(output.prompt_token_ids), list(output.outputs[0].token_ids), each)
+        for output, each in zip(outputs, acting, strict=True)
+    ]
+    return references.submit(inner_rows, tiny_model(family), family, torch.float32, requests).result()
+
+
+def operations_at(widths: dict[Site, int]) -> list[Acting]:
+    """Three operations at each site, in turn of every method."""
+    [width] = set(widths.values())
+    documents = islice(every_method(width), 3 * (width % 3), 3 * (width % 3) + 3)
+    return [("both", site, document) for document in documents for site in widths]
+
+
+def gate_at(site: Site, weight: list[float]) -> dict[str, Any]:
+    """A gate of two readings of rows of a site, which adds a vector there on every row."""
+    scores: list[dict[str, Any]] = [
+        {"cosine": weight, "at": site.name, "above": -2.0},
+        {"probe": {"at": site.name, "weight": weight, "bias": 0.25}, "below": 1e9},
+    ]
+    vectors = {site.hook.value: {str(site.layer): weight}}
+    return {"name": "wide", "when": {"all": scores}, "then": {"vectors": vectors}}
+
+
+def generate(
+    llm: Any,
+    sites: dict[str, Any],
+    vectors: list[dict[Site, torch.Tensor]],
+    operations: Sequence[Sequence[Acting]] = ((),) * len(PROMPTS),
+    gate: dict[str, Any] | None = None,
+) -> list[Any]:
     from vllm import SamplingParams
 
     params = []
-    for each in vectors:
+    for each, acting in zip(vectors, operations, strict=True):
         made = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT)
         made.capture = {"memory": {"hooks": sites}}
         if "experts" in sites:
@@ -135,8 +182,11 @@ def generate(llm: Any, sites: dict[str, Any], vectors: list[dict[Site, torch.Ten
         field: dict[str, Any] = {}
         for site, vector in each.items():
             field.setdefault(site.hook.value, {})[site.layer] = vector.tolist()
-        if field:
-            made.steering_vectors = field
+        fields = Case("", operations=tuple(acting)).fields() | ({"steering_vectors": field} if field else {})
+        if gate is not None:
+            fields |= {"steering_gates": [gate], "return_steering_trace": True}
+        for name, value in fields.items():
+            setattr(made, name, value)
         params.append(made)
     return list(llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False))
 
@@ -174,6 +224,27 @@ def test_vectors_act_as_in_hugging_faces_model(served: Served) -> None:
     ):
         check(served, output, reference)
         assert relative_error(reference.rows[last][-1:], plain.rows[last][-1:]) > 1e-3
+
+
+def test_operations_act_as_in_hugging_faces_model(served: Served) -> None:
+    for output, reference, plain in zip(
+        served.operated, served.operated_references, served.plain_references, strict=True
+    ):
+        check(served, output, reference)
+        assert relative_error(reference.logits, plain.logits) > 1e-4
+
+
+def test_gates_read_rows_of_every_width(served: Served) -> None:
+    first, second = served.gate["when"]["all"]
+    site, weight = Site.parse(first["at"]), torch.tensor(first["cosine"]).double()
+    for output in served.gated:
+        rows = output.capture_results["memory"].payload.rows[site].double()
+        trace = output.outputs[0].steering_trace
+        cosine, probe = (torch.tensor(scores).double() for scores in trace["scores"].values())
+
+        assert relative_error(cosine, rows @ weight / (rows.norm(dim=1) * weight.norm())) <= 1e-4
+        assert relative_error(probe, rows @ weight + second["probe"]["bias"]) <= 1e-4
+        assert all(trace["gates"]["wide"]["applied"])
 
 
 def test_the_experts_of_all_layers_come_as_one_tensor(served: Served) -> None:

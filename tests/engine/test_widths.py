@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.inline import InlineRows
 from headgate.consumers.moments import open_moments
 from headgate.consumers.reader import open_captures
+from headgate.steering import ops
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import Reference, Steering, own_process, relative_error
 from tests.engine.inner_reference import inner_rows
@@ -30,6 +33,55 @@ RANDOM = torch.Generator().manual_seed(3)
 VECTORS = {
     Site(layer, hook): torch.randn(width, generator=RANDOM) for layer in range(LAYERS) for hook, width in WIDTHS.items()
 }
+HEAD = 32
+
+
+def limited(columns: tuple[int, int], document: dict[str, Any]) -> dict[str, Any]:
+    """An operation on some columns of `hook_z` as the reference knows it: on whole rows, zero elsewhere."""
+    mask = np.zeros(WIDTHS[HookPoint.HOOK_Z], np.float32)
+    mask[slice(*columns)] = 1
+    vector = np.zeros_like(mask)
+    vector[slice(*columns)] = document["vector"]
+    return {**document, "vector": vector} | ({"mask": mask} if document["method"] == "replace" else {})
+
+
+MEAN, DIRECTION = (torch.randn(HEAD, generator=RANDOM).numpy() for _ in range(2))
+NEURON = np.eye(WIDTHS[HookPoint.MLP_ACT], dtype=np.float32)[100]
+OPERATIONS: list[list[tuple[HookPoint, dict[str, Any], dict[str, Any]]]] = [
+    [
+        (
+            HookPoint.HOOK_Z,
+            ops.ablate_heads("1.hook_z", [1]),
+            limited((32, 64), {"method": "replace", "vector": 0, "alpha": 1.0}),
+        )
+    ],
+    [
+        (
+            HookPoint.HOOK_Z,
+            ops.ablate_heads("1.hook_z", [3], mean=MEAN.tolist(), alpha=0.75),
+            limited((96, 128), {"method": "replace", "vector": MEAN, "alpha": 0.75}),
+        ),
+        (
+            HookPoint.K,
+            ops.orthogonal(DIRECTION.tolist(), "1.k", 1.7),
+            {"method": "orthogonal", "vector": DIRECTION, "scale": 1.7},
+        ),
+    ],
+    [
+        (
+            HookPoint.HOOK_Z,
+            ops.within(ops.clamp(DIRECTION.tolist(), "1.hook_z", max=-0.1), heads=[2]),
+            limited((64, 96), {"method": "clamp", "vector": DIRECTION, "min": None, "max": -0.1, "strength": 1.0}),
+        ),
+        (
+            HookPoint.MLP_ACT,
+            ops.set_projection(NEURON.tolist(), "1.mlp_act", 3.0),
+            {"method": "set", "vector": NEURON, "value": 3.0, "strength": 1.0},
+        ),
+    ],
+]
+"""By prompt: hook point of layer 1, operation of the request, and what the reference does. On two ranks each direction
+lies within one head."""
 ACTING = [VECTORS, VECTORS, {site: vector for site, vector in VECTORS.items() if site.hook is HookPoint.POST_MLP}]
 CONSUMERS = ("memory", "inline", "request", "shards", "raw", "moments")
 
@@ -39,11 +91,14 @@ class Served(NamedTuple):
 
     Attributes:
         outputs: With the rows of every site, from every consumer.
-        narrow: With the rows of the stream alone, of the heads alone, and of the keys alone; in one batch.
+        narrow: With the rows of the stream alone, of two heads alone, and of the keys alone; in one batch.
         folder: Of the files.
         references: Of `outputs`.
         steered: With the rows of every site, each with `VECTORS`; those of the stream alone for the last prompt.
         steered_references: Of `steered`.
+        operated: With the rows of every site, each with its `OPERATIONS`.
+        operated_references: Of `operated`.
+        cached: The same requests twice, without rows.
     """
 
     outputs: list[Any]
@@ -52,6 +107,9 @@ class Served(NamedTuple):
     references: list[Reference]
     steered: list[Any]
     steered_references: list[Reference]
+    operated: list[Any]
+    operated_references: list[Reference]
+    cached: list[list[Any]]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["alone", "two-ranks"])
@@ -63,7 +121,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ]
     moments = {"name": "moments", "params": {"root": str(folder / "moments"), "flush_s": 0}}
     capture = {"consumers": [{"name": "memory"}, {"name": "inline"}, *files, moments], "sites": SITES}
-    config = {"capture": capture, "steering": {"sites": SITES, "op_sites": {"post_mlp": [1]}}}
+    config = {"capture": capture, "steering": {"sites": SITES, "op_sites": {hook: [1] for hook in SITES}}}
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if request.param == 2 else {}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on a machine with one NUMA node
@@ -74,22 +132,25 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             skip_tokenizer_init=True,
             max_model_len=128,
             max_num_batched_tokens=32,
+            block_size=32,
             **ranks,
         )
         try:
-            outputs, narrow, steered = answers(llm)
+            outputs, narrow, steered, operated, cached = answers(llm)
         finally:
             stop_llm(llm)
     references = references_of(outputs, [Steering()] * len(PROMPTS))
     acting = references_of(steered, [Steering(prefill=vectors, decode=vectors) for vectors in ACTING])
-    return Served(outputs, narrow, folder, references, steered, acting)
+    operations = [[("both", Site(1, hook), document) for hook, _, document in each] for each in OPERATIONS]
+    operating = references_of(operated, [Steering(operations=each) for each in operations])
+    return Served(outputs, narrow, folder, references, steered, acting, operated, operating, cached)
 
 
-def answers(llm: Any) -> tuple[list[Any], list[Any], list[Any]]:
+def answers(llm: Any) -> tuple[list[Any], list[Any], list[Any], list[Any], list[list[Any]]]:
     """Return what `Served` has of an engine."""
     from vllm import SamplingParams
 
-    def generate(*captures: dict[str, Any], **fields: Sequence[Any]) -> list[Any]:
+    def generate(*captures: dict[str, Any] | None, **fields: Sequence[Any]) -> list[Any]:
         params = []
         for index, capture in enumerate(captures):
             made = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT)
@@ -100,10 +161,20 @@ def answers(llm: Any) -> tuple[list[Any], list[Any], list[Any]]:
         return found
 
     everything = {name: {"hooks": SITES} for name in CONSUMERS}
-    alone = [{"memory": {"hooks": {hook: "all"}}} for hook in ("post_mlp", "hook_z", "k")]
+    chosen: list[Any] = [{"post_mlp": "all"}, [{"hook": "hook_z", "layers": "all", "heads": [1, 3]}], {"k": "all"}]
+    alone = [{name: {"hooks": hooks} for name in CONSUMERS[:2]} for hooks in chosen]
     kept = [{"memory": {"hooks": SITES}}] * len(PROMPTS)
     fields = [field_of(vectors) for vectors in ACTING]
-    return generate(*[everything] * len(PROMPTS)), generate(*alone), generate(*kept, steering_vectors=fields)
+    acting = [[operation for _, operation, _ in each] for each in OPERATIONS]
+    whole = generate(*[everything] * len(PROMPTS))
+    cached = [generate(*[None] * len(PROMPTS), steering_ops=acting) for _ in range(2)]
+    return (
+        whole,
+        generate(*alone),
+        generate(*kept, steering_vectors=fields),
+        generate(*kept, steering_ops=acting),
+        cached,
+    )
 
 
 def references_of(outputs: list[Any], steering: Sequence[Steering]) -> list[Reference]:
@@ -150,13 +221,37 @@ def test_vectors_of_both_widths_act_as_in_hugging_faces_model(served: Served) ->
         assert relative_error(rows[last][:1], plain.rows[last][:1]) > 1e-2
 
 
+def test_operations_act_on_heads_keys_and_neurons_as_in_hugging_faces_model(served: Served) -> None:
+    for output, reference, plain in zip(served.operated, served.operated_references, served.references, strict=True):
+        rows = output.capture_results["memory"].payload.rows
+
+        for site, found in rows.items():
+            assert relative_error(found, reference.rows[site]) <= 1e-4, site
+        last = Site(LAYERS - 1, HookPoint.POST_MLP)
+        assert relative_error(rows[last][:1], plain.rows[last][:1]) > 1e-3
+
+
+def test_a_prefix_without_the_operation_is_not_its_own(served: Served) -> None:
+    first, again = served.cached
+
+    assert [output.num_cached_tokens for output in first] == [0, 0, 0]
+    assert [output.num_cached_tokens for output in again] == [32, 0, 0]
+    for outputs in served.cached:
+        for output, reference in zip(outputs, served.operated_references, strict=True):
+            tokens = list(output.outputs[0].token_ids)
+            assert tokens == reference.next_tokens[len(output.prompt_token_ids) - 1 :].tolist()
+
+
 def test_requests_of_one_step_may_want_rows_of_different_widths(served: Served) -> None:
     for output, whole in zip(served.narrow, served.outputs, strict=True):
         rows, expected = (found.capture_results["memory"].payload.rows for found in (output, whole))
 
         assert len(rows) == LAYERS
+        inline = InlineRows(base64.b64decode(output.capture_results["inline"].payload["data"]))
         for site, found in rows.items():
-            assert relative_error(found, expected[site]) <= 1e-4, site
+            columns = [*range(32, 64), *range(96, 128)] if site.hook is HookPoint.HOOK_Z else slice(None)
+            assert relative_error(found, expected[site][:, columns]) <= 1e-4, site
+            assert torch.equal(found, inline[site])
 
 
 @pytest.mark.parametrize("layout", ["request", "shards", "raw"])
@@ -172,8 +267,6 @@ def test_files_of_every_layout_hold_the_rows_of_both_widths(served: Served, layo
 
 
 def test_answers_hold_the_rows_of_both_widths(served: Served) -> None:
-    import base64
-
     for output in served.outputs:
         found = InlineRows(base64.b64decode(output.capture_results["inline"].payload["data"]))
         for site, expected in output.capture_results["memory"].payload.rows.items():

@@ -47,7 +47,7 @@ def run(
     h = row.astype(np.float64)
     d = np.zeros_like(h)
     kept = 0.0
-    table = np.concatenate([np.zeros((1, program.hidden_size)), widen(program.rows, program.dtype)])
+    table = np.concatenate([np.zeros((1, program.rows.shape[1])), widen(program.rows, program.dtype)])[:, : len(row)]
     place = [at for at, other in enumerate(program.sites) if other == site]
     for codes, params in zip(program.codes[place].tolist(), program.params[place].astype(np.float64), strict=True):
         code, read, write, group = codes

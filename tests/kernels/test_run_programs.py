@@ -368,6 +368,18 @@ def test_a_row_gets_the_same_bits_whatever_else_is_in_the_batch():
     assert torch.equal(one.run()[0], many.run()[3])
 
 
+@pytest.mark.parametrize("width", [4, 48, 576], ids="width{}".format)
+def test_rows_may_be_some_columns_of_a_pool_of_a_narrower_dtype(width):
+    """As at sites that are not as wide as the widest, on ranks that have a part, and of a router's float32 scores."""
+    operations = [one for one in OPERATIONS.values() if one.read or one.write]
+    example = Example([operations, [OPERATIONS["linear"]]], [1, 0, 2, 1], width=width)
+    pool = torch.randn(NUM_SLOTS, 3 * width, generator=torch.Generator().manual_seed(1)) / width**0.5
+    pool[0] = 0
+    example.tables.pool = pool.bfloat16().to(DEVICE)[:, width : 2 * width]
+
+    example.check()
+
+
 def test_arguments_that_do_not_fit_are_refused():
     example = Example([[OPERATIONS["linear"]]], [1, 0])
     tables = example.tables

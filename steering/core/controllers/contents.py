@@ -101,7 +101,7 @@ class Contents:
             RequestError: If it cannot be read, or cannot be turned on here.
         """
         where = f"{FIELD}.{next(iter(document), 'content')}"
-        then = read_then(document, self._steerable, VectorReader(self._steerable.hidden_size, KeptRows()), FIELD)
+        then = read_then(document, self._steerable, VectorReader(KeptRows()), FIELD)
         content = self._content()
         return self._checked(then_programs(then, content, content.dtype)[DECODE], where)
 
@@ -141,7 +141,7 @@ class Contents:
 
     def _of_vectors(self, vectors: PhaseVectors | None, otherwise: str) -> Program:
         content = self._content()
-        program = joined_entries(vectors, None, 1.0, content.dtype, content.hidden_size)
+        program = joined_entries(vectors, None, 1.0, content.dtype, content.width)
         if program is None:
             raise RequestError(FIELD, otherwise)
         return self._checked(program, FIELD)

@@ -134,8 +134,10 @@ def make_reader(
     for number, (probe_name, probe) in enumerate(probes.items(), first):
         column = columns.first + number
         where = f"controller {name!r}: probe {probe_name!r}"
-        if probe.hidden_size != content.hidden_size:
-            raise ConfigError(f"{where}: has the width {probe.hidden_size}, the model {content.hidden_size}")
+        if why := content.why_unread(probe.site):
+            raise ConfigError(f"{where}: {why}")
+        if probe.hidden_size != (width := content.width(probe.site)):
+            raise ConfigError(f"{where}: has the width {probe.hidden_size}, rows of {probe.site.name} have {width}")
         try:
             check_site(probe.site, content.op_sites, where)
         except RequestError as error:

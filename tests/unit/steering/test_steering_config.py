@@ -193,16 +193,17 @@ def test_a_transcoder_and_missing_files_are_not_encoded(tmp_path: Path) -> None:
             config.steerable(num_layers=2, hidden_size=8, dtype="float32")
 
 
-def test_operations_at_a_site_of_another_width_are_refused_by_name() -> None:
-    wide, split = SiteShape(6, "float32"), SiteShape(4, "float32", "columns", 2)
-    facts = {"num_layers": 2, "hidden_size": 4, "dtype": "float32"}
+def test_operations_act_at_sites_of_any_width_and_saes_are_encoded_at_those_of_the_stream(tmp_path: Path) -> None:
+    site, facts = Site(1, HookPoint.HOOK_Z), {"num_layers": 2, "hidden_size": 8, "dtype": "float32"}
+    wide, split = SiteShape(12, "float32"), SiteShape(8, "float32", "columns", 2)
 
-    for shape, why in ((wide, "rows of 6 values"), (split, "columns on tensor-parallel ranks")):
-        shapes = {Site(1, HookPoint.HOOK_Z): shape}
-        found = SteeringConfig(sites={"hook_z": [1]}).steerable(**facts, shapes=shapes)
-        assert (found.width(Site(1, HookPoint.HOOK_Z)), found.row_size) == (shape.width, shape.width)
-        with pytest.raises(ConfigError, match=f"op_sites: 1.hook_z has .*{why}"):
-            SteeringConfig(op_sites={"hook_z": [1]}).steerable(**facts, shapes=shapes)
+    for shape, part in ((wide, 0), (split, 2)):
+        found = SteeringConfig(op_sites={"hook_z": [1]}).steerable(**facts, shapes={site: shape})
+        assert (found.width(site), found.row_size, found.part(site)) == (shape.width, shape.width, part)
+        assert (found.why_unread(site) is None) == (shape is wide)
+    config = encoded(tmp_path, TinySae(width=8), site=site.name)
+    with pytest.raises(ConfigError, match=r"sae_encode .*1.hook_z has rows of 8 values .columns on tensor-parallel"):
+        config.steerable(**facts, shapes={site: split})
 
 
 def test_an_sae_that_selects_within_groups_is_not_encoded(tmp_path: Path) -> None:

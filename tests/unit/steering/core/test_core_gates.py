@@ -10,7 +10,7 @@ import pytest
 
 from headgate.capture.probe import Activation, HiddenLayer, Probe, ProbeKind
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import HookPoint, Site, SiteShape
 from headgate.steering.config import parse_config
 from headgate.steering.core import gates
 from headgate.steering.core.steering_core import SteeringCore
@@ -397,7 +397,9 @@ PADDED = PhaseVectors.from_rows({LATE: np.array([1, 2, 3, 4, 0, 0], np.float32)}
 
 @pytest.mark.parametrize("reads", ["nothing", "its vector"])
 def test_a_modules_vector_acts_as_one_of_the_gates_own_where_some_sites_are_wider(reads: str) -> None:
-    core = core_with(steerable=replace(STEERABLE, sites=(*STEERABLE.sites, WIDER), widths={WIDER: 6}))
+    core = core_with(
+        steerable=replace(STEERABLE, sites=(*STEERABLE.sites, WIDER), shapes={WIDER: SiteShape(6, STEERABLE.dtype)})
+    )
     core.state.register(core.state.read_module("calm", SteeringSpec(prefill=PADDED, decode=PADDED)))
     vector = np.array([1, 2, 3, 4], np.float32)
     own = Operation(method=Method.ADDITIVE, site=LATE, vectors={"vector": vector}, numbers={"scale": 1.0})
@@ -414,7 +416,9 @@ def test_a_modules_vector_acts_as_one_of_the_gates_own_where_some_sites_are_wide
 
 
 def test_a_gate_attenuates_vectors_where_some_sites_are_wider() -> None:
-    core = core_with(steerable=replace(STEERABLE, sites=(*STEERABLE.sites, WIDER), widths={WIDER: 6}))
+    core = core_with(
+        steerable=replace(STEERABLE, sites=(*STEERABLE.sites, WIDER), shapes={WIDER: SiteShape(6, STEERABLE.dtype)})
+    )
     spec = SteeringSpec(prefill=PADDED, decode=PADDED, gates=(gate(then=Then(attenuate=0.5)),))
 
     taken = core.accept("a", to_wire(spec), 5)
@@ -427,7 +431,9 @@ def test_a_gate_attenuates_vectors_where_some_sites_are_wider() -> None:
 
 
 def test_operations_along_a_modules_vector_are_as_along_their_own_where_some_sites_are_wider() -> None:
-    core = core_with(steerable=replace(STEERABLE, sites=(*STEERABLE.sites, WIDER), widths={WIDER: 6}))
+    core = core_with(
+        steerable=replace(STEERABLE, sites=(*STEERABLE.sites, WIDER), shapes={WIDER: SiteShape(6, STEERABLE.dtype)})
+    )
     core.state.register(core.state.read_module("calm", SteeringSpec(prefill=PADDED, decode=PADDED)))
     vector = np.array([1, 2, 3, 4], np.float32)
     own = Operation(method=Method.ABLATE, site=LATE, vectors={"vector": vector}, numbers={"scale": 1.0})

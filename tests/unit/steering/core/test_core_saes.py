@@ -268,7 +268,7 @@ def test_an_sae_is_registered_listed_and_noted(opened: Opened) -> None:
 @pytest.mark.parametrize(
     ("sae", "site", "message"),
     [
-        (TinySae(width=16), SITE.name, "an SAE of width 16; rows of the model have 32"),
+        (TinySae(width=16), SITE.name, "an SAE of width 16; rows of 1.post_mlp have 32"),
         (TinySae(width=WIDTH), "0.pre_attn", "no operations at 0.pre_attn"),
         (TinySae(width=WIDTH), None, "has no site"),
         (None, SITE.name, "no such file"),

@@ -204,7 +204,7 @@ def test_an_sae_says_what_it_is(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("width", "site", "message"),
     [
-        (WIDTH + 8, SITE, f"an SAE of width {WIDTH + 8}; rows of the model have {WIDTH}"),
+        (WIDTH + 8, SITE, f"an SAE of width {WIDTH + 8}; rows of {SITE.name} have {WIDTH}"),
         (WIDTH, Site(2, HookPoint.POST_MLP), "no operations at 2.post_mlp.*--steering-op-sites"),
         (WIDTH, None, "has no site"),
     ],

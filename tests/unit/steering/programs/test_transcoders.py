@@ -222,7 +222,7 @@ def test_the_index_of_a_change_fits_beside_everything_else_of_a_code() -> None:
     [
         (SITES[:2], WIDTH, r"no operations at 1.mlp_in, 1.mlp_out, .*--steering-op-sites"),
         (SITES[:5], WIDTH, r"no operations at 2.mlp_out, 3.mlp_out, where"),
-        (SITES, WIDTH + 8, f"an SAE of width {WIDTH}; rows of the model have {WIDTH + 8}"),
+        (SITES, WIDTH + 8, f"an SAE of width {WIDTH}; rows of 1.mlp_in have {WIDTH + 8}"),
     ],
 )
 def test_a_transcoder_that_does_not_fit_is_refused(

@@ -43,7 +43,7 @@ def test_what_cannot_run_is_refused_at_start(opened: Callable[..., Core], monkey
     with monkeypatch.context() as patch:
         probe = Probe(site=Site.parse("0.post_mlp"), weight=np.ones((1, 3), np.float32))
         patch.setattr(Scripted, "probe", probe)
-        refused("has the width 3, the model 8")
+        refused("has the width 3, rows of 0.post_mlp have 8")
     layer = HiddenLayer(weight=np.ones((3, HIDDEN)), bias=np.zeros(3), activation=Activation.SILU)
     mlp = Probe(site=Site.parse("0.post_mlp"), kind=ProbeKind.MLP, weight=np.ones((1, 3), np.float32), hidden=layer)
     with monkeypatch.context() as patch:
