@@ -356,12 +356,15 @@ def test_set_up_names_the_pythons_that_work(setup_env: ModuleType, monkeypatch: 
 
 
 @pytest.mark.engine
-@pytest.mark.extended  # the guide on attention patterns has some of the heads
 def test_induction_heads_are_found(model_dir: Path, tmp_path: Path) -> None:
     printed = run_example("examples/induction.py", str(model_dir), str(tmp_path / "heads.png"))
 
     found = re.findall(r"^layer (\d+), head (\d): (0\.\d\d)$", printed, re.MULTILINE)
     assert {f"{layer}.{head}" for layer, head, _ in found} == {"17.3", "17.4", "17.5", "18.6", "18.7"}
     assert all(float(score) > 0.4 for _, _, score in found)
+    plain, first, ablated, others = map(
+        float, re.findall(r"^probability of .* ablated: (0\.\d\d)$", printed, re.MULTILINE)
+    )
+    assert ablated < 0.1 * plain < first < plain < 1.2 * others
     assert (tmp_path / "heads.png").stat().st_size > 5000
     assert len((ROOT / "examples/induction.py").read_text().splitlines()) < 80

@@ -426,7 +426,7 @@ def test_a_gate_attenuates_vectors_where_some_sites_are_wider() -> None:
     assert taken is not None
     program = from_wire(taken).decode_program
     assert program is not None
-    assert program.hidden_size == HIDDEN
+    assert program.rows.shape[1] == HIDDEN
     assert [1.0, 2.0, 3.0, 4.0] in (8 * program.rows).tolist() + (4 * program.rows).tolist()
 
 
