@@ -17,8 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from headgate.capture.schema.sites import INNER_HOOKS, HookPoint
+from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import HFReference, Steering, relative_error
+from tests.engine.one_run import force_v2_runner
+from tests.engine.tiny_models import tiny_model
 
+CONSUMERS = [{"name": "memory", "params": {"max_bytes": 1 << 30}}]
 SITES = {hook.value: "all" for hook in HookPoint if hook not in INNER_HOOKS}
 MAX_ERROR = 1e-4
 NUM_OUTPUT = 30
@@ -209,3 +213,66 @@ def eagle_folder(method: str, model: Path) -> Path:
     save_file({key: value.contiguous() for key, value in found.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     return folder
+
+
+def start(**settings: Any) -> Any:
+    """Start an engine with few KV blocks, so that requests are preempted, and steps of few tokens."""
+    return start_llm(
+        **{
+            "model": tiny_model("llama"),
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "max_model_len": 160,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 8,
+            "num_gpu_blocks_override": 8,
+            "enable_prefix_caching": True,
+            "in_process": True,
+            "disable_log_stats": False,
+            "speculative_config": CONFIG,
+            **settings,
+        }
+    )
+
+
+def draft(llm: Any, answers: Mapping[tuple[int, ...], Sequence[int]], asked: Sequence[Asked]) -> Any:
+    """Dictate the drafts of an engine in this process; returns its model runner."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    Drafter(answers, {each.prompt: each.rights for each in asked}).install(runner)
+    return runner
+
+
+def generate(llm: Any, asked: Sequence[Asked], params: Sequence[Any]) -> list[tuple[list[int], Any]]:
+    """The tokens of each request, and its captured rows."""
+    prompts = [{"prompt_token_ids": list(each.prompt)} for each in asked]
+    found = []
+    for output in llm.generate(prompts, list(params), use_tqdm=False):
+        result = output.capture_results["memory"]
+        assert result.status == "ok", result.error
+        found.append((list(output.outputs[0].token_ids), result.payload))
+    return found
+
+
+def counts(llm: Any) -> dict[str, int]:
+    """The engine's counters, without vLLM's prefix."""
+    return {metric.name.removeprefix("vllm:"): metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+
+
+def main() -> None:
+    """Serve some requests by the V2 runner, whose kernels Triton interprets, and check their rows."""
+    force_v2_runner()
+    reference = HFReference(tiny_model("llama"), "llama")
+    asked = [each for each in requests() if len(each.prompt) < 40][:6]
+    answers = {each.prompt: greedy(reference, each.prompt) for each in asked}
+    llm = start(additional_config={"headgate": {"capture": {"consumers": CONSUMERS, "sites": SITES}}}, max_num_seqs=4)
+    runner = draft(llm, answers, asked)
+    params = [each.params(answers[each.prompt], capture=each.capture) for each in asked]
+    for each, (tokens, captured) in zip(asked, generate(llm, asked, params), strict=True):
+        assert tokens == each.answer(answers[each.prompt]), each
+        check(each, tokens, captured, reference)
+    print(f"RAN {type(runner).__module__}")
+    stop_llm(llm)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,21 +7,33 @@ preempted, and small steps, so that prompts come in chunks between drafts.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint
-from tests.conftest import start_llm, stop_llm
-from tests.engine.drafting import CONFIG, SITES, Asked, Drafter, check, eagle_folder, greedy, requests
+from tests.conftest import stop_llm
+from tests.engine.drafting import (
+    CONSUMERS,
+    SITES,
+    Asked,
+    check,
+    counts,
+    draft,
+    eagle_folder,
+    generate,
+    greedy,
+    requests,
+    start,
+)
 from tests.engine.hf_reference import HFReference, Steering
 from tests.engine.steering_cases import Case, Tiers, sites_of, vectors
 from tests.engine.tiny_models import tiny_model
+from tests.fresh_python import run_python
 
 REQUESTS = requests()
-CONSUMERS = [{"name": "memory", "params": {"max_bytes": 1 << 30}}]
 EVERYWHERE = sites_of(HookPoint.PRE_ATTN, HookPoint.POST_ATTN, HookPoint.POST_MLP)
 (OP_SITE,) = sites_of(HookPoint.POST_MLP, layers=[1])
 AXIS = vectors(EVERYWHERE, 1)[OP_SITE].numpy()
@@ -30,25 +42,6 @@ STEERED = [
     Tiers(prefill=vectors(EVERYWHERE, 2, 0.5), decode=vectors(EVERYWHERE, 3, 0.5)),
     Case("ablated", operations=(("decode", OP_SITE, {"method": "ablate", "vector": AXIS, "scale": 1.0}),)),
 ]
-
-
-def start(**settings: Any) -> Any:
-    return start_llm(
-        **{
-            "model": tiny_model("llama"),
-            "dtype": "float32",
-            "skip_tokenizer_init": True,
-            "max_model_len": 160,
-            "max_num_batched_tokens": 64,
-            "max_num_seqs": 8,
-            "num_gpu_blocks_override": 8,
-            "enable_prefix_caching": True,
-            "in_process": True,
-            "disable_log_stats": False,
-            "speculative_config": CONFIG,
-            **settings,
-        }
-    )
 
 
 @pytest.fixture(scope="module")
@@ -68,26 +61,6 @@ def llm() -> Iterator[Any]:
     llm = start(additional_config=config)
     yield llm
     stop_llm(llm)
-
-
-def draft(llm: Any, answers: Mapping[tuple[int, ...], Sequence[int]], asked: Sequence[Asked]) -> None:
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    Drafter(answers, {each.prompt: each.rights for each in asked}).install(runner)
-
-
-def generate(llm: Any, asked: Sequence[Asked], params: Sequence[Any]) -> list[tuple[list[int], Any]]:
-    """The tokens of each request, and its captured rows."""
-    prompts = [{"prompt_token_ids": list(each.prompt)} for each in asked]
-    found = []
-    for output in llm.generate(prompts, list(params), use_tqdm=False):
-        result = output.capture_results["memory"]
-        assert result.status == "ok", result.error
-        found.append((list(output.outputs[0].token_ids), result.payload))
-    return found
-
-
-def counts(llm: Any) -> dict[str, int]:
-    return {metric.name.removeprefix("vllm:"): metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
 
 
 def test_rows_are_of_accepted_tokens_alone_each_once_at_its_position(llm, reference, answers):
@@ -174,3 +147,12 @@ def test_a_draft_model_is_neither_captured_nor_steered(method, reference, answer
         assert accepted > 0.9 if method == "draft_model" else accepted < 0.5
     finally:
         stop_llm(llm)
+
+
+@pytest.mark.extended
+def test_the_v2_runner_tells_the_same_rows_apart():
+    environment = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+    done = run_python(["-m", "tests.engine.drafting"], environment=environment, may_fork=False)
+
+    assert "RAN vllm.v1.worker.cpu.model_runner" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
