@@ -78,6 +78,7 @@ def open_engine(name: str) -> Any:
         "enforce_eager": mode.is_eager,
         "num_gpu_blocks_override": 30,
         "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 1 << 28,  # fixed, so that several engines start on one GPU at once
         "enable_prefix_caching": True,
         "block_size": 16,
         "disable_log_stats": False,
