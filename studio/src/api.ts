@@ -1,15 +1,19 @@
 // Calls of the server: headgate's documented routes and vLLM's own, on the page's own origin and nowhere else.
 
-export interface Consumer { name: string; consumer: string; location: string; reads_client_spec: boolean; overload: string; offers?: Record<string, string[]> }
-export interface Capturable { consumers: Consumer[]; sites: Record<string, number[]> }
+export interface Consumer { name: string; consumer: string; location: string; reads_client_spec: boolean; overload: string; offers?: Record<string, string[]>; is_browsable?: boolean }
+export interface HookMemory { layers: number; width: number; dtype: string; site_bytes: number }
+export interface Capturable { consumers: Consumer[]; sites: Record<string, number[]>; memory?: { step_rows: number; hooks: Record<string, HookMemory> } }
 export interface Layers { hook_points: Record<string, number[]>; op_hook_points: Record<string, number[]>; num_layers: number; hidden_size: number; dtype: string }
-export interface Content { hash: string | null; sites: string[]; op_sites: string[] }
+export interface Content { hash: string | null; sites: string[]; op_sites: string[]; norms?: Record<string, number> }
 export interface Module { name: string; prefill: Content; decode: Content; version: number }
 export interface Status { global: { tiers: Record<string, string[]>; prefill: Content; decode: Content }; modules: Record<string, Module>; slots: { capacity: number; reserved: number; waiting: number }[]; is_consistent: boolean }
 export interface Probe { name: string; at: string; kind: string; classes: string[]; threshold: number | null; pooling: string }
 export interface Sae { name: string; site: string; num_features: number; activation: string; decision: string }
 export interface Rule { name: string; applies_to: string; scope: string; strength: unknown; probes: string[]; sites: string[]; observes: boolean }
 export interface Dynamic { rules: { name: string; applies_to: string; observes: boolean; rows: number }[]; gates: Record<string, number>; requests_with_gates: number; controllers: { name: string }[] }
+export interface Stored { tag: string; name: string; request_id: string; layout: string; written_at: string; model: string; status: string; num_rows: number; num_prompt_tokens: number; num_bytes: number; dropped_rows: number; sites: Record<string, number[]>; roles: string[] | null; stage: [number, number] }
+export interface StoredPage { captures: Stored[]; count: number; next: string | null; damaged: string[] }
+export interface StoredOne extends Stored { metadata: Json; positions: number[]; token_ids: number[]; tokens: string[] | null }
 export interface Message { role: string; content: string }
 export type Json = Record<string, unknown>;
 
@@ -129,6 +133,10 @@ export class Api {
 
   async text(path: string): Promise<string> {
     return (await this.send(path, null)).text();
+  }
+
+  async bytes(path: string): Promise<Uint8Array<ArrayBuffer>> {
+    return new Uint8Array(await (await this.send(path, null)).arrayBuffer());
   }
 
   async post<T>(path: string, body: Json, signal?: AbortSignal): Promise<T> {

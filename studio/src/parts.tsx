@@ -4,7 +4,8 @@ import { cloneElement, type ComponentChildren, type VNode } from "preact";
 import { useId, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Scale } from "./colour";
 import { cellColour, shown, tint } from "./colour";
-import { set, type Run, type Series, settings, tick, type Token } from "./state";
+import { pinned, set, type Run, type Series, settings, tick, type Token } from "./state";
+import { cosineOf } from "./tensors";
 import { visible } from "./tokens";
 
 /** A control with its label. */
@@ -101,10 +102,12 @@ interface TokensProps {
   /** The first token in which this answer differs from the one beside it; -1 if there is none. */
   mark?: number;
   onPick?: (position: number) => void;
+  /** Whose tokens they are, if they can be compared with the pinned one. */
+  run?: Run;
 }
 
 /** Tokens with their colours; the arrow keys and the pointer show the numbers of one. */
-export function Tokens({ tokens, first, series, colourBy, scale, label, mark = -1, onPick }: TokensProps) {
+export function Tokens({ tokens, first, series, colourBy, scale, label, mark = -1, onPick, run }: TokensProps) {
   void tick.value; // runs grow in place
   const [at, setAt] = useState<number | null>(null);
   const box = useRef<HTMLDivElement>(null);
@@ -128,6 +131,8 @@ export function Tokens({ tokens, first, series, colourBy, scale, label, mark = -
     const span = at === null ? null : box.current?.querySelector<HTMLElement>(`[data-i="${at}"]`);
     box.current?.querySelector(".token.at")?.classList.remove("at");
     span?.classList.add("at");
+    box.current?.querySelector(".token.pinned")?.classList.remove("pinned");
+    if (run && pinned.value?.run === run) box.current?.querySelector(`[data-i="${pinned.value.position - first}"]`)?.classList.add("pinned");
     if (!span || !card.current || !box.current) return;
     const width = card.current.offsetWidth;
     card.current.style.left = `${Math.max(0, Math.min(span.offsetLeft, box.current.clientWidth - width))}px`;
@@ -152,27 +157,35 @@ export function Tokens({ tokens, first, series, colourBy, scale, label, mark = -
       {spans}
       {token && at !== null && (
         <div class="card" ref={card} role="status">
-          <TokenNumbers token={token} position={first + at} series={series} />
+          <TokenNumbers token={token} position={first + at} series={series} run={run} />
         </div>
       )}
     </div>
   );
 }
 
-export function TokenNumbers({ token, position, series }: { token: Token; position: number; series: Record<string, Series> }) {
+interface NumbersProps { token: Token; position: number; series: Record<string, Series>; run?: Run | undefined }
+
+export function TokenNumbers({ token, position, series, run }: NumbersProps) {
   void tick.value;
   const found = Object.entries(series).filter(([, each]) => Number.isFinite(each.values[position]));
+  const pin = pinned.value;
+  const other = run && pin && !(pin.run === run && pin.position === position) ? pin : null;
+  const cosine = other ? cosineOfRows(run!, position, other.run, other.position) : NaN;
   return (
     <>
       <b>{visible(token.text)}</b> <small>position {position}{token.id === null ? "" : `, id ${token.id}`}</small>
       <table>
+        {other && <thead><tr><td /><th scope="col">here</th><th scope="col">− pinned</th></tr></thead>}
         <tbody>
           {found.map(([name, each]) => (
             <tr key={name} data-series={name}>
               <th scope="row">{each.label}</th>
               <td data-value={each.values[position]}>{shown(each.values[position])}</td>
+              {other && <Difference value={each.values[position]! - (other.run.series[name]?.values[other.position] ?? NaN)} />}
             </tr>
           ))}
+          {Number.isFinite(cosine) && <tr data-series="pinned-cosine"><th scope="row">cosine to the pinned token’s row</th><td data-value={cosine}>{shown(cosine)}</td></tr>}
         </tbody>
       </table>
       {token.top.length > 0 && (
@@ -187,6 +200,23 @@ export function TokenNumbers({ token, position, series }: { token: Token; positi
       )}
     </>
   );
+}
+
+function Difference({ value }: { value: number }) {
+  return <td class="difference" data-difference={value}>{value > 0 ? "+" : ""}{shown(value)}</td>;
+}
+
+/** The row of a token at the layer that is read; null if it was not. */
+export function rowAt(run: Run, position: number): Float32Array | null {
+  const found = run.streamRows;
+  const at = found?.positions.indexOf(position) ?? -1;
+  const width = found?.tensor.shape[1] ?? 0;
+  return at < 0 ? null : (found!.tensor.data as Float32Array).subarray(at * width, (at + 1) * width);
+}
+
+function cosineOfRows(run: Run, position: number, other: Run, at: number): number {
+  const [a, b] = [rowAt(run, position), rowAt(other, at)];
+  return a && b && run.streamRows!.site === other.streamRows!.site ? cosineOf(a, b) : NaN;
 }
 
 /** What tokens may be coloured by, over all runs that are shown. */

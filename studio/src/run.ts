@@ -2,8 +2,8 @@
 
 import type { CaptureResult, Chunk, Json, Message, TokenLogprob, Trace } from "./api";
 import { ApiError } from "./api";
-import { api, attentionName, changed, facts, featuresName, gates, type GateSpec, type Grid, inlineName, items, type Item, lensName, type Lens, messagesUpTo, type Run, settings, sites, type Token, turns, type Turn, watched } from "./state";
-import { cosinesTo, fromBase64, packed, readSafetensors, rowCosines, rowNorms, type Tensors } from "./tensors";
+import { api, attentionName, changed, facts, featuresName, gates, type GateSpec, type Grid, inlineName, items, type Item, lensName, type Features, type Lens, messagesUpTo, offered, type Run, settings, sites, type Token, turns, type Turn, watched } from "./state";
+import { cosineOf, cosinesTo, fromBase64, packed, readSafetensors, rowCosines, rowNorms, type Tensors } from "./tensors";
 import { textOfBytes, textsOf } from "./tokens";
 
 export function splitSite(site: string): [number, string] {
@@ -24,7 +24,11 @@ export function steeringFields(chosen: readonly Item[]): Json {
   }
   for (const [phase, prefix] of [["both", ""], ["prompt", "prefill_"], ["answer", "decode_"]] as const) {
     const own = sumBySite(chosen.filter((item) => item.kind === "local" && item.phase === phase));
+    const directions = chosen.filter((item) => item.kind === "lens" && item.phase === phase && item.scale !== 0).map((item) => ({ lens: item.lens, token: item.token, at: item.site, scale: item.scale }));
     if (own) fields[`${prefix}steering_vectors`] = own;
+    else if (directions.length) fields[`${prefix}steering_vectors`] = directions;
+    // A field has either rows or directions: beside rows, directions are operations that add them.
+    if (own && directions.length) fields[`${prefix}steering_ops`] = [...((fields[`${prefix}steering_ops`] as Json[] | undefined) ?? []), ...directions.map(({ scale, ...vector }) => ({ at: vector.at, method: "additive", vector, scale }))];
     const edits = chosen.filter((item) => item.kind === "feature" && item.phase === phase && item.scale !== 0);
     if (edits.length) fields[`${prefix}steering_features`] = edits.map((item) => ({ sae: item.sae, feature: item.feature, add: item.scale }));
   }
@@ -47,16 +51,11 @@ function sumBySite(chosen: readonly Item[]): Json | null {
   }
   if (!sums.size) return null;
   const hooks: Record<string, Json> = {};
-  for (const [site, sum] of sums) {
-    const [layer, hook] = splitSite(site);
-    hooks[hook] = { ...hooks[hook], [layer]: { ...packedRow(sum) } };
+  for (const hook of new Set([...sums.keys()].map((site) => splitSite(site)[1]))) {
+    const of = [...sums].map(([site, row]) => ({ layer: splitSite(site)[0], hook: splitSite(site)[1], row })).filter((each) => each.hook === hook);
+    hooks[hook] = packed(of.map((each) => each.layer), of.map((each) => each.row));
   }
   return hooks;
-}
-
-function packedRow(row: Float32Array): Json {
-  const { dtype, data } = packed(0, row);
-  return { vector: { dtype, shape: [row.length], data } };
 }
 
 /** A gate as requests send it. */
@@ -143,8 +142,8 @@ export function isSteering(): boolean {
 
 // ---- answers
 
-function newRun(kind: Run["kind"], body: Json): Run {
-  return { kind, status: "waiting", error: "", notice: "", path: "/v1/chat/completions", body, prompt: [], answer: [], text: "", series: {}, gates: Object.create(null) as Run["gates"], grid: null, features: null, attention: null, meanNorms: {}, seconds: 0 };
+export function newRun(kind: Run["kind"], body: Json): Run {
+  return { kind, status: "waiting", error: "", notice: "", path: "/v1/chat/completions", body, prompt: [], answer: [], text: "", series: {}, gates: Object.create(null) as Run["gates"], grid: null, features: null, attention: null, meanNorms: {}, streamRows: null, seconds: 0 };
 }
 
 let stopping = new AbortController();
@@ -342,6 +341,9 @@ function takeCaptures(run: Run, results: Record<string, CaptureResult>): void {
   const total = run.prompt.length + run.answer.length;
   const grid = gridOf(tensors, settings.value.readHook, total);
   const positions = positionsOf(tensors);
+  const shownSite = `${settings.value.readLayer}.${settings.value.readHook}`;
+  const own = tensors[shownSite];
+  if (own) run.streamRows = { site: shownSite, positions, tensor: own };
   for (const [site, tensor] of Object.entries(tensors)) {
     if (!/^\d+\./.test(site)) continue;
     const norms = rowNorms(tensor);
@@ -371,7 +373,7 @@ export function positionsOf(tensors: Tensors): number[] {
   return Array.from(tensors["positions"]?.data ?? [], Number);
 }
 
-function placed(values: ArrayLike<number>, positions: number[], total: number): number[] {
+export function placed(values: ArrayLike<number>, positions: number[], total: number): number[] {
   const found = filled(total);
   positions.forEach((position, i) => {
     if (position < total) found[position] = values[i]!;
@@ -444,6 +446,68 @@ export async function readGrid(run: Run, progress: (text: string) => void): Prom
   const row = grid.layers.indexOf(settings.value.readLayer);
   if (row >= 0) run.series["norm"] = { label: `stream norm at ${settings.value.readLayer}.${readHook}`, values: grid.norms[row]! };
   changed();
+}
+
+/** One row of a run's tokens, read again without steering, and what the server says of it. */
+export interface ReadRow {
+  layer: number;
+  hook: string;
+  position: number;
+  row: Float32Array;
+  vectors: { name: string; cosine: number }[];
+  features: { sae: string; list: { id: number; value: number; label: string }[] } | null;
+  lens: { name: string; list: { token: string; logprob: number }[] } | null;
+}
+
+/** SAEs of the consumer `features` that read a site. */
+function saesAt(site: string): string[] {
+  return offered("features", "sae").filter((name) => facts.value?.saes.some((sae) => sae.name === name && sae.site === site));
+}
+
+function vectorsAt(site: string): Item[] {
+  if (!isOpSite(site)) return [];
+  return items.value.filter((item) => item.kind === "module" && facts.value?.steering?.modules[item.name]?.prefill.sites.includes(site));
+}
+
+export function rowBody(ids: number[], layer: number, hook: string, position: number): Json {
+  const site = `${layer}.${hook}`;
+  const capture: Json = { [inlineName.value ?? "inline"]: { hooks: { [hook]: [layer] }, positions: [position] } };
+  const sae = saesAt(site)[0];
+  if (featuresName.value && sae) capture[featuresName.value] = { sae, positions: [position], top: 10 };
+  if (lensName.value && hook === "post_mlp") capture[lensName.value] = { lens: settings.value.lens || "logit", layers: [layer], positions: [position], top: 10 };
+  const cosines = vectorsAt(site).map((item) => ({ name: `cosine ${item.name}`, when: { cosine: item.name, at: site, above: NEVER }, then: "observe" }));
+  const asked = cosines.length ? { steering_gates: cosines, return_steering_trace: true } : {};
+  return { model: facts.value?.model ?? "", prompt: ids.slice(0, position + 1), max_tokens: 1, temperature: 0, capture, capture_wait: true, ...asked };
+}
+
+export async function readRow(run: Run, layer: number, hook: string, position: number): Promise<ReadRow> {
+  const ids = [...run.prompt, ...run.answer].slice(0, position + 1).map((token) => token.id);
+  if (ids.some((id) => id === null)) throw new ApiError("The ids of these tokens are not known, so they cannot be read again.", null);
+  const site = `${layer}.${hook}`;
+  const found = await api.value.post<{ capture_results: Record<string, CaptureResult>; choices: { steering_trace?: Trace }[] }>("/v1/completions", rowBody(ids as number[], layer, hook, position));
+  const tensors = rowsOf(found.capture_results[inlineName.value!]!);
+  if (typeof tensors === "string") throw new ApiError(tensors, null);
+  const row = (tensors[site]!.data as Float32Array).slice(0, tensors[site]!.shape[1]);
+  return { layer, hook, position, row, vectors: cosinesOf(row, site, position, found.choices[0]?.steering_trace), features: strongestOf(found), lens: lensOf(found, layer) };
+}
+
+function cosinesOf(row: Float32Array, site: string, position: number, trace: Trace | undefined): ReadRow["vectors"] {
+  const at = trace?.positions.indexOf(position) ?? -1;
+  const registered = vectorsAt(site).map(({ name }) => ({ name, cosine: trace?.scores[`cosine ${name}`]?.[at] ?? NaN }));
+  const own = items.value.filter((item) => item.kind === "local" && item.row?.length === row.length).map((item) => ({ name: `${item.name} (made at ${item.site})`, cosine: cosineOf(row, item.row!) }));
+  return [...registered, ...own].filter((each) => Number.isFinite(each.cosine)).sort((a, b) => Math.abs(b.cosine) - Math.abs(a.cosine));
+}
+
+function strongestOf(found: { capture_results: Record<string, CaptureResult> }): ReadRow["features"] {
+  const result = featuresName.value ? (found.capture_results[featuresName.value]?.payload as Features | undefined) : undefined;
+  if (!result?.positions) return null;
+  return { sae: result.sae, list: (result.ids[0] ?? []).map((id, i) => ({ id, value: result.values[0]![i]!, label: result.labels[String(id)] ?? "" })) };
+}
+
+function lensOf(found: { capture_results: Record<string, CaptureResult> }, layer: number): ReadRow["lens"] {
+  const result = lensName.value ? (found.capture_results[lensName.value]?.payload as { lens: string; layers: Lens["layers"] } | undefined) : undefined;
+  const of = result?.layers?.[String(layer)];
+  return of ? { name: result!.lens, list: of.tokens[0]!.map((token, i) => ({ token, logprob: of.logprobs[0]![i]! })) } : null;
 }
 
 export function attentionBody(ids: number[], layer: number): Json {

@@ -89,11 +89,20 @@ export function headgate({ path, body }: Call): string {
   if (path === "/v1/chat/completions") lines.push(`answer = client.chat(`, `    ${python(fields["messages"], 4)},`, ...rest("messages"), `)`, `print(answer.text)`);
   else if (path === "/v1/completions") lines.push(`answer = client.complete(`, `    ${python(fields["prompt"], 4)},`, ...rest("prompt"), `)`, `print(answer.captures)`);
   else if (path === "/v1/steering/modules/register") lines.push(`print(client.register(`, ...rest(), `))`);
+  else if (path === "/v1/steering/rules/register") lines.push(`print(client.register_rule(`, ...rest(), `))`);
   else if (path === "/v1/steering/dynamic") lines.push(`print(client.dynamic())`);
   else if (path === "/v1/steering/modules/unregister") lines.push(`client.unregister(${python(fields["name"])})`);
-  else return [`import httpx`, ``, `answer = httpx.get(${python(origin() + path)})`, `print(answer.text)`].join("\n");
+  else return direct(path);
   if (body && "capture" in body && JSON.stringify(body["capture"]).startsWith('{"inline"')) lines.push(`rows = inline_rows(answer.capture_results["inline"])  # {"12.post_mlp": [rows, hidden], ...}`);
   return lines.join("\n");
+}
+
+/** A GET that headgate's client has no method for. */
+function direct(path: string): string {
+  const keys = [...(usesKeys().api ? [`"Authorization": f"Bearer {API_KEY}"`] : []), ...(usesKeys().headgate ? [`"X-Headgate-Key": HEADGATE_KEY`] : [])];
+  const asked = `httpx.get(${python(origin() + path)}${keys.length ? `, headers={${keys.join(", ")}}` : ""})`;
+  const lines = [`import httpx`, ...(path.includes("/rows") ? [`from safetensors.numpy import load`] : []), environment(), `answer = ${asked}`];
+  return [...lines, path.includes("/rows") ? `print({name: rows.shape for name, rows in load(answer.content).items()})` : `print(answer.text)`].filter((line) => line !== "").join("\n");
 }
 
 // ---- link
@@ -170,8 +179,9 @@ const NOT_A_NUMBER = "\u0000NaN";
 
 interface Recording { facts: typeof facts.value; settings: typeof settings.value; turns: Turn[]; branches: Record<number, number>; view: View; items: { name: string }[] }
 
-function numbers(_: string, value: unknown): unknown {
+function numbers(name: string, value: unknown): unknown {
   if (typeof value === "number") return Number.isFinite(value) ? Number(value.toPrecision(6)) : NOT_A_NUMBER;
+  if (name === "streamRows") return null;
   return value instanceof Float32Array ? undefined : value;
 }
 

@@ -1,6 +1,7 @@
 // What the page knows: the server's facts, the conversation, what is read and what steers. Signals; no component keeps its own copy.
 
 import { computed, signal } from "@preact/signals";
+import type { Tensor } from "./tensors";
 import { Api, ApiError, type Capturable, type Dynamic, type Layers, type Message, type Probe, type Rule, type Sae, type Status, storedKeys, storeKeys, type Keys } from "./api";
 
 export interface Facts {
@@ -58,13 +59,15 @@ export interface Run {
   attention: Attention | null;
   /** Mean norm of the stream over the answer, by site, where rows were read. */
   meanNorms: Record<string, number>;
+  /** The rows at the layer that is shown, in order of `positions`; in no recording. */
+  streamRows: { site: string; positions: number[]; tensor: Tensor } | null;
   seconds: number;
 }
 
 export interface Turn { id: number; parent: number; role: "system" | "user" | "assistant"; text: string; runs: Run[]; chosen: number }
 
 export type Phase = "both" | "prompt" | "answer";
-export interface Item { name: string; kind: "module" | "local" | "feature"; isOn: boolean; scale: number; phase: Phase; site: string; row: Float32Array | null; about: string; /** Of an item that is a feature. */ sae?: string; feature?: number; /** Of the registered content that `row` is; another content of the name has another. */ hash?: string | null }
+export interface Item { name: string; kind: "module" | "local" | "feature" | "lens"; isOn: boolean; scale: number; phase: Phase; site: string; row: Float32Array | null; about: string; /** Of an item that is a feature. */ sae?: string; feature?: number; /** Of an item that is a token's direction. */ lens?: string; token?: string; /** Of the registered content that `row` is; another content of the name has another. */ hash?: string | null }
 
 export interface GateSpec {
   name: string;
@@ -108,6 +111,8 @@ export const turns = signal<Turn[]>([]);
 /** The chosen child of each turn; 0 is the root. */
 export const branches = signal<Record<number, number>>({});
 export const selected = signal<{ turn: number; run: number } | null>(null);
+/** The token that others are compared with. */
+export const pinned = signal<{ run: Run; position: number } | null>(null);
 /** Grows when a run that is shown has changed within. */
 export const tick = signal(0);
 /** Whether the page shows a recording: then there is no server. */
@@ -181,6 +186,7 @@ function reasonOf(result: PromiseSettledResult<unknown>): string {
 export const inlineName = computed(() => consumerOf("inline"));
 export const lensName = computed(() => consumerOf("lens"));
 export const attentionName = computed(() => consumerOf("attention"));
+export const browsable = computed(() => (facts.value?.capture?.consumers ?? []).filter((each) => each.is_browsable).map((each) => each.name));
 export const featuresName = computed(() => consumerOf("features"));
 
 function consumerOf(kind: string): string | null {

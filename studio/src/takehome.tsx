@@ -2,9 +2,12 @@
 
 import { useState } from "preact/hooks";
 import { Dialog, Notice } from "./parts";
-import { attentionBody, readBody } from "./run";
+import { attentionBody, readBody, rowBody } from "./run";
 import { type Call, curl, download, headgate, link, openai, recording } from "./share";
 import { currentRun, isRecorded, view } from "./state";
+import { lastRule } from "./views/dynamic";
+import { lastRow } from "./views/grid";
+import { lastListed, lastRows } from "./views/captures";
 import { lastRegistered } from "./views/steer";
 
 /** The calls that a view's numbers come from. */
@@ -15,7 +18,11 @@ function callsOf(): Call[] {
     case "grid": {
       const ids = found ? [...found.run.prompt, ...found.run.answer].map((token) => token.id) : [];
       if (!ids.length || ids.some((id) => id === null)) return [];
-      return [{ title: "All layers of these tokens", method: "POST", path: "/v1/completions", body: readBody(ids as number[], 0, ids.length) }];
+      const row = lastRow.value;
+      return [
+        { title: "All layers of these tokens", method: "POST", path: "/v1/completions", body: readBody(ids as number[], 0, ids.length) },
+        ...(row && row.position < ids.length ? [{ title: "One row", method: "POST" as const, path: "/v1/completions", body: rowBody(ids as number[], row.layer, row.hook, row.position) }] : []),
+      ];
     }
     case "attention": {
       const ids = found ? [...found.run.prompt, ...found.run.answer].map((token) => token.id) : [];
@@ -25,7 +32,9 @@ function callsOf(): Call[] {
     case "steer":
       return [...(lastRegistered.value ? [{ title: "Register the vector", method: "POST" as const, path: "/v1/steering/modules/register", body: lastRegistered.value }] : []), ...chat];
     case "dynamic":
-      return [{ title: "What acts, and how often", method: "GET", path: "/v1/steering/dynamic", body: null }, ...chat];
+      return [{ title: "What acts, and how often", method: "GET", path: "/v1/steering/dynamic", body: null }, ...(lastRule.value ? [{ title: "Register the rule", method: "POST" as const, path: "/v1/steering/rules/register", body: lastRule.value }] : []), ...chat];
+    case "captures":
+      return [[lastListed.value, "The list of captures"], [lastRows.value, "The rows that were read last"]].flatMap(([path, title]) => (path ? [{ title: title!, method: "GET" as const, path, body: null }] : []));
     case "server":
       return [{ title: "The server’s figures", method: "GET", path: "/metrics", body: null }];
     default:

@@ -79,10 +79,12 @@ export function writeSafetensors(rows: Record<string, Float32Array>, metadata: R
   return file;
 }
 
-/** A vector at one site, packed as `steering_vectors` takes it. */
-export function packed(layer: number, row: Float32Array): Record<string, unknown> {
-  const bytes = new Uint8Array(row.buffer, row.byteOffset, row.byteLength);
-  return { dtype: "float32", shape: [1, row.length], layer_indices: [layer], data: toBase64(bytes) };
+/** Vectors of one hook point, packed as `steering_vectors` takes them. */
+export function packed(layers: number[], rows: Float32Array[]): Record<string, unknown> {
+  const width = rows[0]!.length;
+  const all = new Float32Array(rows.length * width);
+  rows.forEach((row, i) => all.set(row, i * width));
+  return { dtype: "float32", shape: [rows.length, width], layer_indices: layers, data: toBase64(new Uint8Array(all.buffer)) };
 }
 
 export function norm(row: Float32Array): number {
@@ -95,6 +97,10 @@ export function dot(a: Float32Array, b: Float32Array): number {
   let sum = 0;
   for (let i = 0; i < a.length; i++) sum += a[i]! * b[i]!;
   return sum;
+}
+
+export function cosineOf(a: Float32Array, b: Float32Array): number {
+  return dot(a, b) / (norm(a) * norm(b) || NaN);
 }
 
 /** Norms of the rows of a tensor [rows, width]. */
@@ -112,7 +118,7 @@ export function rowCosines(a: Tensor, b: Tensor): Float32Array {
   return Float32Array.from({ length: rows }, (_, i) => {
     const x = left.subarray(i * width, (i + 1) * width);
     const y = right.subarray(i * width, (i + 1) * width);
-    return dot(x, y) / (norm(x) * norm(y) || NaN);
+    return cosineOf(x, y);
   });
 }
 

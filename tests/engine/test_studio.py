@@ -32,7 +32,7 @@ from tests.source_tree import ROOT
 CHROMIUM = os.environ.get("HEADGATE_CHROMIUM") or shutil.which("chromium")
 SITES = json.dumps({"post_mlp": "all"})
 READ_SITES = json.dumps({"post_mlp": "all", "q": [5], "k": [5]})
-KEY = "key-of-alice"
+KEY, OTHER_KEY = "key-of-alice", "key-of-bob"
 COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
 FLAGS = [
     *("--served-model-name", "smollm2", "--dtype", "float32", "--enforce-eager", "--block-size", "32"),
@@ -54,12 +54,14 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("studio")
     keys = folder / "keys.json"
     alice = {"name": "alice", "sha256": digest_of(KEY), "roles": ["capture", "steer"]}
-    keys.write_text(json.dumps({"keys": [alice]}))
+    bob = {"name": "bob", "sha256": digest_of(OTHER_KEY), "roles": ["capture"]}
+    keys.write_text(json.dumps({"keys": [alice, bob]}))
     keys.chmod(0o600)
     weight = np.random.default_rng(3).normal(size=(1, SIZE)).astype(np.float32)
     probes.save(folder / "mood.safetensors", probes.from_direction(weight[0], at=f"{LAYER}.post_mlp", name="mood"))
     sae = save_sae(folder)
     consumers = ["inline:max_bytes=4000000", "attention", "lens", f"features:saes={json.dumps({'words': str(sae)})}"]
+    consumers.append(f"filesystem:root={folder / 'captures'}")
     files = ["--probes", f"mood={folder / 'mood.safetensors'}", "--saes", f"words={sae}"]
     flags = [*FLAGS, "--headgate-keys", str(keys), *files, "--capture-consumers", *consumers]
     with serving([*COMMAND, str(model_dir), *flags]) as running:
@@ -118,12 +120,14 @@ def page(context: BrowserContext, server: Server) -> Iterator[Page]:
     assert said == []
     for name in httpx.get(f"{server.url}/v1/steering/modules").json()["modules"]:
         call(server, "/v1/steering/modules/unregister", name=name)
+    for rule in look(server, "/v1/steering/rules")["rules"]:
+        call(server, "/v1/steering/rules/unregister", name=rule["name"])
 
 
-def enter(page: Page, server: Server) -> None:
+def enter(page: Page, server: Server, key: str = KEY) -> None:
     page.goto(f"{server.url}/headgate/")
     page.get_by_role("button", name="Keys").click()
-    page.get_by_label("headgate key").fill(KEY)
+    page.get_by_label("headgate key").fill(key)
     page.get_by_role("button", name="Use these keys").click()
     expect(page.get_by_label("Layer", exact=True)).to_be_visible()
 
@@ -133,6 +137,20 @@ def call(server: Server, path: str, /, **body: Any) -> Any:
     answer = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=patience(60))
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def look(server: Server, path: str) -> Any:
+    return httpx.get(f"{server.url}{path}", headers={"X-Headgate-Key": KEY}, timeout=patience(60)).json()
+
+
+def number(cell: Locator, name: str = "data-value") -> float:
+    return float(cell.get_attribute(name) or "nan")
+
+
+def ids_of(server: Server, answer: Any, text: str = QUESTION) -> list[int]:
+    """The tokens of a chat's prompt and answer."""
+    prompt = call(server, "/tokenize", model="smollm2", messages=[{"role": "user", "content": text}])["tokens"]
+    return [*prompt, *answer["choices"][0]["token_ids"]]
 
 
 def chat(server: Server, text: str = QUESTION, **fields: Any) -> Any:
@@ -417,6 +435,232 @@ def test_a_gate_fires_and_its_trace_is_under_the_answer(page: Page, server: Serv
     applied = sum(value > 0 for value in told["steering_trace"]["gates"]["g"]["applied"])
     expect(gated.locator("[data-gate]")).to_contain_text(f"steered {applied}")
     assert applied > 16
+
+
+def read_cell(page: Page) -> Locator:
+    """Read the row of token 2 at `LAYER` of an answer of four tokens; return its panel."""
+    prepare(page, tokens=4)
+    ask(page)
+    page.get_by_role("button", name="Layer by layer").click()
+    page.get_by_role("button", name="Read all layers").click()
+    canvas = page.get_by_role("application")
+    expect(canvas).to_be_visible()
+    canvas.focus()
+    for press in (*["ArrowRight"] * 3, *["ArrowUp"] * LAYER, "Enter"):
+        canvas.press(press)
+    row = page.locator(f'[data-row="{LAYER}.post_mlp@2"]')
+    expect(row).to_be_visible()
+    return row
+
+
+def test_a_cell_gives_its_row_with_all_that_it_is_near_to_and_steers(page: Page, server: Server) -> None:
+    vector = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+    call(server, "/v1/steering/modules/register", name="near", vectors={"post_mlp": {str(LAYER): vector.tolist()}})
+    page.reload()
+    row = read_cell(page)
+
+    ids = ids_of(server, chat(server, max_tokens=4))
+    site = {"hooks": {"post_mlp": [LAYER]}, "positions": [2, 3]}
+    wanted = {"inline": site, "features": {"sae": "words", "positions": [2], "top": 10}}
+    wanted |= {"lens": {"layers": [LAYER], "positions": [2], "top": 10}}
+    told = call(server, "/v1/completions", model="smollm2", prompt=ids, max_tokens=1, capture=wanted, capture_wait=True)
+    rows = rows_of(told)[f"{LAYER}.post_mlp"]
+    cosine = partial(torch.nn.functional.cosine_similarity, dim=0)
+    assert number(row.locator('[data-vector="near"] td')) == pytest.approx(float(cosine(rows[0], vector)), abs=1e-3)
+    features = told["capture_results"]["features"]["payload"]
+    strongest = {
+        number(each, "data-strongest"): number(each.locator("td")) for each in row.locator("[data-strongest]").all()
+    }
+    assert strongest == pytest.approx(dict(zip(features["ids"][0], features["values"][0], strict=True)), rel=1e-3)
+    logprobs = told["capture_results"]["lens"]["payload"]["layers"][str(LAYER)]["logprobs"][0]
+    assert [number(each, "data-logprob") for each in row.locator("li").all()] == pytest.approx(logprobs, abs=1e-3)
+    assert EVIL in row.inner_text()
+    row.get_by_role("button", name="Compare others with it").click()
+    for press in ("ArrowRight", "Enter"):
+        page.get_by_role("application").press(press)
+    other = page.locator(f'[data-row="{LAYER}.post_mlp@3"]')
+    compared = number(other.locator('[data-compared="cosine"] td'))
+    assert compared == pytest.approx(float(cosine(rows[0], rows[1])), abs=1e-4)
+    difference = number(other.locator('[data-compared="norm"] td'))
+    assert difference == pytest.approx(float(rows[1].norm() - rows[0].norm()), rel=1e-3)
+    other.get_by_role("button", name="Steer from here").click()
+    page.get_by_label("Scale of row").fill("1")
+    show(page, "Chat")
+    page.get_by_role("button", name="New conversation").click()
+    _, steered = ask(page, runs=2).all()
+    vectors = {"post_mlp": {str(LAYER): rows[1].tolist()}}
+    answer = chat(server, max_tokens=4, steering_vectors=vectors)["choices"][0]["message"]["content"]
+    assert steered.get_by_role("group").last.inner_text().strip() == answer.strip()
+
+
+def towards_the_sea(server: Server) -> dict[str, Any]:
+    """A plain answer and a steered one, with their rows."""
+    direction = [{"lens": "logit", "token": " sea", "at": "20.post_mlp", "scale": 150.0}]
+    capture = {"inline": {"hooks": {"post_mlp": [LAYER]}, "positions": "all_generated"}}
+    return {
+        "plain": chat(server, max_tokens=8, capture=capture),
+        "steered": chat(server, max_tokens=8, capture=capture, steering_vectors=direction),
+    }
+
+
+def test_a_tokens_direction_steers_and_both_answers_are_compared(page: Page, server: Server) -> None:
+    vector = torch.randn(SIZE, generator=torch.Generator().manual_seed(2)) / 10
+    call(server, "/v1/steering/modules/register", name="noise", vectors={"post_mlp": {str(LAYER): vector.tolist()}})
+    page.reload()
+    prepare(page, tokens=8)
+    show(page, "Steer")
+    page.get_by_label("Token", exact=True).fill(" sea")
+    page.get_by_label("After layer").select_option("20")
+    page.get_by_role("button", name="Add", exact=True).click()
+    page.get_by_label("Scale of “ sea”").fill("150")
+    show(page, "Chat")
+    plain, steered = ask(page, runs=2).all()
+    texts = [run.get_by_role("group").last.inner_text().strip() for run in (plain, steered)]
+    norms = {name: series_of(run, "norm")[:-1] for name, run in (("plain", plain), ("steered", steered))}
+    page.get_by_text("Compare both answers").click()
+    means = page.locator('[data-mean="norm"] td')
+    shown = [number(cell) for cell in means.all()]
+    tokens = plain.get_by_role("group").last
+    tokens.focus()
+    for press in ("ArrowRight", "Enter", "ArrowRight"):
+        tokens.press(press)
+    card = plain.locator(".card")
+    pinned = number(card.locator('[data-series="norm"] .difference'), "data-difference")
+    row_cosine = number(card.locator('[data-series="pinned-cosine"] td'))
+    show(page, "Steer")
+    dose = number(page.locator("li.item", has_text="noise").locator(".dose"), "data-dose")
+
+    told = towards_the_sea(server)
+    assert texts == [answer["choices"][0]["message"]["content"].strip() for answer in told.values()]
+    rows = {name: rows_of(answer)[f"{LAYER}.post_mlp"].float() for name, answer in told.items()}
+    for name, run in (("plain", 0), ("steered", 1)):
+        assert norms[name] == pytest.approx(rows[name].norm(dim=1).tolist(), rel=1e-4)
+        assert shown[run] == pytest.approx(float(rows[name].norm(dim=1).mean()), rel=1e-4)
+    assert shown[2] == pytest.approx(shown[1] - shown[0], rel=1e-4)
+    assert pinned == pytest.approx(norms["plain"][1] - norms["plain"][0], rel=1e-4)
+    cosine = torch.nn.functional.cosine_similarity(rows["plain"][0], rows["plain"][1], dim=0)
+    assert row_cosine == pytest.approx(float(cosine), abs=1e-4)
+    assert dose == pytest.approx(2 * float(vector.norm()) / float(rows["plain"].norm(dim=1).mean()), rel=1e-3)
+    content = look(server, "/v1/steering")["modules"]["noise"]["decode"]
+    assert content["norms"] == {f"{LAYER}.post_mlp": pytest.approx(float(vector.norm()), rel=1e-6)}
+
+
+def test_a_gate_becomes_a_rule_whose_rows_are_counted_while_one_looks(page: Page, server: Server) -> None:
+    make_vector(page, name="cheer")
+    page.get_by_role("button", name="Register the direction as a probe").click()
+    expect(page.get_by_text("The probe cheer is registered")).to_be_visible()
+    show(page, "Dynamic")
+    expect(page.locator('[data-probe="cheer"]')).to_contain_text(f"linear, at {LAYER}.post_mlp")
+    page.get_by_label("When").select_option("probe cheer")
+    page.get_by_label("Threshold").fill("-1000")
+    page.get_by_role("button", name="Add the gate").click()
+    rule = page.get_by_role("form", name="New rule")
+    rule.get_by_label("Name").fill("watch")
+    rule.get_by_role("button", name="Register the rule", exact=True).click()
+    found = page.locator('[data-rule="watch"]')
+    expect(found).to_contain_text("only notes where it would act")
+    made = probes_of(server)["cheer"]
+    chat(server, max_tokens=4)
+    counted = {each["name"]: each["rows"] for each in look(server, "/v1/steering/dynamic")["rules"]}["watch"]
+    expect(found.locator("small")).to_have_attribute("data-rows", str(counted))
+    expect(found.locator("small")).to_have_attribute("data-lately", str(counted))
+    assert counted > 4
+    page.get_by_role("button", name="Unregister the rule watch").click()
+    expect(found).to_have_count(0)
+    page.get_by_role("button", name="Unregister the probe cheer").click()
+    expect(page.locator('[data-probe="cheer"]')).to_have_count(0)
+
+    spec = {"inline": {"hooks": {"post_mlp": [LAYER]}, "positions": "last_prompt"}}
+    glad, sad = (
+        torch.stack([rows_of(chat(server, text, max_tokens=1, capture=spec))[f"{LAYER}.post_mlp"][0] for text in texts])
+        for texts in (GLAD, SAD)
+    )
+    direction = torch.nn.functional.normalize(glad.mean(0) - sad.mean(0), dim=0)
+    middle = float((glad @ direction).mean() + (sad @ direction).mean()) / 2
+    assert made["threshold"] == pytest.approx(middle, rel=1e-2, abs=0.05)
+    assert look(server, "/v1/steering/rules")["rules"] == []
+
+
+def probes_of(server: Server) -> dict[str, Any]:
+    return {probe["name"]: probe for probe in look(server, "/v1/steering/probes")["probes"]}
+
+
+def test_the_sizer_says_which_sites_fit(page: Page, server: Server) -> None:
+    show(page, "Server")
+    memory = look(server, "/v1/capture/consumers")["memory"]
+    stream = memory["hooks"]["post_mlp"]
+    page.get_by_label("Memory to spend, MiB").fill(str(4 * stream["site_bytes"] / 2**20))
+    row = page.locator('[data-hook="post_mlp"]')
+
+    assert stream == {"layers": 30, "width": SIZE, "dtype": "float32", "site_bytes": memory["step_rows"] * 4 * SIZE}
+    assert number(row.locator("[data-value]")) == stream["site_bytes"]
+    expect(row.locator("[data-fits]")).to_have_text("4 of 30")
+    neurons = page.locator('[data-hook="mlp_act"]')
+    assert number(neurons.locator("[data-value]")) == memory["step_rows"] * 4 * 1536
+    expect(neurons.locator("[data-fits]")).to_have_text("1 of 30")
+
+
+CAPTURES = "/v1/capture/filesystem/captures"
+
+
+def store(server: Server) -> None:
+    """Store three captures of Alice's, the first with a message of a hostile role."""
+    messages = [{"role": EVIL, "start": 0, "stop": 4}]
+    for name, tag, layers in (("first", "studio", [3, LAYER]), ("second", "studio", [LAYER]), ("third", "other", [3])):
+        wanted = {"hooks": {"post_mlp": layers}, "positions": "all", "request_id": name, "tag": tag}
+        wanted |= {"messages": messages} if name == "first" else {}
+        chat(server, capture={"filesystem": wanted}, capture_wait=True)
+
+
+def test_captures_of_the_server_are_listed_filtered_opened_and_downloaded(
+    page: Page, server: Server, tmp_path: Path
+) -> None:
+    store(server)
+    show(page, "Captures")
+    rows = page.locator("[data-capture]")
+    expect(rows.nth(2)).to_be_visible()
+    listed = [row.get_attribute("data-capture") for row in rows.all()[:3]]
+    filters = page.get_by_role("form", name="Filter captures")
+    for label, value, expected in (("Tag", "studio", 2), ("Site", "3.post_mlp", 1), ("Role", EVIL, 1)):
+        filters.get_by_label(label).fill(value)
+        filters.get_by_label(label).press("Enter")
+        expect(rows).to_have_count(expected)
+    assert EVIL in rows.first.inner_text()
+    page.get_by_role("button", name="Open first").click()
+    opened = page.locator("[data-opened]")
+    opened.get_by_label("Site").select_option("3.post_mlp")
+    expect(opened.locator("figcaption")).to_contain_text("norm at 3.post_mlp")
+    norms = series_of(opened, "norm")
+    with page.expect_download() as saving:
+        opened.get_by_role("button", name="Download").click()
+    saving.value.save_as(tmp_path / "first.safetensors")
+    opened.get_by_role("button", name="Show layer by layer").click()
+    canvas = page.get_by_role("application")
+    canvas.focus()
+    for press in ("ArrowRight", "ArrowRight", "ArrowUp"):
+        canvas.press(press)
+
+    assert listed == ["other/third.safetensors", "studio/second.safetensors", "studio/first.safetensors"]
+    path = f"{CAPTURES}/studio/first.safetensors"
+    content = httpx.get(f"{server.url}{path}/rows", headers={"X-Headgate-Key": KEY}).content
+    assert (tmp_path / "first.safetensors").read_bytes() == content
+    stored = load(content)
+    assert norms == pytest.approx(stored["3.post_mlp"].norm(dim=1).tolist(), rel=1e-4)
+    expect(page.locator(".cell b")).to_have_text(f"{LAYER}.post_mlp")
+    shown = page.locator('.cell [data-value="norm"] td').get_attribute("data-value")
+    assert float(shown or "nan") == pytest.approx(float(stored[f"{LAYER}.post_mlp"][1].norm()), rel=1e-4)
+
+
+def test_captures_of_another_client_are_not_there(context: BrowserContext, server: Server) -> None:
+    wanted = {"filesystem": {"hooks": {"post_mlp": [3]}, "request_id": "alices"}}
+    chat(server, max_tokens=2, capture=wanted, capture_wait=True)
+    other = context.new_page()
+    enter(other, server, OTHER_KEY)
+    show(other, "Captures")
+    expect(other.get_by_text("None is here")).to_be_visible()
+
+    path = f"{server.url}{CAPTURES}/default/alices.safetensors"
+    assert [httpx.get(path, headers={"X-Headgate-Key": key}).status_code for key in (KEY, OTHER_KEY)] == [200, 404]
 
 
 def test_prompts_answers_and_names_are_never_html(page: Page, server: Server) -> None:

@@ -1,68 +1,272 @@
-// A captured file of this machine, looked at in the page: nothing is sent anywhere.
+// Captures that the server stores, listed and opened over its routes; and a captured file of this machine, which is sent nowhere.
 
-import { useState } from "preact/hooks";
-import { Choice, Field, Notice } from "../parts";
-import { gridOf, positionsOf } from "../run";
-import { type Run, selected, set, turns, branches, view } from "../state";
-import { readSafetensors, type Tensors } from "../tensors";
+import { signal } from "@preact/signals";
+import { useEffect, useRef, useState } from "preact/hooks";
+import type { Json, Stored, StoredOne, StoredPage } from "../api";
+import { scaleOf } from "../colour";
+import { Choice, Field, Legend, Notice, Tokens } from "../parts";
+import { gridOf, newRun, placed, positionsOf, splitSite } from "../run";
+import { download } from "../share";
+import { addTurn, api, branches, browsable, facts, isRecorded, selected, set, tick, type Token, turns, view } from "../state";
+import { readSafetensors, rowNorms, type Tensors } from "../tensors";
+import { Line } from "./trace";
+
+/** What the list was asked last, for its code. */
+export const lastListed = signal("");
+/** The rows that were read last, for their code. */
+export const lastRows = signal("");
+
+interface Opened {
+  name: string;
+  /** By position; positions without a row have no text. */
+  tokens: Token[];
+  firstOfAnswer: number;
+  positions: number[];
+  sites: string[];
+  /** Of the rows at all sites; null if that is not known. */
+  bytes: number | null;
+  metadata: Json;
+  /** Reads the rows at some sites. */
+  read: (sites: string[]) => Promise<Tensors>;
+  /** Where the whole file can be read, if it is not here already. */
+  path: string | null;
+}
+
+function reason(failed: unknown): string {
+  return failed instanceof Error ? failed.message : String(failed);
+}
+
+function tokensOf(positions: number[], ids: number[], texts: string[] | null): Token[] {
+  const tokens: Token[] = Array.from({ length: Math.max(-1, ...positions) + 1 }, () => ({ text: "·", id: null, logprob: null, top: [] }));
+  positions.forEach((position, i) => (tokens[position] = { text: texts?.[i] ?? `#${ids[i]} `, id: ids[i] ?? null, logprob: null, top: [] }));
+  return tokens;
+}
 
 export function Captures() {
+  const [opened, setOpened] = useState<Opened | null>(null);
+  return (
+    <>
+      {!isRecorded.value && <OnServer onOpen={setOpened} />}
+      {opened && <OpenedView key={opened.name} opened={opened} />}
+      <OwnFile onOpen={setOpened} />
+    </>
+  );
+}
+
+// ---- the server's
+
+function base(consumer: string): string {
+  return `/v1/capture/${encodeURIComponent(consumer)}/captures`;
+}
+
+function OnServer({ onOpen }: { onOpen: (opened: Opened) => void }) {
+  const [asked, setAsked] = useState({ tag: "", site: "", role: "" });
+  const [consumer, setConsumer] = useState("");
+  const [found, setFound] = useState<StoredPage | null>(null);
   const [error, setError] = useState("");
-  const [opened, setOpened] = useState<{ name: string; tensors: Tensors; metadata: Record<string, string> } | null>(null);
-  const open = async (file: File | undefined) => {
-    if (!file) return;
+  const chosen = browsable.value.includes(consumer) ? consumer : (browsable.value[0] ?? "");
+  const look = async (after: string | null) => {
     setError("");
-    setOpened(null);
+    const query = new URLSearchParams(Object.entries(asked).filter(([, value]) => value.trim()).map(([name, value]) => [name, value.trim()]));
+    if (after) query.set("after", after);
+    const path = `${base(chosen)}${query.size ? `?${query.toString()}` : ""}`;
     try {
-      const found = readSafetensors(new Uint8Array(await file.arrayBuffer()));
-      if (!found.tensors["positions"]) throw new Error("it has no positions, so it is no captured request");
-      setOpened({ name: file.name, ...found });
+      const page = await api.value.get<StoredPage>(path);
+      lastListed.value = path;
+      setFound((before) => ({ ...page, captures: [...(after && before ? before.captures : []), ...page.captures] }));
     } catch (failed) {
-      setError(`${file.name} could not be opened: ${failed instanceof Error ? failed.message : String(failed)}.`);
+      setError(reason(failed));
     }
   };
+  useEffect(() => { if (chosen) void look(null); }, [chosen, api.value]);
+  if (!facts.value?.capture) return <Notice text={facts.value?.captureRefused ?? ""} />;
+  if (!chosen) return <section class="panel"><h2>Captures of this server</h2><p>It stores none that your key may see. The consumer filesystem does: --capture-consumers filesystem:root=FOLDER.</p></section>;
+  const open = async (one: Stored) => {
+    setError("");
+    try {
+      onOpen(await openStored(chosen, one));
+    } catch (failed) {
+      setError(reason(failed));
+    }
+  };
+  const ask = (name: keyof typeof asked) => (event: { currentTarget: HTMLInputElement }) => setAsked({ ...asked, [name]: event.currentTarget.value });
   return (
     <section class="panel">
-      <h2>Open a captured request</h2>
-      <p>A file that the consumer filesystem has written (layout “request”). It is read in this page and sent nowhere.</p>
-      <Field label="File"><input type="file" accept=".safetensors" onChange={(event) => void open(event.currentTarget.files?.[0])} /></Field>
+      <h2>Captures of this server</h2>
+      <form class="bar" onSubmit={(event) => { event.preventDefault(); void look(null); }} aria-label="Filter captures">
+        {browsable.value.length > 1 && <Choice label="Consumer" value={chosen} options={browsable.value.map((value) => ({ value, label: value }))} onChange={setConsumer} />}
+        <Field label="Tag"><input value={asked.tag} onInput={ask("tag")} /></Field>
+        <Field label="Site"><input value={asked.site} placeholder="12.post_mlp" onInput={ask("site")} /></Field>
+        <Field label="Role"><input value={asked.role} placeholder="user" onInput={ask("role")} /></Field>
+        <button type="submit">Look</button>
+      </form>
       <Notice kind="error" text={error} />
-      {opened && <Opened {...opened} />}
+      {found?.damaged.map((text) => <Notice key={text} kind="error" text={text} />)}
+      {found && found.captures.length === 0 && <p>None is here{Object.values(asked).some((value) => value.trim()) ? " that fits" : ""}. You see those of your own requests.</p>}
+      {found && found.captures.length > 0 && <Listed list={found.captures} onOpen={(one) => void open(one)} />}
+      {found?.next && <button type="button" class="quiet" onClick={() => void look(found.next)}>Older ones</button>}
     </section>
   );
 }
 
-function Opened({ name, tensors, metadata }: { name: string; tensors: Tensors; metadata: Record<string, string> }) {
-  const sites = Object.keys(tensors).filter((each) => /^\d+\./.test(each));
-  const hooks = [...new Set(sites.map((site) => site.slice(site.indexOf(".") + 1)))];
-  const [hook, setHook] = useState(hooks[0] ?? "");
-  const show = () => {
-    const total = Math.max(-1, ...positionsOf(tensors)) + 1;
-    const ids = Array.from(tensors["token_ids"]?.data ?? [], Number);
-    const positions = positionsOf(tensors);
-    const tokens = Array.from({ length: total }, () => ({ text: "?", id: null as number | null, logprob: null, top: [] }));
-    positions.forEach((position, i) => (tokens[position] = { text: `#${ids[i] ?? "?"}`, id: ids[i] ?? null, logprob: null, top: [] }));
-    const run: Run = { kind: "plain", status: "done", error: "", notice: "", path: "", body: {}, prompt: tokens, answer: [], text: "", series: {}, gates: {}, grid: gridOf(tensors, hook, total), features: null, attention: null, meanNorms: {}, seconds: 0 };
-    const id = Math.max(0, ...turns.value.map((turn) => turn.id)) + 1;
-    turns.value = [...turns.value, { id, parent: 0, role: "assistant", text: name, runs: [run], chosen: 0 }];
-    branches.value = { ...branches.value, 0: id };
-    selected.value = { turn: id, run: 0 };
-    set({ colourBy: "norm" });
-    view.value = "grid";
-  };
+function sitesText(sites: Stored["sites"]): string {
+  return Object.entries(sites).map(([hook, layers]) => (layers.length > 4 ? `${hook} (${layers.length} layers)` : layers.length ? `${hook} ${layers.join(", ")}` : hook)).join("; ");
+}
+
+function Listed({ list, onOpen }: { list: Stored[]; onOpen: (one: Stored) => void }) {
   return (
-    <>
-      <table>
+    <div class="scroll" tabIndex={0} role="region" aria-label="List of captures">
+      <table class="wide">
+        <thead><tr>{["request", "tag", "written", "rows", "sites", "roles", "MB", ""].map((name) => <th scope="col" key={name}>{name || <span class="hidden">open</span>}</th>)}</tr></thead>
         <tbody>
-          {Object.entries(metadata).filter(([, value]) => value.length < 200).map(([key, value]) => <tr key={key}><th scope="row">{key}</th><td>{value}</td></tr>)}
-          <tr><th scope="row">sites</th><td>{sites.length}</td></tr>
-          <tr><th scope="row">rows</th><td>{positionsOf(tensors).length}</td></tr>
+          {list.map((one) => (
+            <tr key={`${one.tag}/${one.name}`} data-capture={`${one.tag}/${one.name}`}>
+              <th scope="row">{one.request_id}{one.stage[1] > 1 ? ` (stage ${one.stage[0]} of ${one.stage[1]})` : ""}</th>
+              <td>{one.tag}</td>
+              <td>{one.written_at.slice(0, 19).replace("T", " ")}</td>
+              <td>{one.num_rows}{one.dropped_rows ? ` (${one.dropped_rows} dropped)` : ""}</td>
+              <td>{sitesText(one.sites)}</td>
+              <td>{one.roles?.join(", ") ?? "–"}</td>
+              <td>{(one.num_bytes / 1e6).toFixed(2)}</td>
+              <td><button type="button" class="quiet" onClick={() => onOpen(one)} aria-label={`Open ${one.request_id}`}>Open</button></td>
+            </tr>
+          ))}
         </tbody>
       </table>
-      <div class="bar">
-        <Choice label="Hook point" value={hook} options={hooks.map((value) => ({ value, label: value }))} onChange={setHook} />
-        <button type="button" onClick={show}>Show layer by layer</button>
-      </div>
-    </>
+    </div>
   );
+}
+
+async function openStored(consumer: string, { tag, name }: Stored): Promise<Opened> {
+  const path = `${base(consumer)}/${encodeURIComponent(tag)}/${encodeURIComponent(name)}`;
+  const one = await api.value.get<StoredOne>(path);
+  const read = async (sites: string[]) => {
+    const rows = `${path}/rows?sites=${sites.map(encodeURIComponent).join(",")}`;
+    const { tensors } = readSafetensors(await api.value.bytes(rows));
+    lastRows.value = rows;
+    return tensors;
+  };
+  return {
+    name: `${tag}/${one.request_id}`,
+    tokens: tokensOf(one.positions, one.token_ids, one.tokens),
+    firstOfAnswer: one.num_prompt_tokens,
+    positions: one.positions,
+    sites: one.metadata["sites"] as string[],
+    bytes: one.num_bytes,
+    metadata: one.metadata,
+    read,
+    path: `${path}/rows`,
+  };
+}
+
+// ---- a file of this machine
+
+function OwnFile({ onOpen }: { onOpen: (opened: Opened | null) => void }) {
+  const [error, setError] = useState("");
+  const open = async (file: File | undefined) => {
+    if (!file) return;
+    setError("");
+    onOpen(null);
+    try {
+      const { tensors, metadata } = readSafetensors(new Uint8Array(await file.arrayBuffer()));
+      if (!tensors["positions"]) throw new Error("it has no positions, so it is no captured request");
+      const positions = positionsOf(tensors);
+      const ids = Array.from(tensors["token_ids"]?.data ?? [], Number);
+      const sites = Object.keys(tensors).filter((each) => /^(\d+\.|final_norm$)/.test(each));
+      const numPrompt = Number(metadata["num_prompt_tokens"] ?? NaN);
+      onOpen({ name: file.name, tokens: tokensOf(positions, ids, null), firstOfAnswer: Number.isFinite(numPrompt) ? numPrompt : 0, positions, sites, bytes: null, metadata, read: () => Promise.resolve(tensors), path: null });
+    } catch (failed) {
+      setError(`${file.name} could not be opened: ${reason(failed)}.`);
+    }
+  };
+  return (
+    <section class="panel">
+      <h2>Open a captured request of this computer</h2>
+      <p>A file that the consumer filesystem has written (layout “request”). It is read in this page and sent nowhere.</p>
+      <Field label="File"><input type="file" accept=".safetensors" onChange={(event) => void open(event.currentTarget.files?.[0])} /></Field>
+      <Notice kind="error" text={error} />
+    </section>
+  );
+}
+
+// ---- one of them
+
+const HIDDEN_FIELDS = new Set(["sites", "notes", "shapes", "format", "format_version", "hidden_size", "dtype", "num_layers", "phases", "engine_request_id"]);
+
+function shownValue(value: unknown): string {
+  return typeof value === "string" ? value : JSON.stringify(value);
+}
+
+function OpenedView({ opened }: { opened: Opened }) {
+  void tick.value;
+  const { sites, tokens, positions } = opened;
+  const [site, setSite] = useState(sites[Math.floor(sites.length / 2)] ?? "");
+  const [norms, setNorms] = useState<{ site: string; values: number[] } | null>(null);
+  const [error, setError] = useState("");
+  const [isBusy, setBusy] = useState(false);
+  const during = async (work: () => Promise<void>) => {
+    setError("");
+    setBusy(true);
+    try {
+      await work();
+    } catch (failed) {
+      setError(reason(failed));
+    }
+    setBusy(false);
+  };
+  const hook = site.includes(".") ? splitSite(site)[1] : "";
+  const ofHook = hook ? sites.filter((each) => each.endsWith(`.${hook}`)) : [];
+  const chosen = useRef(site);
+  chosen.current = site;
+  const plot = () => during(async () => {
+    const tensor = (await opened.read([site]))[site];
+    if (chosen.current !== site) return; // another was chosen meanwhile, and its answer may have been faster
+    if (!tensor) throw new Error(`it has no rows of ${site}`);
+    setNorms({ site, values: placed(rowNorms(tensor), positions, tokens.length) });
+  });
+  const layers = () => during(async () => showLayers(opened, hook, await opened.read(ofHook)));
+  const save = () => during(async () => download(`${opened.name.replace(/[^\w.-]+/g, "_")}.safetensors`, await api.value.bytes(opened.path!), "application/octet-stream"));
+  useEffect(() => { if (site) void plot(); }, [site]);
+  const label = norms ? `norm at ${norms.site}` : "";
+  const series = norms ? { norm: { label, values: norms.values } } : {};
+  const scale = norms ? scaleOf(norms.values) : null;
+  const share = opened.bytes === null ? "" : ` (${((opened.bytes * ofHook.length) / Math.max(1, sites.length) / 1e6).toFixed(1)} MB)`;
+  return (
+    <section class="panel" aria-label="Opened capture" data-opened={opened.name}>
+      <h2>{opened.name}</h2>
+      <div class="bar">
+        <Choice label="Site" value={site} options={sites.map((value) => ({ value, label: value }))} onChange={setSite} />
+        {ofHook.length > 0 && <button type="button" disabled={isBusy} onClick={() => void layers()}>Show layer by layer{share}</button>}
+        {opened.path && <button type="button" class="quiet" disabled={isBusy} onClick={() => void save()}>Download{opened.bytes === null ? "" : ` (${(opened.bytes / 1e6).toFixed(1)} MB)`}</button>}
+        {scale && <span class="legend-line">{label} <Legend scale={scale} label={label} /></span>}
+      </div>
+      <Notice kind="error" text={error} />
+      {norms && <Line label={`${label} by token`} values={norms.values} first={opened.firstOfAnswer} />}
+      <details>
+        <summary>Metadata</summary>
+        <div class="scroll" tabIndex={0} role="region" aria-label="Metadata">
+          <table>
+            <tbody>
+              {Object.entries(opened.metadata).filter(([name]) => !HIDDEN_FIELDS.has(name)).map(([name, value]) => <tr key={name}><th scope="row">{name}</th><td>{shownValue(value).slice(0, 300)}</td></tr>)}
+              <tr><th scope="row">sites</th><td>{sites.length > 12 ? `${sites.slice(0, 6).join(", ")} and ${sites.length - 6} more` : sites.join(", ")}</td></tr>
+            </tbody>
+          </table>
+        </div>
+      </details>
+      <Tokens tokens={tokens} first={0} series={series} colourBy="norm" scale={scale} label="Tokens of the capture" />
+    </section>
+  );
+}
+
+/** Puts a capture into the conversation as an answer without a question, and shows its grid. */
+function showLayers(opened: Opened, hook: string, tensors: Tensors): void {
+  const run = newRun("plain", {});
+  Object.assign(run, { status: "done", path: "", prompt: opened.tokens.slice(0, opened.firstOfAnswer), answer: opened.tokens.slice(opened.firstOfAnswer), grid: gridOf(tensors, hook, opened.tokens.length) });
+  const turn = addTurn(0, "assistant", opened.name);
+  turn.runs = [run];
+  turns.value = [...turns.value];
+  branches.value = { ...branches.value, 0: turn.id };
+  selected.value = { turn: turn.id, run: 0 };
+  set({ colourBy: "norm" });
+  view.value = "grid";
 }

@@ -2,9 +2,10 @@
 
 import { useState } from "preact/hooks";
 import { scaleOf, shown } from "../colour";
-import { Choice, ColourChoice, Field, Legend, Notice, Tokens } from "../parts";
+import { Choice, ColourChoice, Field, Legend, Notice, rowAt, Tokens } from "../parts";
 import { answer, isSteering, stop, watchable } from "../run";
-import { addTurn, branches, facts, featuresName, inlineName, isRecorded, offered, path, type Run, selected, set, settings, siblings, sites, tick, turns, type Turn, view, watched } from "../state";
+import { addTurn, branches, changed, facts, featuresName, inlineName, isRecorded, offered, path, pinned, type Run, selected, set, settings, siblings, sites, tick, turns, type Turn, view, watched } from "../state";
+import { cosineOf } from "../tensors";
 import { LiveTrace } from "./trace";
 
 /** Whether an answer is still being read; its comparison with the plain model may follow. */
@@ -68,7 +69,7 @@ function Welcome({ onPick }: { onPick: (text: string) => void }) {
   return (
     <section class="welcome">
       <p>
-        Every token of an answer carries numbers: how surprising it was, how long its row of the stream is, what probes and vectors score it. Point at a token, or step through them with the arrow keys.
+        Every token of an answer carries numbers: how surprising it was, how long its row of the stream is, what probes and vectors score it. Point at a token, or step through them with the arrow keys; a click or Enter pins one, and the others are compared with it.
       </p>
       <p class="examples">
         {EXAMPLES.map((example) => (
@@ -206,6 +207,7 @@ function Runs({ turn }: { turn: Turn }) {
           <RunView key={i} run={run} turn={turn} index={i} scale={scale} difference={difference} />
         ))}
       </div>
+      {turn.runs.length === 2 && <Compared turn={turn} />}
       <div class="under">
         {scale && <span class="legend-line">{label} <Legend scale={scale} label={label} /></span>}
         <label class="check"><input type="checkbox" checked={settings.value.showsPrompt} onChange={() => set({ showsPrompt: !settings.value.showsPrompt })} />Show the prompt’s tokens</label>
@@ -214,20 +216,61 @@ function Runs({ turn }: { turn: Turn }) {
   );
 }
 
+/** Means over both answers, and how alike their mean rows are. */
+function Compared({ turn }: { turn: Turn }) {
+  void tick.value;
+  const [plain, steered] = turn.runs as [Run, Run];
+  if (plain.status !== "done" || steered.status !== "done") return null;
+  const mean = (run: Run, name: string) => meanOf((run.series[name]?.values ?? []).slice(run.prompt.length).filter(Number.isFinite));
+  const names = Object.keys(steered.series).filter((name) => plain.series[name] && Number.isFinite(mean(plain, name) - mean(steered, name)));
+  const rows = [plain, steered].map(meanRow);
+  const cosine = rows[0] && rows[1] && plain.streamRows?.site === steered.streamRows?.site ? cosineOf(rows[0], rows[1]) : NaN;
+  return (
+    <details class="compared">
+      <summary>Compare both answers</summary>
+      <table>
+        <thead><tr><th scope="col">mean over the answer</th><th scope="col">plain</th><th scope="col">steered</th><th scope="col">difference</th></tr></thead>
+        <tbody>
+          {names.map((name) => (
+            <tr key={name} data-mean={name}>
+              <th scope="row">{steered.series[name]!.label}</th>
+              <td data-value={mean(plain, name)}>{shown(mean(plain, name))}</td>
+              <td data-value={mean(steered, name)}>{shown(mean(steered, name))}</td>
+              <td data-value={mean(steered, name) - mean(plain, name)}>{shown(mean(steered, name) - mean(plain, name))}</td>
+            </tr>
+          ))}
+          {Number.isFinite(cosine) && <tr data-mean="cosine"><th scope="row">cosine of the mean rows at {plain.streamRows!.site}</th><td colSpan={3} data-value={cosine}>{shown(cosine)}</td></tr>}
+        </tbody>
+      </table>
+    </details>
+  );
+}
+
+function meanOf(values: number[]): number {
+  return values.reduce((a, b) => a + b, 0) / values.length;
+}
+
+function meanRow(run: Run): Float32Array | null {
+  const rows = run.answer.map((_, i) => rowAt(run, run.prompt.length + i)).filter((row) => row !== null);
+  if (!rows.length) return null;
+  return Float32Array.from(rows[0]!, (_, i) => meanOf(rows.map((row) => row[i]!)));
+}
+
 function RunView({ run, turn, index, scale, difference }: { run: Run; turn: Turn; index: number; scale: ReturnType<typeof scaleOf>; difference: number }) {
   void tick.value;
   const isCompared = turn.runs.length > 1;
   const { colourBy, showsPrompt } = settings.value;
   const pick = (position: number) => {
     selected.value = { turn: turn.id, run: index };
-    void position;
+    pinned.value = pinned.value?.run === run && pinned.value.position === position ? null : { run, position };
+    changed();
   };
   const differences = (run.series["difference"]?.values ?? []).filter(Number.isFinite);
   return (
     <section class={`run ${run.kind}`} data-status={run.status} aria-label={run.kind === "plain" ? "Plain answer" : "Steered answer"}>
       {(isCompared || run.kind === "steered") && <h3>{run.kind === "plain" ? "Plain" : "Steered"}</h3>}
-      {showsPrompt && run.prompt.length > 0 && <Tokens tokens={run.prompt} first={0} series={run.series} colourBy={colourBy} scale={scale} label="Tokens of the prompt" />}
-      <Tokens tokens={run.answer} first={run.prompt.length} series={run.series} colourBy={colourBy} scale={scale} label={`Answer, ${run.kind}`} mark={difference} onPick={pick} />
+      {showsPrompt && run.prompt.length > 0 && <Tokens tokens={run.prompt} first={0} series={run.series} colourBy={colourBy} scale={scale} label="Tokens of the prompt" onPick={pick} run={run} />}
+      <Tokens tokens={run.answer} first={run.prompt.length} series={run.series} colourBy={colourBy} scale={scale} label={`Answer, ${run.kind}`} mark={difference} onPick={pick} run={run} />
       {run.status === "waiting" && <p class="faint" role="status">waiting for the first token …</p>}
       {run.status === "stopped" && <p class="faint">stopped</p>}
       <Notice kind="error" text={run.error} />
@@ -240,7 +283,7 @@ function RunView({ run, turn, index, scale, difference }: { run: Run; turn: Turn
       </p>
       {run.status === "done" && !isRecorded.value && (
         <p class="actions">
-          <button type="button" class="quiet" onClick={() => { pick(0); view.value = "grid"; }}>Layer by layer</button>
+          <button type="button" class="quiet" onClick={() => { selected.value = { turn: turn.id, run: index }; view.value = "grid"; }}>Layer by layer</button>
           {isCompared && turn.chosen !== index && <button type="button" class="quiet" onClick={() => { turn.chosen = index; turn.text = run.text; turns.value = [...turns.value]; }}>Go on from this answer</button>}
           {isCompared && turn.chosen === index && <small>the conversation goes on from this answer</small>}
         </p>

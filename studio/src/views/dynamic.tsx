@@ -1,12 +1,18 @@
 // Gates of the next request and rules of the operator, as sentences, and what fired.
 
-import { useState } from "preact/hooks";
+import { signal } from "@preact/signals";
+import { useEffect, useState } from "preact/hooks";
+import type { Dynamic, Json, Rule } from "../api";
+import { shown } from "../colour";
 import { Choice, Field, Notice } from "../parts";
-import { splitSite } from "../run";
-import { facts, type GateSpec, gates, isRecorded, items, loadFacts } from "../state";
+import { gateOf, splitSite } from "../run";
+import { api, facts, type GateSpec, gates, isRecorded, items, loadFacts } from "../state";
 
 const POOLS: Record<GateSpec["pool"], string> = { token: "at a token", ema: "in its moving average", last_prompt: "at the prompt’s last token", prompt_mean: "in the mean over the prompt" };
 const SCOPES: Record<GateSpec["scope"], string> = { this_token: "at that token", next_token: "at the next token", rest_of_request: "for the rest of the request" };
+
+/** The last body that registered a rule, for its code. */
+export const lastRule = signal<Json | null>(null);
 
 /** A gate as a sentence. */
 export function sentenceOf(gate: GateSpec): string {
@@ -36,7 +42,10 @@ export function DynamicView() {
         </ul>
         <NewGate />
       </section>
-      <Rules />
+      <div>
+        <Rules />
+        <Probes />
+      </div>
     </div>
   );
 }
@@ -94,31 +103,151 @@ function isOpSite(site: string): boolean {
   return facts.value?.layers?.op_hook_points[hook]?.includes(layer) ?? false;
 }
 
+/** How often the counts are asked for while they are looked at, and how long they are remembered. */
+const EVERY_MS = 3000;
+const LATELY_MS = 120_000;
+
+interface Counted { at: number; counts: Record<string, number> }
+
+/** Rows by rule and gate, asked for again and again while the view is open. */
+function useCounts(): Counted[] {
+  const [found, setFound] = useState<Counted[]>([]);
+  useEffect(() => {
+    let isOver = false;
+    const look = async () => {
+      try {
+        const dynamic = await api.value.get<Dynamic>("/v1/steering/dynamic");
+        if (isOver) return;
+        const counts = Object.fromEntries([...dynamic.rules.map((rule) => [`rule ${rule.name}`, rule.rows] as const), ...Object.entries(dynamic.gates).map(([name, rows]) => [`gate ${name}`, rows] as const)]);
+        const now = performance.now();
+        setFound((before) => [...before.filter((each) => now - each.at < LATELY_MS), { at: now, counts }]);
+      } catch {
+        // The reason stands in the view already: facts are asked by the same key.
+      }
+    };
+    if (!facts.value?.dynamic) return;
+    void look();
+    const timer = setInterval(() => { if (!document.hidden) void look(); }, EVERY_MS);
+    return () => { isOver = true; clearInterval(timer); };
+  }, [facts.value?.dynamic, api.value]);
+  return found;
+}
+
 function Rules() {
   const found = facts.value;
-  const rows = new Map((found?.dynamic?.rules ?? []).map((rule) => [rule.name, rule.rows]));
+  const counted = useCounts();
+  const rows = new Map((found?.dynamic?.rules ?? []).map((rule) => [`rule ${rule.name}`, rule.rows]));
+  for (const [name, count] of Object.entries(found?.dynamic?.gates ?? {})) rows.set(`gate ${name}`, count);
+  for (const [name, count] of Object.entries(counted.at(-1)?.counts ?? {})) rows.set(name, count);
+  const lately = (name: string) => (counted[0] ? (rows.get(name) ?? 0) - (counted[0].counts[name] ?? 0) : 0);
+  const ofGates = [...rows].filter(([name]) => name.startsWith("gate "));
   return (
     <section class="panel">
       <h2>Rules of the operator <button type="button" class="quiet" onClick={() => void loadFacts()}>Look again</button></h2>
       {found?.dynamicRefused && <Notice text={found.dynamicRefused} />}
       {found?.dynamic && found.rules.length === 0 && <p>None is registered.</p>}
       <ul class="items">
-        {(found?.rules ?? []).map((rule) => (
-          <li class="item" key={rule.name}>
-            <b>{rule.name}</b>
-            <span>
-              {`Reads ${rule.probes.join(", ") || "nothing"}, ${rule.observes ? "only notes where it would act" : `acts at ${rule.sites.join(", ")}`}, ${rule.scope.replaceAll("_", " ")}; for ${rule.applies_to === "all" ? "every request" : rule.applies_to === "opt_out" ? "requests that do not decline it" : "requests that name it"}.`}
-            </span>
-            <small>{rows.get(rule.name) ?? 0} rows {rule.observes ? "it would have steered" : "steered"}</small>
+        {(found?.rules ?? []).map((rule) => <RuleView key={rule.name} rule={rule} rows={rows.get(`rule ${rule.name}`) ?? 0} lately={lately(`rule ${rule.name}`)} />)}
+      </ul>
+      {found?.dynamic && <NewRule />}
+      {ofGates.length > 0 && (
+        <>
+          <h3>Rows that gates of requests steered</h3>
+          <table>
+            <thead><tr><th scope="col">gate</th><th scope="col">since the server started</th><th scope="col">lately</th></tr></thead>
+            <tbody>{ofGates.map(([name, count]) => <tr key={name} data-gate={name.slice(5)}><th scope="row">{name.slice(5)}</th><td>{count}</td><td>{lately(name) || "–"}</td></tr>)}</tbody>
+          </table>
+        </>
+      )}
+      <p><small>“Lately” is the last two minutes, since this view was opened.</small></p>
+    </section>
+  );
+}
+
+const WHOM: Record<string, string> = { all: "every request", opt_out: "requests that do not decline it", opt_in: "requests that name it" };
+
+function RuleView({ rule, rows, lately }: { rule: Rule; rows: number; lately: number }) {
+  const [error, setError] = useState("");
+  const forget = async () => {
+    try {
+      await api.value.post("/v1/steering/rules/unregister", { name: rule.name });
+      await loadFacts();
+    } catch (failed) {
+      setError(failed instanceof Error ? failed.message : String(failed));
+    }
+  };
+  const does = rule.observes ? "only notes where it would act" : `acts at ${rule.sites.join(", ")}`;
+  return (
+    <li class="item" data-rule={rule.name}>
+      <b>{rule.name}</b>
+      <span>{`Reads ${rule.probes.join(", ") || "nothing"}, ${does}, ${rule.scope.replaceAll("_", " ")}; for ${WHOM[rule.applies_to] ?? rule.applies_to}.`}</span>
+      <small data-rows={rows} data-lately={lately}>{rows} rows {rule.observes ? "it would have steered" : "steered"}{lately ? `, ${lately} of them lately` : ""}</small>
+      <button type="button" class="quiet" onClick={() => void forget()} aria-label={`Unregister the rule ${rule.name}`}>Unregister</button>
+      <Notice kind="error" text={error} />
+    </li>
+  );
+}
+
+/** A gate of this page, registered for the requests of others. */
+function NewRule() {
+  const [chosen, setChosen] = useState("");
+  const [name, setName] = useState("");
+  const [whom, setWhom] = useState("opt_out");
+  const [isShadow, setShadow] = useState(true);
+  const [error, setError] = useState("");
+  const gate = gates.value.find((each) => each.name === chosen) ?? gates.value[0];
+  if (!gate) return <p class="faint">A gate of this page can be registered as a rule, which acts on the requests of everybody.</p>;
+  const register = async () => {
+    const { when, then, scope } = gateOf(gate) as { when: unknown; then: unknown; scope: string };
+    const body = { name: name.trim() || gate.name.replaceAll(" ", "-"), applies_to: whom, when, then: isShadow ? "observe" : then, scope };
+    setError("");
+    try {
+      await api.value.post("/v1/steering/rules/register", body);
+      lastRule.value = body;
+      await loadFacts();
+    } catch (failed) {
+      setError(failed instanceof Error ? failed.message : String(failed));
+    }
+  };
+  return (
+    <form class="bar" aria-label="New rule" onSubmit={(event) => { event.preventDefault(); void register(); }}>
+      <Choice label="Make a rule of" value={gate.name} options={gates.value.map((each) => ({ value: each.name, label: each.name }))} onChange={setChosen} />
+      <Field label="Name"><input value={name} placeholder={gate.name.replaceAll(" ", "-")} onInput={(event) => setName(event.currentTarget.value)} /></Field>
+      <Choice label="For" value={whom} options={Object.entries(WHOM).map(([value, label]) => ({ value, label }))} onChange={setWhom} />
+      <label class="check"><input type="checkbox" checked={isShadow} onChange={() => setShadow(!isShadow)} />only note it (shadow)</label>
+      <button type="submit">Register the rule</button>
+      <Notice kind="error" text={error} />
+    </form>
+  );
+}
+
+function Probes() {
+  const list = facts.value?.probes ?? [];
+  const [error, setError] = useState("");
+  const forget = async (name: string) => {
+    setError("");
+    try {
+      await api.value.post("/v1/steering/probes/unregister", { name });
+      await loadFacts();
+    } catch (failed) {
+      setError(failed instanceof Error ? failed.message : String(failed));
+    }
+  };
+  if (!facts.value?.layers) return null;
+  return (
+    <section class="panel">
+      <h2>Probes</h2>
+      {list.length === 0 && <p>None is registered. “Make a vector” under “Steer” can register its direction as one.</p>}
+      <ul class="items">
+        {list.map((probe) => (
+          <li class="item" key={probe.name} data-probe={probe.name}>
+            <b>{probe.name}</b>
+            <span>{probe.kind}, at {probe.at}{probe.threshold === null ? "" : `, threshold ${shown(probe.threshold)}`}{probe.classes.length > 1 ? `: ${probe.classes.join(", ")}` : ""}</span>
+            <button type="button" class="quiet" onClick={() => void forget(probe.name)} aria-label={`Unregister the probe ${probe.name}`}>Unregister</button>
           </li>
         ))}
       </ul>
-      {found?.dynamic && Object.keys(found.dynamic.gates).length > 0 && (
-        <>
-          <h3>Rows that gates steered, since the server started</h3>
-          <table><tbody>{Object.entries(found.dynamic.gates).map(([name, count]) => <tr key={name}><th scope="row">{name}</th><td>{count}</td></tr>)}</tbody></table>
-        </>
-      )}
+      <Notice kind="error" text={error} />
     </section>
   );
 }

@@ -1,10 +1,12 @@
 // Layer × token on a canvas: norms, cosines to the layer before, and a lens where the server has one.
 
+import { signal } from "@preact/signals";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { cellColour, scaleOf, type Scale, shown } from "../colour";
 import { Choice, Field, GridLegend, Notice } from "../parts";
-import { readGrid } from "../run";
-import { currentRun, type Grid, inlineName, isRecorded, lensName, offered, type Run, set, settings, sites, tick, type Token } from "../state";
+import { type ReadRow, readGrid, readRow } from "../run";
+import { currentRun, facts, type Grid, inlineName, isRecorded, type Item, items, lensName, offered, type Run, set, settings, sites, tick, type Token, view } from "../state";
+import { cosineOf, norm } from "../tensors";
 import { visible } from "../tokens";
 
 export type Shows = "norm" | "cosine" | "lens" | "rank";
@@ -39,6 +41,7 @@ export function GridView() {
   const [progress, setProgress] = useState("");
   const [error, setError] = useState("");
   const [cell, setCell] = useState<{ row: number; column: number } | null>(null);
+  const [isHeld, setHeld] = useState(false); // a click holds a cell, so that the pointer can leave it
   const grid = found?.run.grid ?? null;
   const options: { value: Shows; label: string }[] = [{ value: "norm", label: LABELS.norm }, { value: "cosine", label: LABELS.cosine }];
   if (grid?.lens) options.push({ value: "lens", label: LABELS.lens });
@@ -78,8 +81,13 @@ export function GridView() {
       {!inlineName.value && !lensName.value && !isRecorded.value && <Notice text="This server sends no rows with its answers: it needs the consumer inline (--capture-consumers inline), and your key its permission." />}
       <Notice text={progress} />
       <Notice kind="error" text={error} />
-      {grid && scale && <Canvas grid={grid} run={run} values={values} scale={scale} cell={cell} onCell={setCell} shows={chosen} />}
-      {grid && cell && <Cell grid={grid} run={run} row={cell.row} column={cell.column} />}
+      {grid && scale && <Canvas grid={grid} run={run} values={values} scale={scale} cell={cell} onCell={setCell} isHeld={isHeld} onHold={setHeld} shows={chosen} />}
+      {grid && cell && (
+        <div class="columns">
+          <Cell grid={grid} run={run} row={cell.row} column={cell.column} />
+          {!isRecorded.value && inlineName.value && <Row run={run} layer={grid.layers[cell.row]!} hook={grid.hook} position={cell.column} isHeld={isHeld} />}
+        </div>
+      )}
     </section>
   );
 }
@@ -88,12 +96,102 @@ export function tokensOf(run: Run): Token[] {
   return [...run.prompt, ...run.answer];
 }
 
-interface CanvasProps { grid: Grid; run: Run; values: number[][]; scale: Scale; cell: { row: number; column: number } | null; onCell: (cell: { row: number; column: number }) => void; shows: Shows }
+/** The row that was read last, and the one that others are compared with. */
+export const lastRow = signal<ReadRow | null>(null);
+const kept = signal<ReadRow | null>(null);
+
+interface RowProps { run: Run; layer: number; hook: string; position: number; isHeld: boolean }
+
+/** The row of a cell: what it is near to, its features, its lens, and steering that begins from it. */
+function Row({ run, layer, hook, position, isHeld }: RowProps) {
+  const [error, setError] = useState("");
+  const [isReading, setReading] = useState(false);
+  const read = async () => {
+    setError("");
+    setReading(true);
+    try {
+      lastRow.value = await readRow(run, layer, hook, position);
+    } catch (failed) {
+      setError(failed instanceof Error ? failed.message : String(failed));
+    }
+    setReading(false);
+  };
+  const found = lastRow.value;
+  const isThis = found?.layer === layer && found.hook === hook && found.position === position;
+  useEffect(() => { if (isHeld && !isThis) void read(); }, [isHeld, layer, hook, position]);
+  return (
+    <div class="panel" data-row={isThis ? `${layer}.${hook}@${position}` : ""}>
+      <div class="bar">
+        <button type="button" disabled={isReading} onClick={() => void read()}>{isReading ? "reading …" : `Read the row of ${layer}.${hook}, token ${position}`}</button>
+        {isThis && <button type="button" class="quiet" onClick={() => (kept.value = found)}>Compare others with it</button>}
+        {isThis && <SteerFrom found={found} token={tokensOf(run)[position]?.text ?? ""} />}
+      </div>
+      <Notice kind="error" text={error} />
+      {isThis && <RowFacts found={found} />}
+    </div>
+  );
+}
+
+function SteerFrom({ found, token }: { found: ReadRow; token: string }) {
+  if (!facts.value?.layers?.hook_points[found.hook]?.includes(found.layer)) return null;
+  const site = `${found.layer}.${found.hook}`;
+  const steer = () => {
+    const name = `row ${site} of token ${found.position} “${visible(token).slice(0, 20)}”`;
+    const item: Item = { name, kind: "local", isOn: true, scale: 0.5, phase: "both", site, row: found.row, about: `norm ${shown(norm(found.row))}` };
+    items.value = [...items.value.filter((other) => other.name !== name), item];
+    view.value = "steer";
+  };
+  return <button type="button" class="quiet" onClick={steer}>Steer from here</button>;
+}
+
+function RowFacts({ found }: { found: ReadRow }) {
+  const other = kept.value;
+  const isOther = other && other.row.length === found.row.length && !(other.layer === found.layer && other.hook === found.hook && other.position === found.position);
+  return (
+    <>
+      <small>Read without steering.</small>
+      {isOther && (
+        <table>
+          <caption>Compared with {other.layer}.{other.hook}, token {other.position}</caption>
+          <tbody>
+            <tr data-compared="cosine"><th scope="row">cosine of both rows</th><td data-value={cosineOf(found.row, other.row)}>{shown(cosineOf(found.row, other.row))}</td></tr>
+            <tr data-compared="norm"><th scope="row">norm, this − that</th><td data-value={norm(found.row) - norm(other.row)}>{shown(norm(found.row) - norm(other.row))}</td></tr>
+          </tbody>
+        </table>
+      )}
+      <h3>Nearest vectors</h3>
+      {found.vectors.length === 0 && <p class="faint">None can be compared: registered vectors are read at their own op sites, those of this tab everywhere.</p>}
+      <table><tbody>{found.vectors.map((each) => <tr key={each.name} data-vector={each.name}><th scope="row">{each.name}</th><td data-value={each.cosine}>{shown(each.cosine)}</td></tr>)}</tbody></table>
+      {found.features && (
+        <>
+          <h3>Strongest features of {found.features.sae}</h3>
+          <table><tbody>{found.features.list.map((each) => <tr key={each.id} data-strongest={each.id}><th scope="row">{each.id} {each.label}</th><td data-value={each.value}>{shown(each.value)}</td></tr>)}</tbody></table>
+        </>
+      )}
+      {found.lens && (
+        <>
+          <h3>The lens {found.lens.name} reads</h3>
+          <Alternatives list={found.lens.list} />
+        </>
+      )}
+    </>
+  );
+}
+
+function Alternatives({ list }: { list: { token: string; logprob: number }[] }) {
+  return (
+    <ol class="alternatives">
+      {list.map(({ token, logprob }, i) => <li key={i} data-logprob={logprob}><i style={{ width: `${(Math.exp(logprob) * 6).toFixed(2)}em` }} /><span>{visible(token)}</span> <small>{(Math.exp(logprob) * 100).toFixed(1)} %</small></li>)}
+    </ol>
+  );
+}
+
+interface CanvasProps { grid: Grid; run: Run; values: number[][]; scale: Scale; cell: { row: number; column: number } | null; onCell: (cell: { row: number; column: number }) => void; isHeld: boolean; onHold: (isHeld: boolean) => void; shows: Shows }
 
 const TOP = 84;
 const LEFT = 44;
 
-function Canvas({ grid, run, values, scale, cell, onCell, shows }: CanvasProps) {
+function Canvas({ grid, run, values, scale, cell, onCell, isHeld, onHold, shows }: CanvasProps) {
   void tick.value; // the theme changes it, too
   const colour = getComputedStyle(document.body).color;
   const canvas = useRef<HTMLCanvasElement>(null);
@@ -122,17 +220,19 @@ function Canvas({ grid, run, values, scale, cell, onCell, shows }: CanvasProps) 
     return column >= 0 && column < grid.numTokens && row >= 0 && row < layers ? { row, column } : null;
   };
   const key = (event: KeyboardEvent) => {
+    if (event.key === "Enter" && cell) onHold(!isHeld);
     const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowUp: [1, 0], ArrowDown: [-1, 0] }[event.key];
     if (!step) return;
     event.preventDefault();
+    onHold(false);
     const at = cell ?? { row: 0, column: -1 };
     onCell({ row: Math.max(0, Math.min(layers - 1, at.row + step[0]!)), column: Math.max(0, Math.min(grid.numTokens - 1, at.column + step[1]!)) });
   };
   return (
-    <div class="canvas" ref={box} tabIndex={0} role="application" aria-label={`${LABELS[shows]} by layer and token, ${layers} layers, ${grid.numTokens} tokens. Use the arrow keys to step through cells.`} onKeyDown={key}>
+    <div class="canvas" ref={box} tabIndex={0} role="application" aria-label={`${LABELS[shows]} by layer and token, ${layers} layers, ${grid.numTokens} tokens. Use the arrow keys to step through cells, and Enter to read one.`} onKeyDown={key}>
       <canvas ref={axis} class="axis" aria-hidden="true" />
-      <canvas ref={canvas} onMouseMove={(event) => { const at = place(event); if (at) onCell(at); }} onClick={(event) => { const at = place(event); if (at) onCell(at); }} />
-      {cell && <span class="cursor" aria-hidden="true" style={{ left: `${LEFT + cellWidth * cell.column}px`, top: `${TOP + cellHeight * (layers - 1 - cell.row)}px`, width: `${cellWidth}px`, height: `${cellHeight}px` }} />}
+      <canvas ref={canvas} onMouseMove={(event) => { const at = place(event); if (at && !isHeld) onCell(at); }} onClick={(event) => { const at = place(event); if (at) { onHold(!(isHeld && at.row === cell?.row && at.column === cell.column)); onCell(at); } }} />
+      {cell && <span class={isHeld ? "cursor held" : "cursor"} aria-hidden="true" style={{ left: `${LEFT + cellWidth * cell.column}px`, top: `${TOP + cellHeight * (layers - 1 - cell.row)}px`, width: `${cellWidth}px`, height: `${cellHeight}px` }} />}
     </div>
   );
 }
@@ -225,11 +325,7 @@ function Cell({ grid, run, row, column }: { grid: Grid; run: Run; row: number; c
           {lens?.token_ranks && at >= 0 && grid.lens!.tokens.map((name, i) => <tr key={name} data-value="rank"><th scope="row">rank of “{visible(name)}”</th><td data-value={lens.token_ranks![at]?.[i]}>{lens.token_ranks![at]?.[i] ?? "–"}</td></tr>)}
         </tbody>
       </table>
-      {lens && at >= 0 && (
-        <ol class="alternatives">
-          {lens.tokens[at]?.map((text, i) => <li key={i} data-logprob={lens.logprobs[at]![i]}><i style={{ width: `${Math.exp(lens.logprobs[at]![i]!) * 6}em` }} /><span>{visible(text)}</span> <small>{(Math.exp(lens.logprobs[at]![i]!) * 100).toFixed(1)} %</small></li>)}
-        </ol>
-      )}
+      {lens && at >= 0 && <Alternatives list={lens.tokens[at]!.map((token, i) => ({ token, logprob: lens.logprobs[at]![i]! }))} />}
     </div>
   );
 }

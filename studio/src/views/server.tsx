@@ -2,7 +2,8 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { shown } from "../colour";
-import { Notice } from "../parts";
+import type { HookMemory } from "../api";
+import { Field, Notice } from "../parts";
 import { api, facts, isRecorded } from "../state";
 
 export interface Sample { name: string; labels: Record<string, string>; value: number }
@@ -120,13 +121,47 @@ function shownCount(value: number): string {
 
 function Sites() {
   const capture = facts.value?.capture;
+  const [budget, setBudget] = useState("256");
   if (!capture) return <Notice text={facts.value?.captureRefused ?? ""} />;
-  const width = facts.value?.layers?.hidden_size;
+  const memory = capture.memory?.hooks ?? {};
+  const known = [...new Set([...Object.keys(capture.sites), ...Object.keys(memory)])];
+  const counted = (hook: string) => (hook in capture.sites ? Math.max(1, capture.sites[hook]!.length) : 0);
+  const now = known.reduce((total, hook) => total + counted(hook) * (memory[hook]?.site_bytes ?? 0), 0);
+  const free = Number(budget) * MIB;
   return (
-    <table class="wide">
-      <caption>Sites that can be captured</caption>
-      <thead><tr><th scope="col">hook point</th><th scope="col">layers</th>{width && <th scope="col">values of a row of the stream</th>}</tr></thead>
-      <tbody>{Object.entries(capture.sites).map(([hook, layers]) => <tr key={hook}><th scope="row">{hook}</th><td>{layers.length > 8 ? `${layers[0]} … ${layers.at(-1)} (${layers.length})` : layers.join(", ") || "one"}</td>{width && <td>{width}</td>}</tr>)}</tbody>
-    </table>
+    <section class="panel sizer">
+      <h2>Sites and their memory</h2>
+      <p>
+        Each captured site has room on the device for one step, {capture.memory?.step_rows ?? "?"} rows; with room on a GPU, for two. The sites of this server take {shown(now / MIB)} MiB for one step. It is memory that the KV cache does not get. Sites are chosen at start-up, with --capture-sites; whether a model has a hook point, “headgate doctor” says.
+      </p>
+      <Field label="Memory to spend, MiB"><input type="number" min={0} value={budget} onInput={(event) => setBudget(event.currentTarget.value)} /></Field>
+      <div class="scroll" tabIndex={0} role="region" aria-label="Memory by site">
+        <table class="wide">
+          <thead><tr>{["hook point", "captured layers", "values of a row", "MiB of a site", "MiB of all layers", "layers that fit"].map((name) => <th scope="col" key={name}>{name}</th>)}</tr></thead>
+          <tbody>
+            {known.map((hook) => {
+              const size = memory[hook];
+              const layers = capture.sites[hook];
+              return (
+                <tr key={hook} data-hook={hook} class={layers ? "" : "faint"}>
+                  <th scope="row">{hook}</th>
+                  <td>{!layers ? "none" : layers.length > 8 ? `${layers[0]} … ${layers.at(-1)} (${layers.length})` : layers.join(", ") || "one"}</td>
+                  <td>{size ? `${size.width} ${size.dtype}` : ""}</td>
+                  <td data-value={size?.site_bytes}>{size ? shown(size.site_bytes / MIB) : ""}</td>
+                  <td>{size ? shown((size.layers * size.site_bytes) / MIB) : ""}</td>
+                  <td data-fits={size ? fits(free, size) : undefined}>{size && Number.isFinite(free) ? (fits(free, size) === size.layers ? `all ${size.layers}` : `${fits(free, size)} of ${size.layers}`) : ""}</td>
+                </tr>
+              );
+            })}
+          </tbody>
+        </table>
+      </div>
+    </section>
   );
+}
+
+const MIB = 2 ** 20;
+
+function fits(free: number, size: HookMemory): number {
+  return Math.min(size.layers, Math.max(0, Math.floor(free / size.site_bytes)));
 }

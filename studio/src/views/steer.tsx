@@ -7,7 +7,7 @@ import { shown } from "../colour";
 import { Choice, Field, Notice } from "../parts";
 import { rowsOf, splitSite } from "../run";
 import { download } from "../share";
-import { api, currentRun, facts, inlineName, isRecorded, type Item, items, loadFacts, type Phase, set, settings, sites, tick } from "../state";
+import { api, currentRun, facts, inlineName, isRecorded, type Item, items, loadFacts, offered, type Phase, set, settings, sites, tick } from "../state";
 import { dot, norm, packed, readSafetensors, writeSafetensors } from "../tensors";
 
 /** The last body that registered a vector, for its code. */
@@ -32,17 +32,26 @@ export function Steer() {
         {items.value.length > 0 && <label class="check"><input type="checkbox" checked={settings.value.compares} onChange={() => set({ compares: !settings.value.compares })} />Answer plain beside steered</label>}
         <OpenFile />
       </section>
-      <Make />
+      <div>
+        <Make />
+        <Direction />
+      </div>
     </div>
   );
 }
 
-/** ‖s v‖ / ‖h‖ with the mean norm of the stream over the answer that was read last. */
-export function doseOf(item: Item): number | null {
-  const size = item.row ? norm(item.row) : null;
-  const mean = currentRun.value?.run.meanNorms[item.site];
-  return size !== null && mean ? (Math.abs(item.scale) * size) / mean : null;
+/** ‖s v‖ / ‖h‖, with the mean norm of the stream over the answer that was read last: the largest over the sites that were read. */
+export function doseOf(item: Item): { site: string; value: number } | null {
+  const means = currentRun.value?.run.meanNorms ?? {};
+  const module = item.kind === "module" ? facts.value?.steering?.modules[item.name] : undefined;
+  const content = item.phase === "prompt" ? module?.prefill : module?.decode;
+  const norms = content?.norms ?? (item.row ? { [item.site]: norm(item.row) } : {});
+  const doses = Object.entries(norms).filter(([site]) => means[site]).map(([site, size]) => ({ site, value: (Math.abs(item.scale) * size) / means[site]! }));
+  return doses.sort((x, y) => y.value - x.value)[0] ?? null;
 }
+
+/** Largest scale of a slider: activations of features, and rows of the head, which are short. */
+const RANGES: Record<Item["kind"], number> = { module: 10, local: 10, feature: 100, lens: 500 };
 
 function ItemView({ item }: { item: Item }) {
   const [error, setError] = useState("");
@@ -63,10 +72,10 @@ function ItemView({ item }: { item: Item }) {
   return (
     <li class="item">
       <label class="check"><input type="checkbox" checked={item.isOn} onChange={() => change(item, { isOn: !item.isOn })} /><b>{item.name}</b></label>
-      <small>{item.kind === "feature" ? `feature ${item.feature} of ${item.sae}` : `${item.kind === "module" ? "registered" : "in this tab only"}, at ${where.slice(0, 4).join(", ")}`}{where.length > 4 ? ` and ${where.length - 4} more` : ""}{item.about ? `; ${item.about}` : ""}</small>
-      <Field label={`Scale ${item.scale}`}><input type="range" aria-label={`Scale of ${item.name}`} min={item.kind === "feature" ? -100 : -10} max={item.kind === "feature" ? 100 : 10} step={0.25} value={item.scale} onInput={(event) => change(item, { scale: Number(event.currentTarget.value), isOn: true })} /></Field>
+      <small>{item.kind === "feature" ? `feature ${item.feature} of ${item.sae}` : item.kind === "lens" ? `what the lens ${item.lens} reads as “${item.token}” at ${item.site}` : `${item.kind === "module" ? "registered" : "in this tab only"}, at ${where.slice(0, 4).join(", ")}`}{where.length > 4 ? ` and ${where.length - 4} more` : ""}{item.about ? `; ${item.about}` : ""}</small>
+      <Field label={`Scale ${item.scale}`}><input type="range" aria-label={`Scale of ${item.name}`} min={-RANGES[item.kind]} max={RANGES[item.kind]} step={item.kind === "lens" ? 5 : 0.25} value={item.scale} onInput={(event) => change(item, { scale: Number(event.currentTarget.value), isOn: true })} /></Field>
       <Choice<Phase> label="Acts on" value={item.phase} onChange={(phase) => change(item, { phase })} options={[{ value: "both", label: "prompt and answer" }, { value: "prompt", label: "the prompt", isOff: !isFree }, { value: "answer", label: "the answer", isOff: !isFree }]} />
-      <span class="dose" title="‖s v‖ / ‖h‖: the length of what is added, relative to the mean length of the stream over the answer that was read last">{dose === null ? "" : `relative dose ${shown(dose)}`}</span>
+      <span class="dose" data-dose={dose?.value} title="‖s v‖ / ‖h‖: the length of what is added, relative to the mean length of the stream over the answer that was read last">{dose === null ? "" : `relative dose ${shown(dose.value)} at ${dose.site}`}</span>
       {item.kind === "local" && item.row && <Save item={item} />}
       <button type="button" class="quiet" onClick={() => void forget()} aria-label={`Forget ${item.name}`}>Forget</button>
       <Notice kind="error" text={error} />
@@ -78,7 +87,7 @@ function Save({ item }: { item: Item }) {
   const [error, setError] = useState("");
   const [layer, hook] = splitSite(item.site);
   const register = async () => {
-    const body = { name: item.name, vectors: { [hook]: packed(layer, item.row!) } };
+    const body = { name: item.name, vectors: { [hook]: packed([layer], [item.row!]) } };
     try {
       await api.value.post("/v1/steering/modules/register", body);
       lastRegistered.value = body;
@@ -127,6 +136,34 @@ function OpenFile() {
   );
 }
 
+/** The direction of a token by a lens, as something that steers. */
+function Direction() {
+  const layers = facts.value?.layers?.hook_points["post_mlp"] ?? [];
+  const lenses = [...new Set(["logit", ...offered("lens", "lens")])];
+  const [lens, setLens] = useState("logit");
+  const [token, setToken] = useState("");
+  const [layer, setLayer] = useState(-1);
+  if (!layers.length) return null;
+  const chosen = layers.includes(layer) ? layer : layers[Math.floor((layers.length * 2) / 3)]!;
+  const add = () => {
+    const site = `${chosen}.post_mlp`;
+    const name = `“${token}” by ${lens} at ${site}`;
+    items.value = [...items.value.filter((item) => item.name !== name), { name, kind: "lens", isOn: true, scale: 100, phase: "both", site, row: null, about: "", lens, token }];
+  };
+  return (
+    <section class="panel">
+      <h2>Steer toward a token</h2>
+      <p>The direction along which a lens reads the token more strongly after a layer. The text is one token; most words begin with a space.</p>
+      <form class="bar" aria-label="Direction of a token" onSubmit={(event) => { event.preventDefault(); if (token) add(); }}>
+        <Field label="Token"><input value={token} placeholder="such as “ Paris”" onInput={(event) => setToken(event.currentTarget.value)} /></Field>
+        {lenses.length > 1 && <Choice label="By the lens" value={lens} options={lenses.map((value) => ({ value, label: value }))} onChange={setLens} />}
+        <Choice label="After layer" value={String(chosen)} options={layers.map((value) => ({ value: String(value), label: String(value) }))} onChange={(value) => setLayer(Number(value))} />
+        <button type="submit" disabled={!token}>Add</button>
+      </form>
+    </section>
+  );
+}
+
 const GLAD = ["the weather", "my morning", "my work", "the train ride", "dinner with friends", "a letter from home"];
 
 function Make() {
@@ -136,7 +173,7 @@ function Make() {
   const [site, setSite] = useState("");
   const [progress, setProgress] = useState("");
   const [error, setError] = useState("");
-  const [made, setMade] = useState<{ toward: number[]; away: number[]; site: string } | null>(null);
+  const [made, setMade] = useState<Made | null>(null);
   const layers = facts.value?.layers;
   const possible = Object.entries(sites.value).flatMap(([hook, found]) => found.filter((layer) => layers?.hook_points[hook]?.includes(layer)).map((layer) => `${layer}.${hook}`));
   const { readLayer, readHook } = settings.value;
@@ -167,7 +204,7 @@ function Make() {
       const size = norm(vector);
       if (!size) throw new Error("Both lists have the same mean row, so there is no direction between them.");
       const along = (list: Float32Array[]) => list.map((row) => dot(row, vector) / size);
-      setMade({ toward: along(rows[0]!), away: along(rows[1]!), site: chosen });
+      setMade({ toward: along(rows[0]!), away: along(rows[1]!), site: chosen, name: name.trim(), direction: vector.map((value) => value / size) });
       const item: Item = { name: name.trim(), kind: "local", isOn: true, scale: 2, phase: "both", site: chosen, row: vector, about: `of ${lists[0].length} and ${lists[1].length} prompts, norm ${shown(size)}` };
       items.value = [...items.value.filter((other) => other.kind !== "local" || other.name !== item.name), item];
     } catch (failed) {
@@ -189,6 +226,7 @@ function Make() {
       <Notice text={progress} />
       <Notice kind="error" text={error} />
       {made && <Separation {...made} />}
+      {made && <AsProbe {...made} />}
     </section>
   );
 }
@@ -227,7 +265,38 @@ function difference(a: Float64Array, b: Float64Array): Float32Array {
   return Float32Array.from(a, (value, i) => value - b[i]!);
 }
 
-function Separation({ toward, away, site }: { toward: number[]; away: number[]; site: string }) {
+/** Projections of prompts on a vector of length 1. */
+interface Made { toward: number[]; away: number[]; site: string; name: string; direction: Float32Array }
+
+/** Registers the direction as a probe, whose threshold lies in the middle between both lists. */
+function AsProbe({ toward, away, site, name, direction }: Made) {
+  const [error, setError] = useState("");
+  const [done, setDone] = useState("");
+  const [layer, hook] = splitSite(site);
+  if (!facts.value?.layers?.op_hook_points[hook]?.includes(layer)) return <small>As a probe for gates it would need an op site (--steering-op-sites).</small>;
+  const middle = (list: number[]) => list.reduce((a, b) => a + b, 0) / list.length;
+  const register = async () => {
+    setError("");
+    const { dtype, data } = packed([layer], [direction]);
+    const threshold = (middle(toward) + middle(away)) / 2;
+    try {
+      await api.value.post("/v1/steering/probes/register", { name, at: site, weight: { dtype, shape: [direction.length], data }, threshold, pooling: "last_prompt" });
+      setDone(`The probe ${name} is registered, with the threshold ${shown(threshold)}.`);
+      await loadFacts();
+    } catch (failed) {
+      setError(failed instanceof Error ? failed.message : String(failed));
+    }
+  };
+  return (
+    <>
+      <button type="button" class="quiet" onClick={() => void register()}>Register the direction as a probe</button>
+      <Notice text={done} />
+      <Notice kind="error" text={error} />
+    </>
+  );
+}
+
+function Separation({ toward, away, site }: Made) {
   const all = [...toward, ...away];
   const low = Math.min(...all);
   const span = Math.max(...all) - low || 1;

@@ -31,7 +31,7 @@ function appliedTo(run: Run): number[] {
   return all;
 }
 
-function Line({ label, values, threshold, first, shaded }: { label: string; values: number[]; threshold: number | undefined; first: number; shaded: number[] }) {
+export function Line({ label, values, threshold, first, shaded = [] }: { label: string; values: number[]; threshold?: number | undefined; first: number; shaded?: number[] }) {
   void tick.value;
   const finite = values.filter(Number.isFinite);
   if (!finite.length) return null;
