@@ -16,6 +16,7 @@ from tests.benchmarks.models import size_of
 from tests.benchmarks.saes import write_sae
 
 BRANCHES = ("attn_in", "attn_out", "mlp_in", "mlp_out")
+HEADS = ("q", "k", "v", "hook_z")
 PARTS: dict[str, dict[str, Any]] = {
     "stock": {},
     "stock-again": {},
@@ -24,6 +25,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "both": {"capture": {"consumers": [{"name": "memory"}]}, "steering": {}},
     "ops": {"steering": {"op_sites": {"pre_attn": [1, 2], "post_attn": [1, 2], "post_mlp": [0, 1]}}},
     "ops-branches": {"steering": {"op_sites": {hook: [1, 2] for hook in BRANCHES}}},
+    "ops-heads": {"steering": {"op_sites": {hook: [1, 2] for hook in HEADS}}},
     "saes": {"steering": {"saes": {"encoded": "1.post_mlp", "transcoder": "1.mlp_in"}, "sae_encode": ["encoded"]}},
 }
 """SAEs are given by their sites; they are written beside the answers."""

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from headgate.capture.schema.sites import HookPoint
+from headgate.capture.schema.sites import READ_ONLY, HookPoint
 from tests.conftest import start_llm
 from tests.engine.test_inner_sites import FAMILIES, layers_of
 from tests.engine.tiny_models import tiny_model
 
 NUM_REQUESTS, NUM_OUTPUT = 48, 24
+ABLATED, EVERY = (8, 40), 3
+"""Columns of the queries of layer 1 that are 0 in every third request."""
 
 
 def requests_of(family: str) -> list[tuple[list[int], list[HookPoint]]]:
@@ -26,6 +28,11 @@ def requests_of(family: str) -> list[tuple[list[int], list[HookPoint]]]:
         ([draw.randrange(3, 500) for _ in range(draw.randint(1, 90))], draw.sample(hooks, draw.randint(1, len(hooks))))
         for _ in range(NUM_REQUESTS)
     ]
+
+
+def sites_that_act(family: str) -> dict[HookPoint, list[int]]:
+    """Layers of the hook points where operations can act."""
+    return {hook: layers_of(family, hook) for hook in FAMILIES[family] if hook not in READ_ONLY}
 
 
 def main(family: str, out: str) -> None:
@@ -45,14 +52,21 @@ def main(family: str, out: str) -> None:
         "gpu_memory_utilization": 0.05,
         "kv_cache_memory_bytes": 1 << 28,
         "block_size": None,
-        "additional_config": {"headgate": {"capture": {"consumers": [{"name": "memory"}], "sites": sites}}},
+        "additional_config": {
+            "headgate": {
+                "capture": {"consumers": [{"name": "memory"}], "sites": sites},
+                "steering": {"op_sites": {hook.value: layers for hook, layers in sites_that_act(family).items()}},
+            }
+        },
     }
     llm = start_llm(model=tiny_model(family), **settings | json.loads(os.environ.get("GPU_TEST_ENGINE", "{}")))
     requests = requests_of(family)
     params = []
-    for _, wanted in requests:
+    for number, (_, wanted) in enumerate(requests):
         made = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT)
         made.capture = {"memory": {"hooks": {hook.value: sites[hook.value] for hook in wanted}}}
+        if number % EVERY == 0:
+            made.steering_ops = [{"at": "1.q", "method": "replace", "columns": list(ABLATED), "value": 0}]
         params.append(made)
     answers = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], params, use_tqdm=False)
     found = []

@@ -29,7 +29,7 @@ GIVEN = "given"
 NUM_LAYERS = {"llama3-8b": 6, "qwen3-30b-a3b": 3}
 VARIANTS = {
     GIVEN: tuple(PARTS),
-    **dict.fromkeys(NUM_LAYERS, ("stock", "steering", "both", "ops", "ops-branches", "saes")),
+    **dict.fromkeys(NUM_LAYERS, ("stock", "steering", "both", "ops", "ops-branches", "ops-heads", "saes")),
 }
 
 Answers = dict[str, list[dict[str, Any]]]

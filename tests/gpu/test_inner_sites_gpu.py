@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from inner_runs import ABLATED, EVERY
 from side_by_side import run_modes
 
-from headgate.capture.schema.sites import READ_ONLY, HookPoint
+from headgate.capture.schema.sites import READ_ONLY, HookPoint, Site
 from tests.engine.hf_reference import Steering, own_process, row_cosines
 from tests.engine.inner_reference import inner_rows
 from tests.engine.tiny_models import tiny_model
@@ -30,7 +32,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("family", SHARE)
 def test_rows_are_hugging_faces(family: str, runs: dict[str, Any]) -> None:
     with own_process() as helper:
-        asked = [(prompt, tokens, Steering()) for prompt, tokens, _ in runs[family]]
+        acting = steering_of([rows for _, _, rows in runs[family]])
+        asked = [
+            (prompt, tokens, Steering() if number % EVERY else acting)
+            for number, (prompt, tokens, _) in enumerate(runs[family])
+        ]
         references = helper.submit(inner_rows, tiny_model(family), family, torch.float32, asked).result()
     cosines: dict[HookPoint, list[torch.Tensor]] = {}
     for (_, _, rows), reference in zip(runs[family], references, strict=True):
@@ -43,6 +49,15 @@ def test_rows_are_hugging_faces(family: str, runs: dict[str, Any]) -> None:
         every = torch.cat(found)
         print(family, hook.value, len(every), float(every.min()), float(every.median()))
         assert every.quantile(SHARE[family]) >= MIN_COSINE, (hook, float(every.min()))
+
+
+def steering_of(rows: list[dict[Site, torch.Tensor]]) -> Steering:
+    """What every third request asks for, on whole rows."""
+    width = next(found.shape[1] for each in rows for site, found in each.items() if site.hook is HookPoint.Q)
+    mask = np.zeros(width, np.float32)
+    mask[slice(*ABLATED)] = 1
+    document = {"method": "replace", "vector": np.zeros(width, np.float32), "alpha": 1.0, "mask": mask}
+    return Steering(operations=[("both", Site(1, HookPoint.Q), document)])
 
 
 def _cosines(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
