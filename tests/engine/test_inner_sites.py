@@ -16,6 +16,7 @@ from safetensors.torch import load
 from headgate.capture.schema.sites import READ_ONLY, HookPoint, Site
 from headgate.consumers.inline import fetch_rows
 from headgate.consumers.reader import open_captures
+from headgate.steering import ops
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import Reference, Steering, own_process, relative_error
 from tests.engine.inner_reference import inner_rows
@@ -41,6 +42,12 @@ ACTING = {
     "deepseek_v3": (HookPoint.KV_LATENT, HookPoint.ROUTER_LOGITS, HookPoint.MLP_ACT),
 }
 LAYOUTS = ("request", "shards", "raw")
+ROUTING: list[dict[str, Any]] = [
+    {"steering_ops": [ops.ban_experts("2.router_logits", [0])]},
+    {"steering_ops": [ops.force_experts("2.router_logits", [3])]},
+    {"steering_ops": [ops.ban_experts("2.router_logits", [1]), ops.force_experts("2.router_logits", [0])]},
+]
+"""By prompt: what becomes of some of the four experts of the last layer."""
 FIRST_WITH_EXPERTS = {"deepseek_v3": 1}
 """The first layer whose MLP is of experts."""
 
@@ -63,6 +70,7 @@ class Served(NamedTuple):
     operated_references: list[Reference]
     gated: list[Any]
     gate: dict[str, Any]
+    routed: list[Any]
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +125,14 @@ def serve(family: str, references: ProcessPoolExecutor, folder: Path, **settings
         at = Site(LAYERS - 1, [hook for hook in hooks if hook not in READ_ONLY][-1])
         gate = gate_at(at, torch.randn(widths[at], generator=random).tolist())
         gated = generate(llm, sites, [{}] * len(PROMPTS), gate=gate)
+        routed = generate(llm, sites, [{}] * len(PROMPTS), fields=ROUTING) if "experts" in sites else []
     finally:
         stop_llm(llm)
     acting = [Steering()] * len(PROMPTS) + [Steering(prefill=each, decode=each) for each in vectors]
     acting += [Steering(operations=each) for each in operations]
     found = references_of(family, references, [*plain, *steered, *operated], acting)
     parts = [found[start : start + len(PROMPTS)] for start in range(0, len(found), len(PROMPTS))]
-    return Served(family, hooks, folder, plain, parts[0], steered, parts[1], operated, parts[2], gated, gate)
+    return Served(family, hooks, folder, plain, parts[0], steered, parts[1], operated, parts[2], gated, gate, routed)
 
 
 def consumers_in(folder: Path) -> list[Any]:
@@ -169,11 +178,12 @@ def generate(
     vectors: list[dict[Site, torch.Tensor]],
     operations: Sequence[Sequence[Acting]] = ((),) * len(PROMPTS),
     gate: dict[str, Any] | None = None,
+    fields: Sequence[dict[str, Any]] = ({},) * len(PROMPTS),
 ) -> list[Any]:
     from vllm import SamplingParams
 
     params = []
-    for each, acting in zip(vectors, operations, strict=True):
+    for each, acting, others in zip(vectors, operations, fields, strict=True):
         made = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT)
         made.capture = {"memory": {"hooks": sites}}
         if "experts" in sites:
@@ -182,10 +192,10 @@ def generate(
         field: dict[str, Any] = {}
         for site, vector in each.items():
             field.setdefault(site.hook.value, {})[site.layer] = vector.tolist()
-        fields = Case("", operations=tuple(acting)).fields() | ({"steering_vectors": field} if field else {})
+        found = Case("", operations=tuple(acting)).fields() | others | ({"steering_vectors": field} if field else {})
         if gate is not None:
-            fields |= {"steering_gates": [gate], "return_steering_trace": True}
-        for name, value in fields.items():
+            found |= {"steering_gates": [gate], "return_steering_trace": True}
+        for name, value in found.items():
             setattr(made, name, value)
         params.append(made)
     return list(llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False))
@@ -249,6 +259,18 @@ def test_gates_read_rows_of_every_width(served: Served) -> None:
         assert relative_error(cosine, rows @ weight / (rows.norm(dim=1) * weight.norm())) <= 1e-4
         assert relative_error(probe, rows @ weight + second["probe"]["bias"]) <= 1e-4
         assert all(trace["gates"]["wide"]["applied"])
+
+
+def test_experts_are_banned_and_forced_by_their_numbers(served: Served) -> None:
+    chosen = [output.capture_results["memory"].payload.rows[Site(2, HookPoint.EXPERTS)] for output in served.routed]
+    if not chosen:
+        return
+    banned, forced, both = chosen
+
+    assert not (banned == 0).any()
+    assert (forced == 3).any(dim=1).all()
+    assert not (both == 1).any()
+    assert (both == 0).any(dim=1).all()
 
 
 def test_the_experts_of_all_layers_come_as_one_tensor(served: Served) -> None:
