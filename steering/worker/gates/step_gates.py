@@ -1,19 +1,29 @@
-"""The gates of each step of one worker: before its forward, and after. Step thread only."""
+"""The gates of each step of one worker: before its forward, and after. Step thread only.
+
+Coefficients that controllers set on the requests of a worker: entries of programs have them on generated rows.
+
+A coefficient has a column, like the strength of a gate, but nothing on the device evaluates it: the host writes it into
+the state of the request where it changes. Rows that are computed again, several in a forward, find theirs in the
+signals, as `headgate.steering.programs.codes` has it for entries that act early. Numpy only.
+
+Letters in shape comments: G requests with gates in a step, N their rows, K requests that are driven, n requests or
+changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
-from headgate.steering.gates.coefficient_changes import CoefficientChanges
+from headgate.steering.gates.coefficient_changes import CoefficientChanges, ColumnChanges
 from headgate.steering.gates.step_table import ReportedCounts
+from headgate.steering.programs.codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
-from headgate.steering.worker.gates.driven import DrivenStrengths, Places
 from headgate.steering.worker.gates.readings import (
     GateHistory,
     SignalCopier,
@@ -33,6 +43,403 @@ from headgate.steering.worker.gates.requests import (
 )
 from headgate.steering.worker.placed_programs import ActingRule, acting_of
 from headgate.steering.worker.transfers import PinnedCopies
+
+_FEW = 64
+"""Pieces of a history, of a step each, that are put together."""
+NEVER = np.iinfo(np.int64).max
+
+
+class Places(NamedTuple):
+    """Numbers to write into signals or states.
+
+    Attributes:
+        flat: int64 ``[n]``: the batch row, or slot, times the number of columns, plus the column. The very array of the
+            step before if it is the same.
+        values: float32 ``[n]``.
+    """
+
+    flat: Int64Array
+    values: Float32Rows
+
+    def __len__(self) -> int:
+        return len(self.flat)
+
+    @classmethod
+    def of(cls, places: Iterable[tuple[int, int, float]], num_columns: int) -> Places:
+        """Make it of row, column and value of each."""
+        listed = list(places)
+        flat = np.array([row * num_columns + column for row, column, _ in listed], np.int64)
+        return cls(flat, np.array([value for *_, value in listed], np.float32))
+
+    @classmethod
+    def joined(cls, *parts: Places) -> Places:
+        """Concatenate some."""
+        found = [part for part in parts if len(part)]
+        if len(found) < 2:
+            return found[0] if found else NO_PLACES
+        flat, values = (np.concatenate([part[at] for part in found]) for at in (0, 1))
+        return cls(flat, values)
+
+
+NO_PLACES = Places(np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+class SerialChanges(NamedTuple):
+    """Changes of one column in the order in which they were decided: whose, from which position on, and what.
+
+    Attributes:
+        serials: int64 ``[n]``: serial numbers of requests.
+        firsts: int64 ``[n]``.
+        values: float32 ``[n]``.
+    """
+
+    serials: Int64Array
+    firsts: Int64Array
+    values: Float32Rows
+
+    @classmethod
+    def of(cls, serials: Int64Array, changes: ColumnChanges) -> SerialChanges:
+        """Make it of changes, and the serial number of each request that they name; int64 ``[m]``."""
+        return cls(serials[changes.whose], changes.firsts, changes.values)
+
+    @classmethod
+    def joined(cls, pieces: list[SerialChanges], alive: Int64Array) -> SerialChanges:
+        """Concatenate some, without requests that have ended."""
+        serials, firsts, values = (np.concatenate([piece[at] for piece in pieces]) for at in (0, 1, 2))
+        stays = np.isin(serials, alive)
+        return cls(serials[stays], firsts[stays], values[stays])
+
+    def rows_of(self, serial: int) -> tuple[Int64Array, Float32Rows]:
+        """Return positions and values of one request's."""
+        mine = self.serials == serial
+        return self.firsts[mine], self.values[mine]
+
+
+class _Noted(NamedTuple):
+    """Changes of a step, as they came: see `SerialChanges.of`."""
+
+    serials: Int64Array
+    changes: ColumnChanges
+
+    def rows_of(self, serial: int) -> tuple[Int64Array, Float32Rows]:
+        return self.piece().rows_of(serial)
+
+    def piece(self) -> SerialChanges:
+        return SerialChanges.of(self.serials, self.changes)
+
+
+class DrivenColumn:
+    """The coefficients in one column, of each driven request by its number.
+
+    Args:
+        size: Numbers.
+        num_slots: Slots of states.
+
+    Attributes:
+        firsts: int64 ``[size]``: the position from which the last value acts; `NEVER` for a request that is not driven
+            here.
+        values: float32 ``[size]``: the last values.
+        written: float32 ``[num_slots]``: as the device has it, by slot; NaN if nothing is known.
+        is_changed: Whether a value was set since the last step.
+    """
+
+    def __init__(self, size: int, num_slots: int) -> None:
+        self.firsts: Int64Array = np.full(size, NEVER, np.int64)
+        self.values: Float32Rows = np.zeros(size, np.float32)
+        self.written: Float32Rows = np.full(num_slots, np.nan, np.float32)
+        self.is_changed = False
+        self._large: list[SerialChanges] = []
+        self._small: list[_Noted] = []
+        """Changes of the last steps."""
+
+    def is_driven(self, numbers: Any) -> Any:
+        """Return whether the requests of some numbers, or of one, have had a coefficient here."""
+        return self.firsts[numbers] < NEVER
+
+    def grow(self, size: int) -> None:
+        """Make room for numbers below `size`."""
+        more = size - len(self.firsts)
+        self.firsts = np.concatenate([self.firsts, np.full(more, NEVER, np.int64)])
+        self.values = np.concatenate([self.values, np.zeros(more, np.float32)])
+
+    def forget(self, number: int) -> None:
+        """Let a number be another request's."""
+        self.firsts[number] = NEVER
+
+    def set(self, numbers: Int64Array, serials: Int64Array, changes: ColumnChanges, alive: Int64Array) -> None:
+        """Set values from positions on, for good.
+
+        Args:
+            numbers: Numbers of the requests that change, int64 ``[n]``.
+            serials: Serial numbers of all that the changes name, int64 ``[m]``.
+            changes: What is set.
+            alive: Serial numbers of all driven requests.
+        """
+        self.firsts[numbers], self.values[numbers] = changes.firsts, changes.values
+        self.is_changed = True
+        self._small.append(_Noted(serials, changes))
+        if len(self._small) >= _FEW:
+            self._compact(alive)
+
+    def at(self, serial: int, positions: Int64Array) -> Float32Rows:
+        """Return the value of a request at each of some positions; 0 before the first."""
+        pieces: list[SerialChanges | _Noted] = [*self._large, *self._small]
+        found = [piece.rows_of(serial) for piece in pieces]
+        firsts = np.concatenate([firsts for firsts, _ in found])
+        values = np.concatenate([np.zeros(1, np.float32), *(values for _, values in found)])
+        # One that was decided later takes the place of all that were to act from its position on.
+        behind = np.minimum.accumulate(np.append(firsts, NEVER)[::-1])[::-1][1:]
+        stays = firsts < behind
+        at: Float32Rows = values[np.append(True, stays)][np.searchsorted(firsts[stays], positions, side="right")]
+        return at
+
+    def _compact(self, alive: Int64Array) -> None:
+        """Put the pieces of the last steps together."""
+        self._large.append(SerialChanges.joined([piece.piece() for piece in self._small], alive))
+        self._small = []
+        while len(self._large) > 1 and len(self._large[-2].firsts) <= 2 * len(self._large[-1].firsts):
+            self._large[-2:] = [SerialChanges.joined(self._large[-2:], alive)]
+
+
+_AT_FIRST = 64
+
+
+class _NamedRequests(NamedTuple):
+    """The requests that changes name; the next ones are likely to name the same.
+
+    Attributes:
+        req_ids: The tuple object.
+        numbers: int64 ``[n]``; `NOBODY` for requests that are not driven.
+        serials: int64 ``[n]``.
+        columns: The columns in which all of them are driven.
+    """
+
+    req_ids: tuple[str, ...]
+    numbers: Int64Array
+    serials: Int64Array
+    columns: set[int]
+
+
+class _Members(NamedTuple):
+    """The requests of a batch that are driven in a column; they stay from step to step.
+
+    Attributes:
+        at: int64 ``[K]``: their places in the batch; None if it is all of them.
+        numbers: int64 ``[K]``.
+        slots: int64 ``[K]``.
+        flat: int64 ``[K]``: where their coefficients lie in the states.
+    """
+
+    at: Int64Array | None
+    numbers: Int64Array
+    slots: Int64Array
+    flat: Int64Array
+
+
+NOBODY = 0
+"""The number of requests that are not driven."""
+
+
+class DrivenStrengths:
+    """The coefficients of a worker's requests. Step thread only.
+
+    Args:
+        num_slots: Slots of states.
+        num_columns: Number of columns of signals and states.
+
+    Attributes:
+        numbers: Numbers of the requests that are driven, by id.
+        serials: int64, by number: a serial number of each request, which no other ever has; -1 for a free number.
+        by_column: Their coefficients.
+        is_settled: Whether the device has the last value of each request of the last step.
+    """
+
+    def __init__(self, num_slots: int, num_columns: int) -> None:
+        self._num_slots, self._num_columns = num_slots, num_columns
+        self.numbers: dict[str, int] = {}
+        self.by_column: dict[int, DrivenColumn] = {}
+        self.serials: Int64Array = np.full(_AT_FIRST, -1, np.int64)
+        self._free = list(range(_AT_FIRST - 1, NOBODY, -1))
+        self._next_serial = 0
+        self.is_settled = True
+        self._named: tuple[tuple[str, ...], Int64Array] = ((), self.serials)
+        """The requests that were asked for last, and the number of each."""
+        self._last_named: _NamedRequests | None = None
+        """Requests of the last changes; None once numbers have changed."""
+        self._batch: GatedBatch | None = None
+        self._members: dict[int, _Members] = {}
+        """Members of the last batch, by column."""
+        self._joined: dict[tuple[int, ...], Int64Array] = {}
+        """Where the coefficients of its members lie, by columns."""
+
+    def set(self, changes: CoefficientChanges) -> list[str]:
+        """Take changes.
+
+        Returns:
+            The requests that were not driven in that column before.
+        """
+        fresh: dict[str, None] = {}
+        for piece in changes:
+            column = self.by_column.get(piece.column)
+            if column is None:
+                column = self.by_column[piece.column] = DrivenColumn(len(self.serials), self._num_slots)
+            named = self._named_by(piece.req_ids)
+            if piece.column not in named.columns:
+                fresh |= dict.fromkeys(self._begin(piece, column, named))
+                named = self._named_by(piece.req_ids)
+            numbers = named.numbers if len(piece.whose) == len(piece.req_ids) else named.numbers[piece.whose]
+            column.set(numbers, named.serials, piece, self.serials)
+        self.is_settled = False
+        return list(fresh)
+
+    def _begin(self, piece: ColumnChanges, column: DrivenColumn, named: _NamedRequests) -> list[str]:
+        """Give the requests of changes numbers; return the ones that were not driven in the column before."""
+        is_driven = column.is_driven(named.numbers)
+        if np.count_nonzero(is_driven) == len(is_driven):
+            named.columns.add(piece.column)
+            return []
+        fresh = [piece.req_ids[at] for at in piece.whose[~is_driven[piece.whose]].tolist()]
+        for req_id in fresh:
+            self._number(req_id)
+        if fresh:
+            self._forget_members()
+        return fresh
+
+    def columns(self, req_id: str) -> frozenset[int]:
+        """Return the columns that a request has had a coefficient in."""
+        number = self.numbers.get(req_id)
+        if number is None:
+            return frozenset()
+        return frozenset(name for name, column in self.by_column.items() if column.is_driven(number))
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request that ended."""
+        number = self.numbers.pop(req_id, None)
+        if number is None:
+            return
+        for name, column in list(self.by_column.items()):
+            column.forget(number)
+            if not column.is_driven(slice(None)).any():
+                del self.by_column[name]
+        self.serials[number] = -1
+        self._free.append(number)
+        self._renumbered()
+
+    def changes(self, rows: GateRows, batch: GatedBatch) -> Places:
+        """Return what to write before a step that goes on from the one before; it counts as written."""
+        return NO_PLACES if self.is_settled else self._settle(rows, batch)
+
+    def states(self, rows: GateRows, batch: GatedBatch, cleared: Int32Array) -> Places:
+        """Return what to write into the states before a step; it counts as written.
+
+        Args:
+            rows: Rows of the step.
+            batch: Batch of the step.
+            cleared: Slots whose states are forgotten before.
+        """
+        for column in self.by_column.values() if len(cleared) else ():
+            column.written[cleared] = np.nan
+        return self._settle(rows, batch) if self.numbers else NO_PLACES
+
+    def replayed(self, rows: GateRows, batch: GatedBatch, flags: Int32Array) -> Places:
+        """Return what to write into the signals of rows that are computed again.
+
+        Args:
+            rows: Rows of the step.
+            batch: Batch of the step.
+            flags: `TokenFlag` of each row, int32 ``[N]``.
+        """
+        if not self.numbers or not (flags & TokenFlag.IS_REPLAYED).any():
+            return NO_PLACES
+        found: list[Places] = []
+        ends = np.cumsum(rows.counts)
+        for at, number in enumerate(self._numbers_of(batch.gated_ids).tolist()):
+            (index,) = np.nonzero(flags[ends[at] - rows.counts[at] : ends[at]] & TokenFlag.IS_REPLAYED)
+            for name, column in self.by_column.items() if len(index) else ():
+                if column.is_driven(number):
+                    values = column.at(int(self.serials[number]), rows.firsts[at] + index)
+                    found.append(Places((rows.starts[at] + index) * self._num_columns + name, values))
+        return Places.joined(*found)
+
+    def _number(self, req_id: str) -> int:
+        """Return the number of a request, which counts as driven from here on."""
+        if (known := self.numbers.get(req_id)) is not None:
+            return known
+        if not self._free:
+            size = len(self.serials)
+            self._free = list(range(2 * size - 1, size - 1, -1))
+            self.serials = np.concatenate([self.serials, np.full(size, -1, np.int64)])
+            for column in self.by_column.values():
+                column.grow(2 * size)
+        number = self.numbers[req_id] = self._free.pop()
+        self.serials[number] = self._next_serial
+        self._next_serial += 1
+        self._renumbered()
+        return number
+
+    def _renumbered(self) -> None:
+        self._named = ((), self._named[1])
+        self._last_named = None
+        self._forget_members()
+
+    def _forget_members(self) -> None:
+        self._members.clear()
+        self._joined.clear()
+
+    def _named_by(self, req_ids: tuple[str, ...]) -> _NamedRequests:
+        named = self._last_named
+        if named is None or named.req_ids is not req_ids:
+            numbers = self._numbers_of(req_ids)
+            named = self._last_named = _NamedRequests(req_ids, numbers, self.serials[numbers], set())
+        return named
+
+    def _numbers_of(self, req_ids: tuple[str, ...]) -> Int64Array:
+        """Return the number of each of some requests, int64 ``[n]``."""
+        if self._named[0] != req_ids:
+            self._named = req_ids, np.array([self.numbers.get(req_id, NOBODY) for req_id in req_ids], np.int64)
+        return self._named[1]
+
+    def _members_of(self, name: int, batch: GatedBatch) -> _Members:
+        if (known := self._members.get(name)) is None:
+            numbers = self._numbers_of(batch.gated_ids)
+            (at,) = self.by_column[name].is_driven(numbers).nonzero()
+            slots = batch.slots[at].astype(np.int64)
+            flat = slots * self._num_columns + name
+            known = _Members(None if len(at) == len(numbers) else at, numbers[at], slots, flat)
+            self._members[name] = known
+        return known
+
+    def _settle(self, rows: GateRows, batch: GatedBatch) -> Places:
+        """Return what to write for the first row of each request.
+
+        Where one changes all of a column are written: so the places stay the same from step to step.
+        """
+        if self._batch is not batch:
+            self._batch = batch
+            self._forget_members()
+        found: list[tuple[int, Places]] = []
+        self.is_settled = True
+        for name, column in self.by_column.items():
+            at, numbers, slots, flat = self._members_of(name, batch)
+            firsts = rows.firsts if at is None else rows.firsts[at]
+            values = column.values[numbers]
+            is_early = firsts < column.firsts[numbers]
+            for index in is_early.nonzero()[0].tolist() if np.count_nonzero(is_early) else ():
+                self.is_settled = False
+                values[index] = column.at(int(self.serials[numbers[index]]), firsts[index : index + 1])[0]
+            if column.is_changed or np.count_nonzero(values != column.written[slots]):
+                column.is_changed, column.written[slots] = False, values
+                found.append((name, Places(flat, values)))
+        if len(found) > 1:
+            return _one_behind_the_other(found, self._joined)
+        return found[0][1] if found else NO_PLACES
+
+
+def _one_behind_the_other(found: Sequence[tuple[int, Places]], known: dict[tuple[int, ...], Int64Array]) -> Places:
+    """Concatenate the places of some columns; `known` has the arrays of before, by columns."""
+    joined = Places.joined(*(places for _, places in found))
+    return Places(known.setdefault(tuple(name for name, _ in found), joined.flat), joined.values)
+
 
 _NO_TOKENS: Int32Array = np.empty((0, 2), np.int32)
 _NO_SLOTS: Int32Array = np.empty(0, np.int32)

@@ -52,6 +52,9 @@ class NoNames:
     hidden_size = HIDDEN
     op_sites = SITES
 
+    def width(self, site: Site) -> int:
+        return HIDDEN
+
     def vectors(self, phase: int):
         return lambda name, site: None
 
