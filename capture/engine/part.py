@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "doctor": (
-        "headgate.capture.engine.commands.doctor:doctor",
+        "headgate.capture.engine.commands.doctor:command",
         "Say whether headgate fits what is installed, and what MODEL offers.",
     ),
     "keys": ("headgate.capture.engine.commands.keys:keys", "Make keys of clients and of hosts."),

@@ -6,6 +6,7 @@ import multiprocessing
 import subprocess
 import sys
 from argparse import Namespace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,10 +16,12 @@ from vllm.engine.arg_utils import EngineArgs
 
 from headgate.capture import LLM
 from headgate.capture.engine import vllm_names
+from headgate.capture.engine.commands.doctor import settings_of
 from headgate.capture.engine.commands.verify_engine import fit_cpu_cache
 from headgate.capture.engine.frontends import startup
 from headgate.capture.engine.plugin import register
 from headgate.capture.engine.setup import patch_set, startup_checks
+from headgate.capture.engine.setup.engine_settings import SERVED, Refusal, Served
 from headgate.capture.engine.setup.patch_set import PatchSet
 from headgate.capture.engine.vllm_types import VllmConfig
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
@@ -203,6 +206,33 @@ def test_the_cache_on_cpus_fits_what_is_free(
     assert cache.kv_cache_memory_bytes == (None if expected_gib is None else expected_gib * GIB)
     is_ours = expected_gib is not None and set_bytes is None
     assert ("VLLM_CPU_KVCACHE_SPACE" in caplog.text) == is_ours
+
+
+def test_doctor_answers_for_the_users_own_flags() -> None:
+    """Every setting is read from where this vLLM has it."""
+    flags = "--max-model-len 128 --tensor-parallel-size 2 --pipeline-parallel-size 2 --enable-lora --enforce-eager"
+    flags += " --decode-context-parallel-size 2 --kv-cache-dtype fp8 --enable-prompt-embeds --no-enable-prefix-caching"
+    model = str(tiny_model("llama"))
+
+    found = settings_of(model, ["--skip-tokenizer-init", *flags.split(), "--kv-sharing-fast-prefill"])
+
+    refused = [each.what for each in found if isinstance(each, Refusal)]
+    names = {each.what.partition(" (")[0] for each in found if isinstance(each, Served)}
+    assert [what.partition(" (")[0] for what in refused] == ["fast prefill of layers that share keys and values"]
+    expected = {"tensor parallelism", "pipeline parallelism", "decode context parallelism", "LoRA", "prompt embeddings"}
+    assert expected | {"type of the KV cache", "chunked prefill"} <= names
+    assert not {"prefix caching", "data parallelism", "torch.compile", "speculative decoding, the methods"} & names
+
+
+def test_every_setting_is_where_this_vllm_has_it() -> None:
+    """An attribute with another name would make a setting look as if it were not set."""
+    config = EngineArgs(model=str(tiny_model("llama")), skip_tokenizer_init=True, max_model_len=128)
+    made = config.create_engine_config()
+
+    paths = [each.path for each in SERVED if each.path]
+    assert len(paths) > 15
+    for path in paths:
+        attrgetter(path)(made)
 
 
 def test_a_share_of_the_memory_that_the_user_named_is_kept(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,6 +21,7 @@ from headgate.capture.engine import vllm_names
 from headgate.capture.engine.compiler.inductor import KERNELS, LOWERING, missing_symbols
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
+from headgate.capture.engine.setup.engine_settings import Refusal, Served, applying
 from headgate.capture.engine.setup.site_shapes import declared_shapes
 from headgate.capture.engine.vllm_names import check_version, versions
 from headgate.capture.engine.worker.install import submodule_places
@@ -60,13 +61,21 @@ class ModelReport(NamedTuple):
         return (self.max_tokens + NUM_TRASH_ROWS) * sum(shape.row_bytes for shape in hook.shapes) / MIB
 
 
+command = typer.Typer(add_completion=False)
+
+
+@command.command("doctor", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def doctor(
+    context: typer.Context,
     model: Annotated[str | None, typer.Argument(help="Model folder or name; its sites are listed.")] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also list every wrapped attribute of vLLM, and vLLM's own log.")
     ] = False,
 ) -> None:
-    """Say whether headgate fits what is installed, and what MODEL offers: its sites and the memory they cost."""
+    """Say whether headgate fits what is installed, and what MODEL offers: its sites and the memory they cost.
+
+    Flags of `vllm serve` after MODEL: which of these settings headgate serves, and which it refuses.
+    """
     if not verbose:
         os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
         for name in ("vllm", "huggingface_hub"):
@@ -77,7 +86,7 @@ def doctor(
     healthy &= _report_compiler(console)
     _report_consumers(console)
     if model is not None:
-        healthy &= _report_model(console, model, verbose)
+        healthy &= _report_model(console, model, verbose) and _report_settings(console, model, context.args)
     if not healthy:
         raise typer.Exit(1)
 
@@ -97,7 +106,34 @@ def _report_model(console: Console, model: str, verbose: bool) -> bool:
     return True
 
 
-def _in_one_line(error: Exception) -> str:
+def _report_settings(console: Console, model: str, flags: Sequence[str]) -> bool:
+    try:
+        found = settings_of(model, flags) if flags else []
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever vLLM raises; its parser has written why)
+        console.print(f"[red]{escape(' '.join(flags))}: {escape(_in_one_line(error))}", soft_wrap=True)
+        return False
+    for each in found:
+        is_refused = isinstance(each, Refusal)
+        state = f"[red]refused[/]: {each.why}; {each.instead}" if is_refused else each.proof
+        console.print(f"[bold]{escape(each.what)}[/] {state}", soft_wrap=True, highlight=False)
+    return not any(isinstance(each, Refusal) for each in found)
+
+
+def settings_of(model: str, flags: Sequence[str]) -> list[Served | Refusal]:
+    """Served and refused settings of an engine that is started with `flags` of vLLM's command line.
+
+    Raises:
+        SystemExit: If vLLM knows no such flag; it has said so.
+    """
+    EngineArgs = vllm_names.ENGINE_ARGS.get()
+    FlexibleArgumentParser = vllm_names.ARGUMENT_PARSER.get()
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="headgate doctor", usage="flags of vLLM's engine"))
+    arguments = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
+    return applying(arguments.create_engine_config())
+
+
+def _in_one_line(error: BaseException) -> str:
     if isinstance(error, HeadgateError):
         return str(error)
     reported = " ".join(str(error).split("[type=")[0].split()[:60])  # pydantic appends the input's representation

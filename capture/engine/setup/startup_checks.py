@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import wraps
-from typing import NamedTuple
 
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.contracts.parts import worker_part
+from headgate.capture.engine.setup.engine_settings import REFUSALS
 from headgate.capture.engine.setup.hosts import network_keys
 from headgate.capture.engine.setup.patch_set import process_patches
 from headgate.capture.engine.setup.settings import sections
@@ -17,152 +16,6 @@ from headgate.capture.engine.vllm_types import Function, VllmConfig
 from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.schema.config import GIB
 from headgate.capture.schema.errors import UnsupportedError
-
-
-class Refusal(NamedTuple):
-    """One setting that cannot be served."""
-
-    is_set: Callable[[VllmConfig], bool]
-    what: str
-    why: str
-    instead: str
-
-
-DRAFT_METHODS = ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp")
-"""Methods of speculative decoding that are served."""
-
-
-def _unserved_drafts(config: VllmConfig) -> bool:
-    drafts = config.speculative_config
-    return drafts is not None and (drafts.method not in DRAFT_METHODS or getattr(drafts, "parallel_drafting", False))
-
-
-def _varying_drafts(config: VllmConfig) -> bool:
-    drafts = config.speculative_config
-    adapts = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification")
-    return drafts is not None and any(getattr(drafts, name, None) for name in adapts)
-
-
-def _sequence_parallel(config: VllmConfig) -> bool:
-    # vLLM 0.26 has the pass; later releases dropped it.
-    return bool(getattr(config.compilation_config.pass_config, "enable_sp", False))
-
-
-def _external_launcher(config: VllmConfig) -> bool:
-    parallel = config.parallel_config
-    return parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
-
-
-OFFLOADING = "OffloadingConnector"
-"""The one connector whose keys are vLLM's hashes of blocks, which contain what steered them."""
-
-
-def _other_connector(config: VllmConfig) -> bool:
-    transfer = config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector != OFFLOADING
-
-
-def _other_offloading(config: VllmConfig) -> bool:
-    transfer, usual = config.kv_transfer_config, "CPUOffloadingSpec"
-    return (
-        transfer is not None
-        and transfer.kv_connector == OFFLOADING
-        and transfer.kv_connector_extra_config.get("spec_name", usual) != usual
-    )
-
-
-REFUSALS = (
-    Refusal(
-        lambda config: config.parallel_config.data_parallel_backend == "ray",
-        "data-parallel engines that Ray starts (--data-parallel-backend ray)",
-        "engine cores are actors then, whose start is not the one that headgate follows",
-        "start the engines of each host with --data-parallel-backend mp; --distributed-executor-backend ray is served",
-    ),
-    Refusal(
-        _external_launcher,
-        "the executor external_launcher with more than one rank",
-        "every process runs every request and one rank captures, so the others would wait for results that never come",
-        "start it with --distributed-executor-backend mp or ray",
-    ),
-    Refusal(
-        lambda config: config.parallel_config.use_ubatching,
-        "dual-batch overlap (--enable-dbo, ubatching)",
-        "layers see a slice of the batch, so batch rows would be attributed to the wrong requests",
-        "start without --enable-dbo",
-    ),
-    Refusal(
-        lambda config: config.cache_config.kv_sharing_fast_prefill,
-        "fast prefill of layers that share keys and values (--kv-sharing-fast-prefill)",
-        "these layers compute the last row of a prompt only, so batch rows would be attributed to the wrong requests",
-        "start without --kv-sharing-fast-prefill",
-    ),
-    Refusal(
-        lambda config: config.parallel_config.prefill_context_parallel_size > 1,
-        "prefill context parallelism",
-        "each rank computes a part of the prompt's positions",
-        "start with --prefill-context-parallel-size 1",
-    ),
-    Refusal(
-        _sequence_parallel,
-        "the sequence-parallel compilation pass (enable_sp)",
-        "it shards the residual stream over ranks by token",
-        "set compilation_config.pass_config.enable_sp to false",
-    ),
-    Refusal(
-        lambda config: config.parallel_config.use_sequence_parallel_moe,
-        "token-sharded mixture-of-experts residuals (expert parallel with data parallel)",
-        "the residual stream is sharded by token between attention and experts",
-        "start without --enable-expert-parallel, or with --data-parallel-size 1",
-    ),
-    Refusal(
-        _unserved_drafts,
-        "this method of speculative decoding",
-        "which rows are of accepted tokens was not proven for it",
-        f"choose another method in --speculative-config ({', '.join(DRAFT_METHODS)}), without parallel_drafting",
-    ),
-    Refusal(
-        _varying_drafts,
-        "speculative decoding that varies how many drafts it verifies",
-        "the batch rows of each request are known on the device alone",
-        "start without num_speculative_tokens_per_batch_size and enable_adaptive_verification",
-    ),
-    Refusal(
-        lambda config: config.speculative_config is not None and config.parallel_config.pipeline_parallel_size > 1,
-        "speculative decoding with pipeline parallelism",
-        "only the last stage knows in time which drafts were accepted",
-        "start without --speculative-config, or with --pipeline-parallel-size 1",
-    ),
-    Refusal(
-        lambda config: config.model_config.is_diffusion,
-        "block-diffusion models",
-        "they compute the positions of a block again and again, and later steps change their tokens",
-        "serve a model that generates from left to right",
-    ),
-    Refusal(
-        _other_connector,
-        "KV connectors (--kv-transfer-config, --kv-offloading-backend lmcache) but OffloadingConnector",
-        "they name blocks by their tokens, or bring keys and values from engines that may not steer",
-        "start without them; --kv-offloading-size with the backend native is served",
-    ),
-    Refusal(
-        _other_offloading,
-        "KV offloading to anything but this engine's memory (spec_name)",
-        "files and other engines may hold keys and values that an earlier release or other settings computed",
-        "leave spec_name out of kv_connector_extra_config",
-    ),
-    Refusal(
-        lambda config: config.model_config.is_encoder_decoder,
-        "encoder-decoder models",
-        "positions of encoder and decoder would share one axis",
-        "serve a decoder-only model",
-    ),
-    Refusal(
-        lambda config: config.model_config.runner_type != "generate",
-        "pooling models",
-        "they finish requests without generating",
-        "serve the model with --runner generate",
-    ),
-)
 
 
 def refuse_unsupported_settings(vllm_config: VllmConfig) -> None:

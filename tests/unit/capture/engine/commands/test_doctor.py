@@ -47,9 +47,7 @@ def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
     monkeypatch.setattr(doctor, "_report_compiler", lambda console: True)
     monkeypatch.setattr(patch_table, "PATCHES", [patch("loads"), patch("dumps")])
     monkeypatch.setattr(vllm_names, "required_names", lambda: [Name("json:JSONEncoder")])
-    app = typer.Typer()
-    app.command()(doctor.doctor)
-    return app
+    return doctor.command
 
 
 def patch(target: str, parameters: tuple[str, ...] = ()) -> Patch:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from headgate.capture.engine.setup.engine_settings import SERVED, Refusal, Served, applying, table
 from headgate.capture.engine.setup.startup_checks import refuse_unsupported_settings
 from headgate.capture.schema.errors import UnsupportedError
+
+ROOT = Path(__file__).parents[5]
 
 
 class Settings(SimpleNamespace):
@@ -138,3 +142,29 @@ def test_what_remembers_or_counts_rows_is_refused_with_drafts(steering, text):
 
     with pytest.raises(UnsupportedError, match=text):
         refuse_unsupported_settings(plain)
+
+
+def test_the_reference_has_the_table_and_its_tests_exist():
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+
+    assert table() in page
+    for each in SERVED:
+        assert bool(each.tests) == bool(each.since) == bool(each.device), each.what
+        assert all((ROOT / "tests" / test).is_file() for test in each.tests), each.what
+
+
+def test_an_engine_has_the_settings_that_are_set_and_refused_ones_come_first():
+    config = settings(
+        parallel_config__use_ubatching=True,
+        parallel_config__tensor_parallel_size=2,
+        kv_transfer_config=transfer("NixlConnector"),
+        cache_config__cache_dtype="fp8",
+    )
+    config.compilation_config.cudagraph_mode = None
+
+    found = applying(config)
+
+    assert [type(each) for each in found] == [Refusal, Refusal, Served, Served, Served]
+    assert ["dual-batch" in found[0].what, "KV connectors" in found[1].what] == [True, True]
+    names = {each.what.partition(" (")[0] for each in found[2:]}
+    assert names == {"tensor parallelism", "data parallelism", "type of the KV cache"}
