@@ -46,20 +46,19 @@ def memory() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def llm(memory: None) -> Iterator[Any]:
     capture = {"consumers": [{"name": "memory"}], "sites": {"post_mlp": "all"}}
-    llm = start_llm(
-        model=tiny_model("llama"),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        max_num_batched_tokens=48,
-        max_logprobs=-1,
-        num_gpu_blocks_override=20,
-        enable_prefix_caching=True,
-        kv_offloading_size=0.02,
-        in_process=True,
-        additional_config={"headgate": {"capture": capture, "steering": {"sites": SITE_MAP}}},
-        **json.loads(os.environ.get("GPU_TEST_ENGINE", "{}")),
-    )
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 48,
+        "max_logprobs": -1,
+        "num_gpu_blocks_override": 20,
+        "enable_prefix_caching": True,
+        "kv_offloading_size": 0.02,
+        "additional_config": {"headgate": {"capture": capture, "steering": {"sites": SITE_MAP}}},
+    }
+    more = json.loads(os.environ.get("GPU_TEST_ENGINE", "{}"))
+    llm = start_llm(model=tiny_model("llama"), in_process=True, **{**settings, **more})
     yield llm
     stop_llm(llm)
 
