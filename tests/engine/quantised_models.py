@@ -2,7 +2,9 @@
 
 The weights are quantised here, by the formats' own rules, so that no quantiser is needed: `write` makes the checkpoint
 that vLLM loads, and beside it one of the dequantised weights that Hugging Face loads in float32. Where a format
-quantises activations too, the reference does so in front of every linear layer.
+quantises activations too, the reference does so in front of every linear layer. One value that falls on the other side
+of such a rounding moves a row by far more than bfloat16 does, so that `further` judges by how far the reference itself
+moves when it rounds what its modules return to bfloat16, as vLLM's do.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 import torch
 from torch import Tensor, nn
 
-from tests.engine.hf_reference import Reference, Request, _Taps
+from headgate.capture.schema.sites import Site
+from tests.engine.hf_reference import Reference, Request, _Taps, row_cosines
 from tests.engine.inner_reference import InnerReference
 
 HIDDEN, WIDE, LAYERS, VOCABULARY = 256, 512, 3, 512
@@ -43,6 +46,9 @@ SIZES: Mapping[str, Any] = {
     "eos_token_id": 2,
 }
 
+MIN_COSINE = 0.999
+"""Of a row in bfloat16, whatever the method."""
+
 Tensors = dict[str, Tensor]
 
 
@@ -55,7 +61,8 @@ class Method:
         weight: Makes of a weight ``[out, in]`` the checkpoint's tensors, by suffix, and the dequantised weight.
         activation: What becomes of a linear layer's input.
         engine: Other settings of the engine.
-        rounds_cache: Whether keys and values are rounded to FP8.
+        rounds_cache: Whether queries, keys, values and the weights of attention are rounded to FP8, as vLLM's kernels
+            for GPUs do with such a cache.
         family: Of `hf_reference.ANATOMIES`.
     """
 
@@ -269,15 +276,22 @@ def _random_model(family: str) -> nn.Module:
 
 
 class QuantisedReference(InnerReference):
-    """Hugging Face's model of dequantised weights, whose activations and cached keys are rounded as the method says."""
+    """Hugging Face's model of dequantised weights, whose activations and cached keys are rounded as the method says.
 
-    def __init__(self, folder: Path, method: str) -> None:
-        self._method = METHODS[method]
+    With `is_rounded`, every module's result is rounded to bfloat16.
+    """
+
+    def __init__(self, folder: Path, method: str, *, is_rounded: bool = False) -> None:
+        self._method, self._is_rounded = METHODS[method], is_rounded
         super().__init__(folder, self._method.family)
 
     @contextmanager
     def _hooked(self, taps: _Taps) -> Iterator[None]:
-        with super()._hooked(taps), ExitStack() as stack:  # its hooks come first: rows are not rounded yet
+        with ExitStack() as first, super()._hooked(taps), ExitStack() as stack:  # rows are not quantised yet
+            layers = set(self.model.get_submodule(self.anatomy.layers))
+            for part in self.model.modules() if self._is_rounded else ():
+                if part in layers or not list(part.children()):
+                    first.callback(part.register_forward_hook(_rounded).remove)
             activation = self._method.activation
             for name, part in self.model.named_modules() if activation else ():
                 if name.split(".")[-1] in LINEAR:
@@ -291,16 +305,57 @@ class QuantisedReference(InnerReference):
 
             def rounded(*args: Any, **kwargs: Any) -> Any:
                 whole = list(args)
-                whole[2:4] = (args[at].to(FP8).float() for at in (2, 3))  # module, query, key, value
-                return function(*whole, **kwargs)
+                whole[1:4] = (args[at].to(FP8).float() for at in (1, 2, 3))  # module, query, key, value
+                with patch.object(nn.functional, "softmax", _fp8_softmax):
+                    return function(*whole, **kwargs)
 
             return super()._watched(taps, running, rounded, names, first)
         return super()._watched(taps, running, function, names, first)
 
 
-def quantised_rows(folder: Path, method: str, requests: Sequence[Request]) -> list[Reference]:
+def _rounded(_: nn.Module, __: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (output[0].bfloat16().float(), *output[1:])
+    return output.bfloat16().float()
+
+
+def _fp8_softmax(scores: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    weights = (scores - scores.amax(dim, keepdim=True)).to(dtype).exp()
+    return weights.to(FP8).to(dtype) / weights.sum(dim, keepdim=True)
+
+
+def quantised_rows(
+    folder: Path, method: str, requests: Sequence[Request], *, is_rounded: bool = False
+) -> list[Reference]:
     """As `hf_reference.reference_rows`, of the folder of dequantised weights."""
     torch.set_num_threads(2)
-    model = QuantisedReference(folder, method)
-    with patch.object(model, "_check"):  # rounding is not of the stream's sums
+    model = QuantisedReference(folder, method, is_rounded=is_rounded)
+    with patch.multiple(model, _check=DEFAULT, _check_hidden_states=DEFAULT):  # rounding is not of the stream's sums
         return [model.run(*request) for request in requests]
+
+
+Cosines = dict[tuple[str, str], Tensor]
+
+
+def cosines(rows: Sequence[tuple[str, Mapping[Site, Tensor]]], expected: Sequence[Reference]) -> Cosines:
+    """The cosine of every row with the reference's, by kind of request and hook point."""
+    found: dict[tuple[str, str], list[Tensor]] = {}
+    for (kind, sites), reference in zip(rows, expected, strict=True):
+        for site, each in sites.items():
+            found.setdefault((kind, site.hook.value), []).append(row_cosines(each, reference.rows[site]))
+    return {key: torch.cat(parts) for key, parts in found.items()}
+
+
+def further(found: Cosines, usual: Cosines) -> dict[tuple[str, str], str]:
+    """Kinds and hook points whose rows are further from the reference than rounding explains.
+
+    The worst row, and the median one, may be twice as far (1 - cosine) as those of the reference that rounds to
+    bfloat16 (`usual`), and 0.001 in any case.
+    """
+    wrong = {}
+    for key, rows in found.items():
+        for name, got, own in (("worst", rows.min(), usual[key].min()), ("median", rows.median(), usual[key].median())):
+            limit = min(MIN_COSINE, 1 - 2 * (1 - float(own)))
+            if not float(got) >= limit:
+                wrong[key] = f"{name} {float(got):.5f}, at least {limit:.5f} expected"
+    return wrong

@@ -20,15 +20,13 @@ from quantised_runs import KINDS, STEERED, steering_of
 from side_by_side import run_modes
 
 from headgate.capture.schema.sites import Site
-from tests.engine.hf_reference import Reference, own_process, row_cosines
-from tests.engine.quantised_models import METHODS, quantised_rows, write
+from tests.engine.hf_reference import own_process
+from tests.engine.quantised_models import METHODS, Cosines, cosines, further, quantised_rows, write
 
 RUNS = Path(__file__).with_name("quantised_runs.py")
 CHOSEN = tuple(os.environ.get("QUANTISED_METHODS", " ".join(METHODS)).split())
 TIMEOUT_S = float(os.environ.get("GPU_TEST_TIMEOUT_S", "200"))
 AT_ONCE = int(os.environ.get("QUANTISED_AT_ONCE", "4"))
-MIN_COSINE = {"kv_fp8_default": 0.97}
-"""Of each row; 0.999 where nothing else is said. FlashAttention 3 rounds queries and probabilities to FP8 as well."""
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
                 family = METHODS[name].family
                 asked = [(one["prompt"], one["tokens"], steering_of(one["kind"], family)) for one in captured(seen)]
                 seen["expected"] = helper.submit(quantised_rows, plain[name], name, asked).result()
+                seen["rounded"] = helper.submit(quantised_rows, plain[name], name, asked, is_rounded=True).result()
     for name, seen in found.items():
         print(f"\n{name:16}", seen.get("failed") or said(seen), end="")
     return found
@@ -63,23 +62,23 @@ def captured(seen: dict[str, Any]) -> list[dict[str, Any]]:
     return [one for one in seen["ours"]["requests"] if one["kind"] != "plain"]
 
 
-def cosines(seen: dict[str, Any]) -> dict[tuple[str, str], torch.Tensor]:
-    """Of all rows, by kind of request and hook point; those of the padding token's layer 0 are zero in both."""
-    found: dict[tuple[str, str], list[torch.Tensor]] = {}
-    expected: list[Reference] = seen["expected"]
-    for one, reference in zip(captured(seen), expected, strict=True):
-        for name, rows in one["rows"].items():
-            site = Site.parse(name)
-            found.setdefault((one["kind"], site.hook.value), []).append(row_cosines(rows, reference.rows[site]))
-    return {key: torch.cat(parts) for key, parts in found.items()}
+def found_and_usual(seen: dict[str, Any]) -> tuple[Cosines, Cosines]:
+    """Cosines with the reference of the engine's rows, and of those of the reference that rounds to bfloat16."""
+    rows = [(one["kind"], {Site.parse(name): each for name, each in one["rows"].items()}) for one in captured(seen)]
+    rounded = [
+        (kind, {site: own.rows[site] for site in sites})
+        for (kind, sites), own in zip(rows, seen["rounded"], strict=True)
+    ]
+    return cosines(rows, seen["expected"]), cosines(rounded, seen["expected"])
 
 
 def said(seen: dict[str, Any]) -> str:
-    """The worst row of each kind, and of which hook point."""
-    worst: dict[str, tuple[float, str]] = {}
-    for (kind, hook), found in cosines(seen).items():
-        worst[kind] = min(worst.get(kind, (2.0, "")), (float(found.min()), hook))
-    shown = ", ".join(f"{kind} {value:.5f} ({hook})" for kind, (value, hook) in worst.items())
+    """The worst row of each kind, its hook point, and the worst of the reference that rounds to bfloat16."""
+    found, usual = found_and_usual(seen)
+    worst: dict[str, tuple[float, str, float]] = {}
+    for (kind, hook), rows in found.items():
+        worst[kind] = min(worst.get(kind, (2.0, "", 0.0)), (float(rows.min()), hook, float(usual[kind, hook].min())))
+    shown = ", ".join(f"{kind} {value:.5f} ({hook}, usual {own:.5f})" for kind, (value, hook, own) in worst.items())
     same = seen["stock"]["idle"] == seen["ours"]["idle"]
     return f"idle {'equal' if same else 'DIFFERS'}; worst cosine: {shown}; starts {seen['ours']['start_s']:.0f} s"
 
@@ -88,7 +87,7 @@ def said(seen: dict[str, Any]) -> str:
 def seen(request: pytest.FixtureRequest, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found = runs[request.param]
     assert "failed" not in found, found["failed"]
-    return {**found, "min_cosine": MIN_COSINE.get(request.param, 0.999)}
+    return found
 
 
 def test_idle_answers_are_stocks_bit_for_bit(seen: dict[str, Any]) -> None:
@@ -96,10 +95,10 @@ def test_idle_answers_are_stocks_bit_for_bit(seen: dict[str, Any]) -> None:
 
 
 def test_rows_are_those_of_the_dequantised_weights(seen: dict[str, Any]) -> None:
-    found = cosines(seen)
+    found, usual = found_and_usual(seen)
 
-    below = {key: float(each.min()) for key, each in found.items() if each.min() < seen["min_cosine"]}
-    assert not below, below
+    wrong = further(found, usual)
+    assert not wrong, "; ".join(f"{kind} {hook}: {reason}" for (kind, hook), reason in wrong.items())
     assert {kind for kind, _ in found} == set(KINDS) - {"plain"}
 
 
