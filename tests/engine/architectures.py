@@ -92,7 +92,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     },
     "deepseek_v2": {**MLA, "topk_method": "greedy"},
     "deepseek_v3": {**MLA, "scoring_func": "sigmoid"},
-    "deepseek_v32": MLA,
+    "deepseek_v32": {**MLA, "num_experts_per_tok": 4},
     "deepseek_v4": {},
     "doge": {},
     "ernie4_5": {},
@@ -123,7 +123,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "glm4": {},
     "glm4_moe": {"head_dim": 32},
     "glm4_moe_lite": {**MLA, "first_k_dense_replace": 1, "scoring_func": "sigmoid"},
-    "glm_moe_dsa": MLA,
+    "glm_moe_dsa": {**MLA, "num_experts_per_tok": 4},
     "gpt2": {},
     "gpt_bigcode": {},
     "gpt_neox": {},
@@ -159,6 +159,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
         "mla_use_nope": True,
         "moe_router_activation_func": "sigmoid",
         "num_local_experts": 4,
+        "num_experts_per_tok": 4,
         "use_grouped_topk": True,
     },
     "laguna": {},
@@ -236,11 +237,14 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "qwen2_moe": {},
     "qwen3": {},
     "qwen3_5": DELTA_NET,
-    "qwen3_5_moe": DELTA_NET,
+    "qwen3_5_moe": {**DELTA_NET, "num_experts_per_tok": 4},
     "qwen3_5_moe_text": {},
     "qwen3_5_text": {},
     "qwen3_moe": {},
-    "qwen3_next": {name: size for name, size in DELTA_NET.items() if name != "rope_parameters"},
+    "qwen3_next": {
+        **{name: size for name, size in DELTA_NET.items() if name != "rope_parameters"},
+        "num_experts_per_tok": 4,
+    },
     "qwen4_exp_text": {},
     "seed_oss": {},
     "smollm3": {},
@@ -279,6 +283,7 @@ ON_A_GPU = (
 """What a call on a GPU tries: types that a CPU lacks a kernel for, and one that it does not."""
 
 RENAMED: Mapping[str, Mapping[str, str]] = {
+    "kimi_linear": {"layers.0.block_sparse_moe.": "layers.0.mlp."},  # the layer that is dense
     "olmo_hybrid": {
         ".attention_layer_norm.": ".input_layernorm.",
         ".feedforward_layer_norm.": ".post_attention_layernorm.",
@@ -286,8 +291,11 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 }
 """Model type -> parts of the names of tensors that Hugging Face saves -> what vLLM and Hugging Face both load."""
 
-IN_BFLOAT16 = ("deepseek_v32", "glm_moe_dsa", "kimi_linear")
-"""Types whose kernels for GPUs take nothing else."""
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+"""Types with sparse attention, whose kernels for GPUs have blocks of 64 tokens."""
+
+IN_BFLOAT16 = (*SPARSE, "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+"""Types whose kernels for GPUs take nothing else. All experts are chosen: rounding may change a choice among them."""
 
 HUGGING_FACE = "Hugging Face: "
 """Begins the note of a type whose model Hugging Face's own code does not make."""
