@@ -113,9 +113,8 @@ def _report_settings(console: Console, model: str, flags: Sequence[str]) -> bool
         console.print(f"[red]{escape(' '.join(flags))}: {escape(_in_one_line(error))}", soft_wrap=True)
         return False
     for each in found:
-        is_refused = isinstance(each, Refusal)
-        state = f"[red]refused[/]: {each.why}; {each.instead}" if is_refused else each.proof
-        console.print(f"[bold]{escape(each.what)}[/] {state}", soft_wrap=True, highlight=False)
+        color = "red" if isinstance(each, Refusal) else "green"
+        console.print(f"[bold]{escape(each.what)}[/] [{color}]{escape(each.answer)}", soft_wrap=True, highlight=False)
     return not any(isinstance(each, Refusal) for each in found)
 
 

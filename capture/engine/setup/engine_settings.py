@@ -21,6 +21,11 @@ class Refusal(NamedTuple):
     why: str
     instead: str
 
+    @property
+    def answer(self) -> str:
+        """Why, and what to do instead."""
+        return f"refused: {self.why}; {self.instead}"
+
 
 class Served(NamedTuple):
     """One setting that is served, or, with no `tests`, neither refused nor tested.
@@ -53,10 +58,10 @@ class Served(NamedTuple):
         )
 
     @property
-    def proof(self) -> str:
-        """Since when, and what was tested on which device."""
+    def answer(self) -> str:
+        """Since when it is served, and what was tested on which device."""
         if not self.tests:
-            return f"not tested{f': {self.note}' if self.note else ''}"
+            return "not refused, not tested"
         return f"since {self.since}; tested on {self.device}{f'. {self.note}' if self.note else ''}"
 
 
@@ -363,7 +368,6 @@ def table() -> str:
     """All settings as a Markdown table, for docs/reference/configuration.md."""
     rows = [("setting of vLLM", "served", "tests, or what to do instead"), ("---",) * 3]
     for each in SERVED:
-        state = each.proof if each.tests else "not refused, not tested"
-        rows.append((each.what, state, ", ".join(f"`{test}`" for test in each.tests)))
+        rows.append((each.what, each.answer, ", ".join(f"`{test}`" for test in each.tests)))
     rows += [(each.what, f"refused: {each.why}", each.instead) for each in REFUSALS]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
