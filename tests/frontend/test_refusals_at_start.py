@@ -211,6 +211,7 @@ def test_the_cache_on_cpus_fits_what_is_free(
 def test_doctor_answers_for_the_users_own_flags() -> None:
     """Every setting is read from where this vLLM has it."""
     flags = "--max-model-len 128 --tensor-parallel-size 2 --pipeline-parallel-size 2 --enable-lora --enforce-eager"
+    flags += " --host 127.0.0.1 --enable-steering"
     flags += " --decode-context-parallel-size 2 --kv-cache-dtype fp8 --enable-prompt-embeds --no-enable-prefix-caching"
     model = str(tiny_model("llama"))
 

@@ -22,6 +22,7 @@ from headgate.capture.engine.compiler.inductor import KERNELS, LOWERING, missing
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
 from headgate.capture.engine.setup.engine_settings import Refusal, Served, applying
+from headgate.capture.engine.setup.settings import OUR_KEY
 from headgate.capture.engine.setup.site_shapes import declared_shapes
 from headgate.capture.engine.vllm_names import check_version, versions
 from headgate.capture.engine.worker.install import submodule_places
@@ -119,7 +120,7 @@ def _report_settings(console: Console, model: str, flags: Sequence[str]) -> bool
 
 
 def settings_of(model: str, flags: Sequence[str]) -> list[Served | Refusal]:
-    """Served and refused settings of an engine that is started with `flags` of vLLM's command line.
+    """Served and refused settings of an engine that ``vllm serve MODEL`` with `flags` starts.
 
     Raises:
         SystemExit: If vLLM knows no such flag; it has said so.
@@ -127,9 +128,15 @@ def settings_of(model: str, flags: Sequence[str]) -> list[Served | Refusal]:
     EngineArgs = vllm_names.ENGINE_ARGS.get()
     FlexibleArgumentParser = vllm_names.ARGUMENT_PARSER.get()
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="headgate doctor", usage="flags of vLLM's engine"))
-    arguments = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
-    return applying(arguments.create_engine_config())
+    parser = FlexibleArgumentParser(prog="headgate doctor")
+    (command,) = vllm_names.SERVE_COMMANDS.get()()
+    command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+    arguments = parser.parse_args(["serve", model, *flags])
+    arguments.model = model
+    engine = EngineArgs.from_cli_args(arguments)
+    others = {name: each for name, each in (engine.additional_config or {}).items() if name != OUR_KEY}
+    engine.additional_config = others  # with ours, vLLM's function refuses, and names no other setting
+    return applying(engine.create_engine_config())
 
 
 def _in_one_line(error: BaseException) -> str:
