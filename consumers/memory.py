@@ -67,6 +67,7 @@ class CapturedRows:
         prompt_token_ids: int64 ``[num_prompt_tokens]``.
         status: How the request ended: ``stop``, ``length``, ``abort`` ...
         dropped_rows: Rows that overload kept from it.
+        columns: What the rows hold of a row of the model, of sites where that is not all.
         kept_as: Name under which later requests find the rows; None if they are not kept.
     """
 
@@ -75,6 +76,7 @@ class CapturedRows:
         self.sample_index = captured.request.sample_index
         self.sites = captured.sites
         self.rows = captured.rows
+        self.columns = captured.request.spec.columns
         self.positions = captured.positions
         self.token_ids = captured.token_ids
         self.is_prefill = captured.is_prefill

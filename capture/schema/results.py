@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import shown
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import Columns, Site
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -180,8 +180,13 @@ class KeptRequest(Protocol):
     @property
     def prompt_token_ids(self) -> Int64Array: ...
 
+    @property
+    def columns(self) -> Mapping[Site, Columns]:
+        """The columns of rows that were kept, of sites where these are not all."""
+        ...
+
     def row(self, site: Site, position: int, field: str) -> Tensor:
-        """Return one row, ``[hidden]`` in the model's dtype, on the CPU; shared, so read-only.
+        """Return one row, ``[width]`` of the site or of its `columns`, on the CPU; shared, so read-only.
 
         Args:
             site: Where it was captured.

@@ -162,6 +162,9 @@ def read_sweep(document: Mapping[str, Any], steerable: Steerable, find: FindKept
     if len(sites) * len(positions) > MAX_CELLS:
         cells = f"{len(sites)} sites and {len(positions)} positions"
         raise RequestError("positions", f"{cells} are more than {MAX_CELLS} cells: sweep fewer at a time")
+    partial = next((site.name for site in sites if site in kept.columns), None)
+    if partial is not None:
+        raise RequestError("source", f"keeps some columns of {partial} alone; a sweep patches whole rows")
     return Sweep(
         prompt=prompt,
         clean_prompt=clean,

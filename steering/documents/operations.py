@@ -151,8 +151,8 @@ class KeptRows:
         self._requests: dict[tuple[str, int], KeptRequest] = {}
         self._rows: dict[tuple[str, int, Site, int], Float32Row] = {}
 
-    def row(self, source: RowSource, site: Site, where: str) -> Float32Row:
-        """Return the row of a source for an operation at `site`.
+    def row(self, source: RowSource, site: Site, where: str) -> tuple[Float32Row, Columns]:
+        """Return the row of a source for an operation at `site`, and its columns that were kept; empty for all.
 
         Raises:
             RequestError: If it is not kept (any more), or not finite.
@@ -166,7 +166,7 @@ class KeptRows:
         key = (*owner, site, source.position)
         if key not in self._rows:
             self._rows[key] = float32_row(self._requests[owner].row(site, source.position, where), where)
-        return self._rows[key]
+        return self._rows[key], self._requests[owner].columns.get(site, ())
 
 
 def float32_row(row: Any, where: str) -> Float32Row:
@@ -525,9 +525,19 @@ def _mask_of(given: Mapping[str, Any], columns: Columns, width: int, where: str)
 
 
 def _taken(source: RowSource, site: Site, columns: Columns, width: int, kept: KeptRows, where: str) -> Float32Row:
-    """Return the row of a source for a site; maybe these columns alone were kept."""
-    row = kept.row(source, site, where)
-    if len(row) not in (width, width_of(columns, width)):
+    """Return the row of a source for a site; what the operation acts on must have been kept."""
+    row, held = kept.row(source, site, where)
+    if held:
+        is_held = np.zeros(max(width, held[-1][1]), np.bool_)
+        for start, stop in held:
+            is_held[start:stop] = True
+        if not all(is_held[start:stop].all() for start, stop in columns or ((0, width),)):
+            raise RequestError(
+                where,
+                f"of the row the columns {list(map(list, held))} were kept alone, and the operation acts on others",
+            )
+        row = within(row, held, len(is_held))[:width]
+    if len(row) != width:
         raise RequestError(where, f"the kept row has {len(row)} values, rows of {site.name} have {width}")
     return within(row, columns, width)
 

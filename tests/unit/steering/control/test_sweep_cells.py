@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.errors import OverloadedError, RequestError
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import Columns, HookPoint, Site
 from headgate.steering.control.sweep_routes import (
     MAX_CELLS,
     MAX_IN_FLIGHT,
@@ -60,6 +60,7 @@ class Kept:
 
     def __init__(self, prompt: Sequence[int] = CLEAN) -> None:
         self.prompt_token_ids = np.array(prompt)
+        self.columns: dict[Site, Columns] = {}
 
     def find(self, name: str, sample: int, field: str) -> Kept:
         if (name, sample) != ("clean", 0):
@@ -230,6 +231,14 @@ def test_sites_that_were_not_captured_are_refused_before_anything_runs() -> None
         read_cells(read_sweep({**BODY, "at": "2.post_mlp"}, everywhere, Kept().find, Words()))
 
     assert refusal.value.field == "source.site"
+
+
+def test_a_clean_run_that_kept_columns_alone_is_refused() -> None:
+    kept = Kept()
+    kept.columns = {SITES[0]: ((0, 2),)}
+
+    with pytest.raises(RequestError, match=r"source: keeps some columns of 0.post_mlp alone"):
+        read(kept)
 
 
 def test_a_sweep_has_no_more_cells_than_the_limit() -> None:

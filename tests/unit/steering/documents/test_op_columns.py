@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.sites import HookPoint, Site, SiteShape, parse_columns
+from headgate.capture.schema.sites import Columns, HookPoint, Site, SiteShape, parse_columns
 from headgate.steering import ops
 from headgate.steering.documents.gates import ConditionReader
 from headgate.steering.documents.operations import KeptRows, VectorReader, read_ops
@@ -70,6 +73,42 @@ def test_a_vector_may_be_as_long_as_its_heads_or_as_a_row() -> None:
         np.testing.assert_allclose(run(made, HEADS, ROW), expected, rtol=1e-6)
     cut = program(ops.within(ops.ablate(short, "1.hook_z"), columns=[4, 6]))
     assert cut == program(ops.within(ops.ablate(short, "1.hook_z"), heads=[2]))
+
+
+class Kept:
+    """A request that kept some columns of the row `ROW`."""
+
+    prompt_token_ids = np.arange(8)
+
+    def __init__(self, *columns: tuple[int, int]) -> None:
+        self.columns: Mapping[Site, Columns] = {HEADS: columns} if columns else {}
+
+    def find(self, name: str, sample: int, field: str) -> Kept:
+        return self
+
+    def row(self, site: Site, position: int, field: str) -> Tensor:
+        held = self.columns.get(site, ((0, 8),))
+        return torch.from_numpy(np.concatenate([ROW[start:stop] for start, stop in held]))
+
+
+def patched(kept: Kept, heads: list[int] | None) -> list[float]:
+    operation = {"at": "1.hook_z", "method": "replace", "source": {"request": "clean", "position": 1}, "heads": heads}
+    found = read_ops({"steering_ops": [operation]}, MODEL, SITES, 8, find=kept.find)
+    assert found is not None
+    assert isinstance(found.prefill, Program)
+    patch: list[float] = run(found.prefill, HEADS, np.zeros(8)).tolist()
+    return patch
+
+
+@pytest.mark.parametrize("kept", [Kept(), Kept((4, 6)), Kept((0, 2), (4, 6)), Kept((3, 7))], ids=["all", "1", "2", "3"])
+def test_a_kept_row_gives_each_head_its_own_columns(kept: Kept) -> None:
+    assert patched(kept, [2]) == [0, 0, 0, 0, 4, -1, 0, 0]
+
+
+@pytest.mark.parametrize("heads", [[1], [0, 2], None], ids=str)
+def test_columns_that_were_not_kept_are_refused(heads: list[int] | None) -> None:
+    with pytest.raises(RequestError, match=r"steering_ops\[0\].source: of the row the columns \[\[4, 6\]\] were kept"):
+        patched(Kept((4, 6)), heads)
 
 
 def test_experts_are_banned_and_forced() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import Columns, Site
 from headgate.steering import ops
 from headgate.steering.documents.operations import MODULE_FIELDS, has_sources, read_ops
 from headgate.steering.programs.program import Program
@@ -24,6 +25,7 @@ class Kept:
     """One request that kept every site and position below 10; its values say which row it is."""
 
     prompt_token_ids = np.arange(8)
+    columns: Mapping[Site, Columns] = {}
 
     def __init__(self, dtype: str = "float32", value: float | None = None) -> None:
         self.dtype, self.value, self.found = dtype, value, 0
