@@ -39,6 +39,9 @@ from headgate.consumers.filesystem.storage.store import FILE_SUFFIX
 DEFAULT_PAGE, MAX_PAGE = 50, 500
 """Captures of one page: without ``limit``, and at most."""
 
+MAX_NAME = 255
+"""Characters of a file's name, at most, as file systems have it."""
+
 MAX_OPENED = 2000
 """Files and folders that are opened for one page, at most; a page may then be short, and says where to go on."""
 
@@ -153,7 +156,8 @@ def _pieces(first: Sequence[bytes], refs: Sequence[TensorRef]) -> Iterator[bytes
 def _find(root: Path, context: ReportContext, tag: str, name: str) -> tuple[_Unit, int, StoredPart]:
     missing = NoCaptureError(f"no capture {shown(name)} under the tag {shown(tag)} that this client may see")
     stem, _, number = name.partition(":")
-    is_named = _NAME.fullmatch(tag) and _NAME.fullmatch(stem) and (not number or _NUMBER.fullmatch(number))
+    is_named = all(len(part) <= MAX_NAME and _NAME.fullmatch(part) for part in (tag, stem))
+    is_named = is_named and (not number or _NUMBER.fullmatch(number) is not None)
     unit = _named(root, tag, stem, in_shard=bool(number)) if is_named and context.allows_tag(tag) else None
     if unit is None:
         raise missing
@@ -274,7 +278,7 @@ def _checked(query: Mapping[str, str]) -> _Query:
     except ValueError as error:
         raise RequestError("site", str(error)) from None
     limit = query.get("limit", str(DEFAULT_PAGE))
-    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_PAGE:
+    if not re.fullmatch(r"[0-9]{1,9}", limit) or not 1 <= int(limit) <= MAX_PAGE:
         raise RequestError("limit", f"expected a number from 1 to {MAX_PAGE}, got {shown(limit)}")
     return _Query(query.get("tag"), name, query.get("role"), int(limit), _place(query.get("after")))
 

@@ -144,6 +144,8 @@ def test_a_client_sees_its_own_captures_tags_and_sites(tmp_path: Path) -> None:
         (".tmp", "lock"),
         ("default", ""),
         ("default", "r0.safetensors\0"),
+        ("default", "r" * 256),
+        ("d" * 256, "r0.safetensors"),
     ],
 )
 def test_nothing_outside_of_the_root_is_reached(tmp_path: Path, tag: str, name: str) -> None:
@@ -176,7 +178,15 @@ def test_damaged_files_are_named_to_administrators_alone(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "query",
-    [{"colour": "red"}, {"site": "12.nowhere"}, {"limit": "0"}, {"limit": "501"}, {"limit": "x"}, {"after": "../.."}],
+    [
+        {"colour": "red"},
+        {"site": "12.nowhere"},
+        {"limit": "0"},
+        {"limit": "501"},
+        {"limit": f"{501:010}"},
+        {"limit": "x"},
+        {"after": "../.."},
+    ],
     ids=str,
 )
 def test_a_wrong_query_names_its_field(tmp_path: Path, query: dict[str, str]) -> None:
