@@ -372,6 +372,7 @@ class ModelInfo:
         shapes: The shape of each site of the model whose rows are not those of the stream; see `shape`.
         attention: What attention does, of each layer of this worker whose queries and keys can be captured; a text
             where `AttentionFacts` cannot say it. Empty elsewhere than in workers and their capture processes.
+        has_drafts: Whether drafts of speculative decoding are verified; False in workers and capture processes.
     """
 
     name: str
@@ -382,6 +383,7 @@ class ModelInfo:
     context_length: int = MAX_POSITION + 1
     shapes: Mapping[Site, SiteShape] = field(default_factory=dict, repr=False, hash=False)
     attention: Mapping[int, AttentionFacts | str] = field(default_factory=dict, repr=False, hash=False)
+    has_drafts: bool = False
 
     @property
     def stream(self) -> SiteShape:

@@ -425,6 +425,25 @@ def parts_of(selector: PositionSelector) -> tuple[PositionSelector, ...]:
     return selector.parts if isinstance(selector, Several) else (selector,)
 
 
+def check_known(selected: PositionSelector, num_prompt: int, field: str) -> None:
+    """Refuse a resolved selector of some positions of the answer, where a row's position is known after its step.
+
+    Raises:
+        RequestError: If it neither stays in the prompt nor goes on through the whole answer.
+    """
+    for wanted in (part.wanted(num_prompt) for part in parts_of(selected)):
+        goes_on = (
+            isinstance(wanted, range) and wanted.step == 1 and wanted.start <= num_prompt and wanted.stop == NO_END
+        )
+        if not goes_on and int(wanted[-1]) >= num_prompt:
+            raise RequestError(
+                field,
+                f"name some positions of the answer, from {num_prompt} on: this engine decodes speculatively, and a "
+                "row's position is known only after its step; limit operations to positions of the prompt, or take "
+                '"all_generated"',
+            )
+
+
 def _selector(wanted: range | Int64Array) -> PositionSelector:
     if isinstance(wanted, range):
         return Span(wanted.start, None if wanted.stop == NO_END else wanted.stop, wanted.step)

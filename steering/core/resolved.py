@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import NamedTuple
 
-from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.positions import NO_END, parts_of
+from headgate.capture.schema.positions import check_known
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Demand, Load
 from headgate.steering.core.content import demand_of, described, load_of
@@ -346,20 +345,9 @@ def check_positions(
     is_limited = steerable is not None and not steerable.knows_positions
     for program in own:
         for selector in () if program is None else program.groups:
-            parts = parts_of(selector.resolve(num_prompt, field))
-            if is_limited and not all(_are_known(part.wanted(num_prompt), num_prompt) for part in parts):
-                raise RequestError(
-                    field,
-                    f"name some positions of the answer, from {num_prompt} on: this engine decodes speculatively, and "
-                    "a row's position is known only after its step; limit operations to positions of the prompt, or "
-                    'take "all_generated"',
-                )
-
-
-def _are_known(wanted: range | Int64Array, num_prompt: int) -> bool:
-    """Whether positions are of the prompt alone, or all that follow it are among them."""
-    goes_on = isinstance(wanted, range) and wanted.step == 1 and wanted.start <= num_prompt and wanted.stop == NO_END
-    return goes_on or int(wanted[-1]) < num_prompt
+            selected = selector.resolve(num_prompt, field)
+            if is_limited:
+                check_known(selected, num_prompt, field)
 
 
 def check_scales(named: Named, field: str) -> None:

@@ -506,6 +506,7 @@ class SteeringReader:
                 (f"{gate.where}.conversation_id" for gate in gates if gate.conversation is not None), None
             ),
             positions={} if ops is None else ops.positions,
+            knows_positions=self.steerable.knows_positions,
         )
 
     def names(self, values: Mapping[str, Any]) -> dict[str, str]:
@@ -594,7 +595,8 @@ def open_reader(section: Mapping[str, Any], model: ModelInfo, vocabulary: Vocabu
         num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype, shapes=model.shapes
     )
     directions = LensDirections(config.lenses, model, vocabulary)
-    return SteeringReader(replace(steerable, directions=directions), config.sae_root)
+    steerable = replace(steerable, directions=directions, knows_positions=not model.has_drafts)
+    return SteeringReader(steerable, config.sae_root)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +40,7 @@ class Kept:
     """The clean run of a client that may capture."""
 
     prompt_token_ids = np.array(CLEAN)
+    columns: Mapping[Any, Any] = {}
 
     def find_kept(self, name: str, sample_index: int, field: str) -> Kept:
         if name != "clean":
@@ -58,6 +59,7 @@ class Player:
         self.error: Exception = overloaded(OverloadedError("too many wait"))
         model = SimpleNamespace(logprobs_mode="raw_logprobs", get_vocab_size=lambda: 100, max_model_len=100)
         engine.vllm_config.model_config = model
+        engine.vllm_config.speculative_config = None
         engine.get_tokenizer = Tokenizer  # type: ignore[attr-defined]
         engine.generate = self.generate  # type: ignore[attr-defined]
         reader = getattr(engine.input_processor, REQUEST_READER)
@@ -147,6 +149,15 @@ def test_a_server_that_is_full_says_so_before_the_stream_or_in_it(server: Server
 
     assert (before.status_code, "too many wait" in before.text) == (503, True)
     assert within[-1]["error"] == {"message": "too many wait", "param": None, "code": 503}
+
+
+def test_with_drafts_a_sweep_is_refused_before_anything_runs(server: Server) -> None:
+    player = Player(server.engine)
+    server.engine.vllm_config.speculative_config = SimpleNamespace(method="ngram")
+
+    refused = server.post(SWEEP, **BODY)
+
+    assert (refused.status_code, refused.json()["error"]["param"], player.num_calls) == (400, "metric", 0)
 
 
 def test_a_cell_that_is_refused_names_its_field(server: Server) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headgate.capture.schema.batch import Document
 from headgate.capture.schema.consumer import ModelInfo
-from headgate.capture.schema.positions import PositionSelector
+from headgate.capture.schema.positions import PositionSelector, check_known
 from headgate.capture.schema.results import FindKept
 from headgate.capture.schema.vocabulary import Vocabulary
 
@@ -51,6 +51,7 @@ class PartRequest:
         owned_field: Field whose content belongs to the client that sent it; None if none does. The reader of requests
             puts that client's name into `wire`, as ``owner``; the part's own reader does not know who asks.
         positions: Selectors that must select something of the request's prompt, by the paths of their fields.
+        knows_positions: Whether they may also select some positions of the answer; see `check_known`.
     """
 
     wire: Document
@@ -61,15 +62,18 @@ class PartRequest:
     reads_every_row: bool = False
     owned_field: str | None = None
     positions: Mapping[str, PositionSelector] = dataclasses.field(default_factory=dict)
+    knows_positions: bool = True
 
     def check_positions(self, num_prompt: int) -> None:
         """Check the positions that are asked for, now that the prompt's length is known.
 
         Raises:
-            RequestError: Naming the field whose positions are none of such a prompt.
+            RequestError: Naming the field whose positions are none of such a prompt, or of the answer unknown.
         """
         for where, selector in self.positions.items():
-            selector.resolve(num_prompt, where)
+            selected = selector.resolve(num_prompt, where)
+            if not self.knows_positions:
+                check_known(selected, num_prompt, where)
 
 
 class PartRequestReader(Protocol):

@@ -81,6 +81,11 @@ async def score(engine: Any, prompt: Sequence[int], token_ids: Sequence[int], fi
                 f"this server cannot score tokens: it takes a vLLM whose SamplingParams has {SCORED}, and "
                 f"--logprobs-mode {_LOGPROBS}, which is {mode}",
             )
+    if engine.vllm_config.speculative_config is not None:
+        with as_client_error():
+            raise RequestError(
+                "metric", f"this server cannot score tokens: with --speculative-config vLLM passes over {SCORED}"
+            )
     params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, **{SCORED: list(dict.fromkeys(token_ids))})
     for name, value in fields.items():
         setattr(params, name, value)

@@ -141,5 +141,6 @@ def model_info(vllm_config: VllmConfig) -> ModelInfo:
         sites=sites,
         context_length=model.max_model_len,
         shapes=declared_shapes(vllm_config, num_layers, stream),
+        has_drafts=vllm_config.speculative_config is not None,
     )
     return kept.model

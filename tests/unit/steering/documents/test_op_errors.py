@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
+from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import MAX_LISTED
 from headgate.steering.documents.operations import read_ops
+from headgate.steering.documents.request import open_reader
 from headgate.steering.programs.codes import MAX_GROUPS
 from tests.fakes.op_fields import (
     CLAMPS,
@@ -167,6 +170,20 @@ def test_lists_of_positions_are_bounded_over_all_operations() -> None:
     read({OPS: half})
     with pytest.raises(RequestError, match=r"steering_ops\[1\].positions"):
         read({OPS: half * 2})
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_with_drafts_front_ends_refuse_some_positions_of_the_answer(has_drafts: bool) -> None:
+    served = ModelInfo(name="m", num_layers=3, hidden_size=HIDDEN, dtype="float32", sites=(), has_drafts=has_drafts)
+    reader = open_reader({"op_sites": {"post_mlp": "all"}}, served)
+    wanted = reader.read(op(at="0.post_mlp", positions=[0, 5]))
+    assert wanted is not None
+
+    wanted.check_positions(6)
+    with (
+        pytest.raises(RequestError, match=r"^steering_ops\[0\].positions: .*from 5 on") if has_drafts else nullcontext()
+    ):
+        wanted.check_positions(5)
 
 
 def test_a_program_has_at_most_63_selectors_of_positions() -> None:

@@ -12,7 +12,7 @@ from headgate.capture.schema.sites import HookPoint, Site, SiteShape
 SECTION = {"consumers": [{"name": "memory"}]}
 
 
-def config(num_ranks: int = 1, **server: Any) -> Any:
+def config(num_ranks: int = 1, *, has_drafts: bool = False, **server: Any) -> Any:
     model = Namespace(
         hf_text_config=Namespace(num_hidden_layers=2),
         served_model_name="tiny",
@@ -27,7 +27,12 @@ def config(num_ranks: int = 1, **server: Any) -> Any:
     )
     ours = {"capture": SECTION, "server": server, "compiler": {"rewrites": False}}
     parallel = Namespace(tensor_parallel_size=num_ranks)
-    return Namespace(additional_config={"headgate": ours}, model_config=model, parallel_config=parallel)
+    return Namespace(
+        additional_config={"headgate": ours},
+        model_config=model,
+        parallel_config=parallel,
+        speculative_config=Namespace() if has_drafts else None,
+    )
 
 
 def test_a_config_keeps_the_fields_that_it_has() -> None:
@@ -54,6 +59,10 @@ def test_sites_have_the_shapes_of_the_models_configuration() -> None:
         assert shared.shape(Site(1, hook)) == SiteShape(width, "float32", "columns", 3)
     assert shared.shape(Site(1, HookPoint.K)).part_width(2) == 3  # both ranks hold the one head
     assert alone.position_bytes((site, stream)) == 4 * (6 + 4)
+
+
+def test_a_model_has_drafts_with_speculative_decoding() -> None:
+    assert [settings.model_info(config(has_drafts=each)).has_drafts for each in (False, True)] == [False, True]
 
 
 def test_sections_stay_when_their_place_in_the_config_is_taken() -> None:
