@@ -18,7 +18,7 @@ class Engine:
 
     def __init__(self, mode: str = "raw_logprobs", step: Any = None) -> None:
         config = SimpleNamespace(logprobs_mode=mode, get_vocab_size=lambda: 100)
-        self.vllm_config = SimpleNamespace(model_config=config)
+        self.vllm_config = SimpleNamespace(model_config=config, speculative_config=None)
         self.step = step
         self.asked: list[Any] = []
 
