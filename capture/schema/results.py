@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.errors import shown
+from headgate.capture.schema.errors import CaptureFileError, shown
 from headgate.capture.schema.sites import Columns, Site
 
 if TYPE_CHECKING:
@@ -438,3 +438,23 @@ class StoredRequest(Protocol):
 
     def numpy(self, site: Site) -> npt.NDArray[Any]:
         """``[rows, hidden]`` in float16 or float32."""
+
+
+def has_whole(request: StoredRequest, site: Site) -> bool:
+    """Whether a request has rows of a site, and not some of their columns alone."""
+    return site in request.sites and site.name not in request.metadata.get("columns", {})
+
+
+def whole_rows(request: StoredRequest, site: Site) -> npt.NDArray[Any]:
+    """Return the rows of a site that a request has, ``[rows, width]`` of the site in float16 or float32.
+
+    Raises:
+        CaptureFileError: If some columns of the rows were captured alone.
+    """
+    if not has_whole(request, site):
+        columns = request.metadata["columns"][site.name]
+        raise CaptureFileError(
+            f"{request.tag}/{request.request_id}: has the columns {list(map(list, columns))} of {site.name} alone; "
+            "capture whole rows"
+        )
+    return request.numpy(site)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.engine.contracts.parts import stored_requests
-from headgate.capture.schema.results import StoredRequest
+from headgate.capture.schema.results import StoredRequest, has_whole, whole_rows
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.source_coder import CoderKind, Norm, SourceCoder
 from headgate.steering.features.sparse_coder import SparseCoder, coder_of
@@ -120,11 +120,11 @@ def sample(root: str, site: Site, max_rows: int, others: Iterable[Site] | None =
     if not requests:
         there = ", ".join(dict.fromkeys(found.name for request in stored for found in request.sites)) or "none"
         raise FeatureFileError(f"{root}: {site.name} was not captured; sites that were: {there}")
-    common = tuple(found for found in requests[0].sites if all(found in request.sites for request in requests))
+    common = tuple(found for found in requests[0].sites if all(has_whole(request, found) for request in requests))
     wanted = dict.fromkeys([site, *(common if others is None else (other for other in others if other in common))])
     share = max(1, -(-max_rows // len(requests)))
     parts = [(request, _spread(request, share)) for request in requests]
-    rows = {each: np.concatenate([request.numpy(each)[index] for request, index in parts]) for each in wanted}
+    rows = {each: np.concatenate([whole_rows(request, each)[index] for request, index in parts]) for each in wanted}
     rows = {each: values.astype(np.float32, copy=False) for each, values in rows.items()}
     kept = _kept(rows[site])
     if not kept.any():

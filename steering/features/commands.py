@@ -14,7 +14,7 @@ import typer
 
 from headgate.capture.engine.contracts.parts import stored_requests
 from headgate.capture.schema.errors import HeadgateError
-from headgate.capture.schema.results import StoredRequest
+from headgate.capture.schema.results import StoredRequest, whole_rows
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.canonical import RowType, write_coder
 from headgate.steering.features.check import CoderReport, check, measure, sample, site_of_reads, with_figures
@@ -107,7 +107,7 @@ def show(coder: SparseCoder, feature: int, root: str, *, decode: Decode, top: in
 
 def _activations(coder: SparseCoder, feature: int, request: StoredRequest) -> npt.NDArray[np.float32]:
     """Activations of a request's rows; 0 at position 0, whose long row activates features that mean nothing there."""
-    rows = request.numpy(site_of_reads(coder))
+    rows = whole_rows(request, site_of_reads(coder))
     if rows.shape[1] != coder.width:
         raise FeatureFileError(
             f"{coder.name}: reads rows of width {coder.width}, but those of {request.request_id} have {rows.shape[1]}"

@@ -17,7 +17,7 @@ from headgate.capture.engine.contracts.parts import stored_requests
 from headgate.capture.files.reading import read_text, refusing
 from headgate.capture.probe import FloatArray, Pooling, ProbeError
 from headgate.capture.schema.errors import shown
-from headgate.capture.schema.results import StoredRequest
+from headgate.capture.schema.results import StoredRequest, whole_rows
 from headgate.capture.schema.sites import Site
 
 Labels = Mapping[str, Any]
@@ -271,13 +271,14 @@ def pooled(request: StoredRequest, site: Site, pooling: RowPooling) -> FloatArra
 
     Raises:
         ProbeError: If the site, or a row that the pooling needs, was not captured.
+        CaptureFileError: If some columns of its rows were captured alone.
     """
     name = f"{request.tag}/{request.request_id}"
     if site not in request.sites:
         there = ", ".join(found.name for found in request.sites) or "none"
         raise ProbeError(f"{name}: {site.name} was not captured; sites that were: {there}")
     index = _indices(request, pooling, name)
-    rows = request.numpy(site)[index]
+    rows = whole_rows(request, site)[index]
     if pooling in ("prompt_mean", "response_mean"):
         rows = rows.mean(axis=0, dtype=np.float64, keepdims=True)
     found: FloatArray = rows.astype(np.float32)

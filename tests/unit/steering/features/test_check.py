@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,6 +147,16 @@ def test_requests_that_lack_the_site_are_left_aside(tmp_path: Path) -> None:
     assert {site: len(rows) for site, rows in found.rows.items()} == {SITE: 76, OTHER: 76}
     found = sample(str(tmp_path), OTHER, 1000, None)
     assert {site: len(rows) for site, rows in found.rows.items()} == {OTHER: 5 * 38}
+
+
+def test_rows_of_some_columns_are_neither_checked_nor_compared(captures: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: Any = list(stored_requests(captures))
+    requests[0].metadata["columns"] = {SITE.name: ((0, 4),)}
+    monkeypatch.setattr("headgate.steering.features.check.stored_requests", lambda root: requests)
+
+    assert list(sample(captures, OTHER, 12, None).rows) == [OTHER]
+    with pytest.raises(CaptureFileError, match=f"has the columns .* of {SITE.name} alone; capture whole rows"):
+        sample(captures, SITE, 12)
 
 
 def test_what_cannot_be_checked_is_said(captures: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headgate.capture.engine.contracts.parts import stored_requests
+from headgate.capture.schema.errors import CaptureFileError
 from headgate.steering.probes import Probe, ProbeError, evaluate, fit
 from headgate.steering.probes.examples import Examples, examples_of
 from headgate.steering.probes.fitting import split
@@ -204,6 +205,19 @@ def test_rows_that_were_not_captured_are_named(captured: tuple[Path, dict[str, i
         fit(tmp_path / "first", few, at=SITE)
     with pytest.raises(ProbeError, match="no rows but that of position 0"):
         fit(tmp_path / "first", few, at=SITE, pooling="token")
+
+
+def test_rows_of_which_some_columns_were_captured_are_refused(captured: tuple[Path, dict[str, int]]) -> None:
+    root, labels = captured
+    requests: Any = list(stored_requests(str(root)))
+    requests[3].metadata["columns"] = {"1.post_mlp": ((0, WIDTH),)}
+    fit(requests, labels, at=SITE)
+    requests[3].metadata["columns"] = {SITE.name: ((0, 8), (8, WIDTH))}
+
+    with pytest.raises(
+        CaptureFileError, match=r"has the columns \[\[0, 8\], \[8, 16\]\] of 3.post_mlp alone; capture whole"
+    ):
+        fit(requests, labels, at=SITE)
 
 
 ROWS, LABELS = drawn(8)
