@@ -65,7 +65,7 @@ class Served(NamedTuple):
         return f"since {self.since}; tested on {self.device}{f'. {self.note}' if self.note else ''}"
 
 
-DRAFT_METHODS = ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp")
+DRAFT_METHODS = ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3")
 """Methods of speculative decoding that are served."""
 
 
@@ -310,16 +310,16 @@ SERVED = (
         "speculative_config",
         f"speculative decoding (--speculative-config), the methods {', '.join(DRAFT_METHODS)}",
         NEXT,
-        ("engine/test_drafts.py",),
-        CPU,
+        ("engine/test_drafts.py", "gpu/test_drafts_gpu.py"),
+        "a CPU (ngram, eagle, draft_model); an H100 (ngram, eagle, eagle3)",
         "Rows of accepted tokens alone; no gates, rules or controllers",
     ),
     Served(
         "kv_transfer_config",
         "KV offloading to this machine's memory (--kv-offloading-size)",
         NEXT,
-        ("engine/test_kv_offloading.py",),
-        f"{CPU}, with copies of its own in place of vLLM's",
+        ("engine/test_kv_offloading.py", "gpu/test_kv_offloading_gpu.py"),
+        "an H100; a CPU, with copies of its own in place of vLLM's",
     ),
     Served(
         "model_config.is_multimodal_model",
