@@ -104,4 +104,5 @@ def test_gpt2_compiled_in_bf16_answers_as_stock_does_bit_for_bit(tmp_path, monke
     """One stream instead of a branch and a residual, and norms of two reductions each."""
     inner = {hook: layers for hook, layers in INNER.items() if hook not in ("q_pre", "k_pre")}  # no rotary embedding
     both = {"capture": BOTH["capture"] | {"sites": inner}, "steering": {"sites": inner}}
-    check(tiny_model("gpt2"), 512, [both, OPERATIONS], tmp_path, monkeypatch)
+    operations = {"steering": {"sites": SITES, "op_sites": inner}}
+    check(tiny_model("gpt2"), 512, [both, operations], tmp_path, monkeypatch)
