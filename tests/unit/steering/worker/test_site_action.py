@@ -200,7 +200,7 @@ def kernels(printed: str, family: str, way: str) -> list[Kernel]:
 )
 def test_an_inductor_of_another_build_is_refused_with_what_to_do(monkeypatch, register, missing):
     monkeypatch.delattr(f"torch._inductor.{missing}")
-    expected = r"needs the inductor of torch 2\.11 to 2\.13, found torch .*--enforce-eager"
+    expected = r"needs the inductor of torch 2\.11 to 2\.14, found torch .*--enforce-eager"
 
     with pytest.raises(UnsupportedError, match=expected):
         register()
