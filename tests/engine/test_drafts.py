@@ -120,7 +120,7 @@ def test_steered_answers_and_rows_are_those_without_drafts(llm, reference):
                     {"at": OP_SITE.name, "method": "ablate", "vector": AXIS.tolist(), "positions": [0, 120]}
                 ]
             },
-            "steering_ops.positions",
+            r"steering_ops\[0\].positions",
         ),
     ],
 )
