@@ -42,7 +42,7 @@ def width(reference: HFReference, hook: HookPoint) -> int:
 
 
 def test_every_family_has_a_model_and_an_anatomy() -> None:
-    assert set(ANATOMIES) == set(FAMILIES)
+    assert set(ANATOMIES) == {*FAMILIES, "gpt_oss"}  # whose models `quantised_models` makes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
