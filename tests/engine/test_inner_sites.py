@@ -201,7 +201,7 @@ def generate(
     return list(llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False))
 
 
-ROUTED = (HookPoint.EXPERTS, HookPoint.EXPERT_WEIGHTS)
+CHOICES = (HookPoint.EXPERTS, HookPoint.EXPERT_WEIGHTS)
 """Compared by expert: which of two is the first of equal weights may differ."""
 
 
@@ -212,7 +212,7 @@ def check(served: Served, output: Any, reference: Reference) -> None:
     assert result.status == "ok", result.error
     assert rows.keys() == {Site(layer, hook) for hook in served.hooks for layer in layers_of(served.family, hook)}
     routed = [site for site in rows if site.hook is HookPoint.EXPERTS]
-    for site in rows.keys() - {Site(site.layer, hook) for site in routed for hook in ROUTED}:
+    for site in rows.keys() - {Site(site.layer, hook) for site in routed for hook in CHOICES}:
         assert relative_error(rows[site], reference.rows[site]) <= 1e-4, site
     for site in routed:
         weights = Site(site.layer, HookPoint.EXPERT_WEIGHTS)
