@@ -11,7 +11,7 @@ import pytest
 
 from headgate.capture.engine.access.access_key import digest_of
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.core import saes as sae_calls
+from headgate.steering.core import operator_calls
 from headgate.steering.features.labels import labels_path, write_labels
 from headgate.steering.features.tensors import FeatureFileError
 from tests.fakes.saes import TinySae
@@ -68,7 +68,7 @@ def test_what_one_engine_core_refuses_is_taken_back_in_the_other(
     if before:
         TinySae(width=WIDTH, seed=9).save(root / "earlier")
         server.post(REGISTER, name="b", path="earlier", site="2.post_mlp")
-    listed, opened, calls = server.get(SAES).json(), sae_calls.open_sae, []
+    listed, opened, calls = server.get(SAES).json(), operator_calls.open_sae, []
 
     def failing(*args: Any) -> Any:
         calls.append(args)
@@ -76,7 +76,7 @@ def test_what_one_engine_core_refuses_is_taken_back_in_the_other(
             raise FeatureFileError("the disk is gone")
         return opened(*args)
 
-    monkeypatch.setattr(sae_calls, "open_sae", failing)
+    monkeypatch.setattr(operator_calls, "open_sae", failing)
     answer = server.post(REGISTER, name="b", path="b", site="2.post_mlp")
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
