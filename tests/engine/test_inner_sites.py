@@ -82,7 +82,7 @@ def references() -> Iterator[ProcessPoolExecutor]:
 COMPILED = "qwen2_moe, compiled"
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, COMPILED])
+@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param(COMPILED, marks=pytest.mark.extended)])
 def served(
     request: pytest.FixtureRequest, references: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
 ) -> Served:
