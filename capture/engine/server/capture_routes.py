@@ -16,7 +16,7 @@ from headgate.capture.engine.access.access_key import ADMIN, AccessKey
 from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.capture_request import capturing_key, check_consumer
-from headgate.capture.engine.server.openai_routes import encoded_result
+from headgate.capture.engine.server.openai_routes import FIELDS_DECODER, encoded_result
 from headgate.capture.schema.config import Location, Overload
 from headgate.capture.schema.errors import (
     CaptureFileError,
@@ -240,12 +240,13 @@ def _add_reading(router: APIRouter, services: RouteServices) -> None:
 
 def _answer(tokens: Sequence[int], vocabulary: Vocabulary, consumer: str, result: CaptureResult) -> bytes:
     """Return the answer's body: FastAPI would encode it value by value, on the event loop."""
+    shown = {"prompt_token_ids": tokens, "tokens": _texts(tokens, vocabulary)}
+    return msgspec.json.encode({**shown, **FIELDS_DECODER.decode(encoded_result(consumer, result))})
+
+
+def _texts(tokens: Sequence[int], vocabulary: Vocabulary) -> list[str]:
     texts = {token: vocabulary.shown(token) for token in set(tokens)}
-    shown = {"prompt_token_ids": tokens, "tokens": [texts[token] for token in tokens]}
-    return msgspec.json.encode({**shown, **_FIELDS.decode(encoded_result(consumer, result))})
-
-
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+    return [texts[token] for token in tokens]
 
 
 def _spec_of_prompt(front: FrontEnd, instance: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -326,7 +327,7 @@ class _Browsing:
         )
         return found
 
-    async def capture(self, consumer: str, tag: str, name: str, request: Request) -> dict[str, Any]:
+    async def capture(self, consumer: str, tag: str, name: str, request: Request) -> Response:
         """Return what the list has of a capture, with `metadata`, `positions`, `token_ids` and the `tokens`' texts.
 
         `tokens` is null if another model was captured, or if this server has no tokenizer.
@@ -334,12 +335,12 @@ class _Browsing:
         found: dict[str, Any] = await self._ask(
             consumer, request, lambda browser, context: browser.describe_capture(context, tag, name)
         )
-        texts = None
+        vocabulary = None
         if found["model"] == _front_end(self._services).model.name:
             with suppress(RequestError):
                 vocabulary = await self._services.vocabulary()
-                texts = [vocabulary.shown(token) for token in found["token_ids"]]
-        return {**found, "tokens": texts}
+        content = await asyncio.to_thread(_described, found, vocabulary)
+        return Response(content, media_type="application/json")
 
     async def rows(self, consumer: str, tag: str, name: str, request: Request) -> StreamingResponse:
         """Return the rows at all sites that the client's key allows.
@@ -352,6 +353,12 @@ class _Browsing:
         )
         headers = {"Content-Length": str(file.num_bytes), "X-Content-Type-Options": "nosniff"}
         return StreamingResponse(file.pieces, media_type="application/octet-stream", headers=headers)
+
+
+def _described(found: Mapping[str, Any], vocabulary: Vocabulary | None) -> bytes:
+    """Return the answer's body, for the reason of `_answer`: a capture may have very many rows."""
+    texts = None if vocabulary is None else _texts(found["token_ids"], vocabulary)
+    return msgspec.json.encode({**found, "tokens": texts})
 
 
 def _browsing_answers(what: str, content: dict[str, Any]) -> dict[int | str, dict[str, Any]]:

@@ -168,7 +168,7 @@ def _with_values(chunk: str, call: HttpCall) -> str:
             found[place] = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in values.items()}
     if not found:
         return chunk  # most chunks of a stream: parsing all of them would cost too much
-    fields = _FIELDS.decode(content)
+    fields = FIELDS_DECODER.decode(content)
     choices = _CHOICES.decode(fields["choices"])
     for place, values in found.items():
         choices[place].update(values)
@@ -189,7 +189,8 @@ class _Chunk(msgspec.Struct):
 
 _DATA = "data: "
 _CHUNK = msgspec.json.Decoder(_Chunk)
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""Reads an object without its values, which are written again as they are."""
 _CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
 

@@ -1,8 +1,9 @@
-"""The route of a consumer's state: who may read it, and what of it."""
+"""The routes of consumers: their states, what they make of a prompt, and what they have stored."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.results import CaptureResult
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from headgate.consumers.moments import MomentsConsumer
+from tests.fakes.capturing import capturing
 from tests.fakes.clients import show
 from tests.fakes.heads import Letters, runs_loop
 
@@ -81,7 +83,14 @@ async def read_prompt(prompt: Any, instance: str, spec: Any) -> CaptureResult:
 
 @pytest.fixture
 def client(root: Path) -> Iterator[TestClient]:
-    config = CaptureConsumersConfig(consumers=configured(root))
+    with serving(configured(root)) as client:
+        yield client
+
+
+@contextmanager
+def serving(consumers: tuple[CaptureConsumerSpec, ...]) -> Iterator[TestClient]:
+    """The routes of a server with these consumers."""
+    config = CaptureConsumersConfig(consumers=consumers)
     classes = {spec.instance: load_configured(spec) for spec in config.consumers}
     front = SimpleNamespace(config=config, model=EXAMPLE_MODEL, consumers=classes)
 
@@ -218,3 +227,18 @@ def test_names_that_requests_may_choose_from_are_listed_and_parameters_are_not(c
         "spread": {},
     }
     assert "safetensors" not in answer.text
+
+
+def test_a_stored_capture_has_the_texts_of_its_tokens(tmp_path: Path) -> None:
+    with capturing(tmp_path) as files:
+        request = files.request({"request_id": "day"})
+        files.feed.whole(request)
+
+    with serving((CaptureConsumerSpec(name="filesystem", params={"root": str(tmp_path)}),)) as client:
+        answer = client.get("/v1/capture/filesystem/captures/default/day.safetensors")
+
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert found["token_ids"][: len(request.info.prompt_token_ids)] == [*request.info.prompt_token_ids]
+    assert found["positions"] == [*range(len(found["token_ids"]))]
+    assert found["tokens"] == [Letters(30).shown(token) for token in found["token_ids"]]
