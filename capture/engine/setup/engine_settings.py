@@ -14,12 +14,22 @@ from headgate.capture.engine.vllm_types import VllmConfig
 
 
 class Refusal(NamedTuple):
-    """One setting that cannot be served: why, and what to do instead."""
+    """One setting that cannot be served.
+
+    Attributes:
+        is_set: Whether an engine has it.
+        what: Its name, and its flag.
+        why: Why it cannot be served.
+        instead: What to do.
+        path: Of the `Served` that names other values of the setting, and does not apply where these are refused; empty
+            if there is none.
+    """
 
     is_set: Callable[[VllmConfig], bool]
     what: str
     why: str
     instead: str
+    path: str = ""
 
     @property
     def answer(self) -> str:
@@ -180,12 +190,14 @@ REFUSALS = (
         "KV connectors (--kv-transfer-config, --kv-offloading-backend lmcache) but OffloadingConnector",
         "they name blocks by their tokens, or bring keys and values from engines that may not steer",
         "start without them; --kv-offloading-size with the backend native is served",
+        path="kv_transfer_config",
     ),
     Refusal(
         _other_offloading,
         "KV offloading to anything but this engine's memory (spec_name)",
         "files and other engines may hold keys and values that an earlier release or other settings computed",
         "leave spec_name out of kv_connector_extra_config",
+        path="kv_transfer_config",
     ),
     Refusal(
         lambda config: config.model_config.is_encoder_decoder,
@@ -358,9 +370,8 @@ SERVED = (
 def applying(config: VllmConfig) -> list[Served | Refusal]:
     """The settings of an engine that change what headgate reads or writes, refused ones first."""
     refused = [each for each in REFUSALS if each.is_set(config)]
-    served = [each for each in SERVED if each.is_set(config)]
-    if config.kv_transfer_config is not None and any("KV" in each.what for each in refused):
-        served = [each for each in served if "KV offloading" not in each.what]
+    others = {each.path for each in refused if each.path}
+    served = [each for each in SERVED if each.is_set(config) and each.path not in others]
     return [*refused, *served]
 
 
