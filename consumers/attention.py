@@ -39,6 +39,8 @@ from headgate.capture.schema.consumer import (
     RowBlock,
     SpecContext,
     StreamingConsumer,
+    check_fields,
+    read_params,
 )
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.limits import count_rows
@@ -97,14 +99,7 @@ def parse_params(params: Mapping[str, Any]) -> AttentionParams:
     Raises:
         ConfigError: Naming the parameter.
     """
-    try:
-        parsed = msgspec.convert(dict(params), AttentionParams)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"attention: {error}") from error
-    for name in ("max_bytes", "max_scores", "memory_bytes"):
-        if (value := getattr(parsed, name)) is not None and value < 1:
-            raise ConfigError(f"attention: {name} must be at least 1, got {value}")
-    return parsed
+    return read_params(AttentionParams, params, "attention", max_bytes=1, max_scores=1, memory_bytes=1)
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,11 +144,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     Raises:
         RequestError: Naming the field.
     """
-    if not isinstance(raw, Mapping):
-        raise RequestError(context.field, f'expected an object such as {{"layers": [5]}}, got {shown(raw)}')
-    unknown = next((key for key in raw if key not in FIELDS), None)
-    if unknown is not None:
-        raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {', '.join(FIELDS)}")
+    raw = check_fields(raw, context, FIELDS, 'such as {"layers": [5]}')
     layers = _layers(raw.get("layers"), context.model, f"{context.field}.layers")
     wanted = Wanted(
         heads=_heads(raw.get("heads", "all"), min(num_heads(context.model, one) for one in layers), context.field),
