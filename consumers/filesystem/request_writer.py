@@ -61,7 +61,7 @@ class Chunk:
 
     sites: tuple[Site, ...]
     positions: Int64Array
-    data: npt.NDArray[np.uint8] | None
+    data: Bytes3D | None
     row_bytes: int
     offset: int = 0
 
@@ -154,7 +154,7 @@ class Spool:
         return np.frombuffer(mmap.mmap(self._file, self._file_bytes, access=mmap.ACCESS_READ), dtype=np.uint8)
 
 
-def _data_of(chunk: Chunk, mapped: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+def _data_of(chunk: Chunk, mapped: npt.NDArray[np.uint8]) -> Bytes3D:
     """A chunk's rows, uint8 ``[S, N, row_bytes]``, from memory or from the spool's file."""
     if chunk.data is not None:
         return chunk.data

@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from headgate.capture.files.reading import refusing
 from headgate.capture.schema.batch import Int64Array
@@ -31,7 +30,6 @@ SHARD_FOLDER = "_shards"
 OWNER = "owner"
 """Option of a resolved spec: see `Sidecar.owner`."""
 LayoutName = Literal["request", "shards", "raw"]
-Bytes2D = npt.NDArray[np.uint8]
 
 
 class MessagePlace(msgspec.Struct, frozen=True):
