@@ -365,8 +365,8 @@ MAX_UNSENT = 256
 """Items that wait to be sent together: each call of the system wakes the process, and takes the step thread 0.1 ms."""
 MAX_THREADS = 4
 SWITCH_S = 0.0005
-"""Python gives its lock to another thread after so many seconds. With the usual 0.005 the thread that frees the staging
-memory waits longer for the lock, after each copy, than the copy takes."""
+"""Python gives the GIL to another thread after so many seconds. With the usual 0.005 the thread that frees the staging
+memory waits longer for the GIL, after each copy, than the copy takes."""
 
 
 class CaptureProcess:

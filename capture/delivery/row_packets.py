@@ -186,7 +186,7 @@ class _RegionView(np.ndarray):
     """A part of a region, uint8 ``[bytes]``; tensors and views made of it hold it, and it is given back with the last.
 
     Attributes:
-        give_back: Called then.
+        give_back: Called when the last of them is gone.
     """
 
     give_back: Callable[[], None] | None = None
@@ -334,7 +334,7 @@ class _RowsOfSites:
     def _copied_each(self, spans: Sequence[tuple[str, int, int]], pool: RowPool) -> Iterator[CoalescedRows]:
         """Copy the rows of each of `spans` to memory of its own.
 
-        All in one call of torch: each call gives Python's lock away, and getting it back among busy threads takes
+        All in one call of torch: each call releases the GIL, and getting it back among busy threads takes
         longer than the copy.
         """
         if not spans:

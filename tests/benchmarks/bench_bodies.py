@@ -7,7 +7,7 @@ the middleware that ``VLLM_PLUGINS`` brings. It runs on uvloop, as vLLM's server
 loop.
 
 `loop` is CPU time of the loop's thread from before the request's task is made until after it has ended, whatever that
-thread did meanwhile, waiting for its selector and for Python's lock included. `stall` is the longest that anything else
+thread did meanwhile, waiting for its selector and for the GIL included. `stall` is the longest that anything else
 on the loop had to wait, and has rounds of its own, since what measures it takes time of the loop. `total` is latency.
 
 The machine's own speed changes by a factor of two within minutes. So servers take turns, request by request, in several

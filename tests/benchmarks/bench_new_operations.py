@@ -7,8 +7,8 @@ begins. No engine and no GPU: the parts of headgate that each process runs, one 
 Microseconds of CPU time, but for the latencies, which are told by the clock: the 10th, 50th and 90th percentile over
 the requests. Takes ten seconds. The first is the one to compare: a machine's speed changes within seconds.
 
-*API server*: what the body costs in Python's lock. `beside a busy loop` is the latency of the same work on a thread,
-while the event loop has so much work of its own in each step of 5.8 ms: the thread has to wait for Python's lock
+*API server*: how long the body holds the GIL. `beside a busy loop` is the latency of the same work on a thread,
+while the event loop has so much work of its own in each step of 5.8 ms: the thread has to wait for the GIL
 whenever it has given it up.
 
 *engine core, input thread*: from the message to what the scheduler gets.

@@ -2,7 +2,7 @@
 
 Starts the servers that the modes need, runs each mode of `workload` with the shape ``chat`` while ``py-spy`` (to be
 installed, and allowed to trace) samples the engine core, the API server and the capture process, and prints for each
-thread how often it was seen: holding Python's lock (``gil``) or running at all (``all``), in which functions, and in
+thread how often it was seen: holding the GIL (``gil``) or running at all (``all``), in which functions, and in
 which of headgate's. The stacks lie in OUT as py-spy's raw files.
 """
 

@@ -15,12 +15,12 @@ Result = TypeVar("Result")
 _Queue = SimpleQueue[tuple[Callable[[], object], asyncio.Future[Any]] | None]
 
 PAUSE_S = 20e-6
-"""Long enough for the event loop's thread to wake up and take Python's lock."""
+"""Long enough for the event loop's thread to wake up and take the GIL."""
 _LONG_S = 1e-3
 """Work after which the loop comes first."""
 _TURN = Lock()
 _NUM_THREADS = 4
-"""Threads of each loop. Python's lock is free while a body is hashed and its numbers are checked; parsing holds it."""
+"""Threads of each loop. The GIL is free while a body is hashed and its numbers are checked; parsing holds it."""
 
 
 async def run_in_thread(work: Callable[[], Result]) -> Result:
@@ -43,7 +43,7 @@ async def run_in_thread(work: Callable[[], Result]) -> Result:
 
 
 def in_turn(work: Callable[[], Result]) -> Result:
-    """Run `work`, which holds Python's lock, on a thread beside the loop, while no other thread runs any.
+    """Run `work`, which holds the GIL, on a thread beside the loop, while no other thread runs any.
 
     Several at a time would be no faster, and hand the lock to one another: the loop would wait for all of them.
     """

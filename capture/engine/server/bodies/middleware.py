@@ -182,11 +182,11 @@ LONG_BODY = 64 << 10
 """JSON bodies of fewer bytes are left to the server: on its loop they take less time than a thread needs to start.
 Bodies that say so beforehand are not even looked at: the server itself reads no more than was declared."""
 _HUGE = 1 << 20
-"""Bodies of this many bytes are put together on a thread: Python's lock is free meanwhile."""
+"""Bodies of this many bytes are put together on a thread: the GIL is free meanwhile."""
 
 _MANY_VECTORS = 256 << 10
 """The fields of shorter bodies are read in turn: most of it is Python, or numpy for a few us at a time, so several
-threads would hand Python's lock to one another all the time. Of longer ones, most is hashed, and the lock is free."""
+threads would hand the GIL to one another all the time. Of longer ones, most is hashed, and the GIL is free."""
 
 READ_AHEAD = 2 << 20
 """Bytes of a body that uvicorn reads before its application asks for them. With its own 64 KiB, the vectors of a

@@ -1,6 +1,6 @@
 """Takes the fields of parts (steering's vectors) out of long JSON bodies, without making an object of each number.
 
-Runs on threads beside the event loop, and pauses between lists: a thread that holds Python's lock holds up the loop
+Runs on threads beside the event loop, and pauses between lists: a thread that holds the GIL holds up the loop
 just the same. So the work is bounded whatever a body holds: one with more in it than vectors need is left to the
 server, which reads it as it reads any other.
 
