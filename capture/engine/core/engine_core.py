@@ -13,10 +13,9 @@ An engine core opens the part that is configured there when it starts, or refuse
 engine core loads plugins inside its constructor, when it is too late to wrap that. So two of the constructor's calls
 are wrapped: the one after plugins were loaded and workers started notes the engine core, and the last one opens it.
 
-Notes of a part about requests, from the steps that they are of to the outputs that they leave with.
-
-A step of a prompt's chunk has readings and no output, so notes are kept until their request has one. They are put into
-a field of vLLM's that is free here; see `NOTES_KEY`.
+A part may note something about a request in any step, and `StepNotes` hands it to the front end with the request's
+next output. A step of a prompt's chunk has readings and no output, so notes are kept until their request has one. They
+are put into a field of vLLM's that is free here; see `NOTES_KEY`.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ class SampledStep:
     def _read(self) -> BatchView:
         if self._event is not None:
             self._event.synchronize()
-        if self._found is None:  # it failed
+        if self._found is None:  # the step ended before its tokens were sampled
             return replace(self._planned, num_scheduled=np.zeros_like(self._planned.num_scheduled), outcome=None)
         num_computed, num_rejected = self._found.numpy()
         num_scheduled = self._planned.num_scheduled - num_rejected

@@ -1,7 +1,7 @@
 """The controllers of one engine core: how they start, get requests and steps, and how their actions are applied.
 
-Applies the actions of controllers, each by itself, and counts their outcomes. One that cannot be applied changes
-nothing else. Outcomes are noted for the traces of requests.
+`ActionApplier` applies each action by itself: one that cannot be applied changes nothing else. `Outcomes` counts what
+became of them and notes it for the traces of requests.
 """
 
 from __future__ import annotations

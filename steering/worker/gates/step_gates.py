@@ -1,8 +1,7 @@
 """The gates of each step of one worker: before its forward, and after. Step thread only.
 
-Coefficients that controllers set on the requests of a worker: entries of programs have them on generated rows.
-
-A coefficient has a column, like the strength of a gate, but nothing on the device evaluates it: the host writes it into
+`DrivenStrengths` has the coefficients that controllers set on requests, for entries of programs on generated rows. A
+coefficient has a column, like the strength of a gate, but nothing on the device evaluates it: the host writes it into
 the state of the request where it changes. Rows that are computed again, several in a forward, find theirs in the
 signals, as `headgate.steering.programs.codes` has it for entries that act early. Numpy only.
 
