@@ -53,6 +53,7 @@ WITH_PYARROW = (
     "consumers/datasets/test_dataset_export.py::test_parquet_has_every_row",
     "consumers/harvest/test_harvest_prompts.py::test_a_column_of_parquet_is_read",
     "consumers/stream",
+    "consumers/test_columns.py::test_batches_of_a_stream_have_the_columns_alone",
 )
 """Tests among them with pyarrow: the pinned one, which is not replaced, takes no numpy as old as the lowest."""
 
