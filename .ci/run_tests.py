@@ -7,7 +7,8 @@ an engine leaves patched classes, process groups and sockets behind in the proce
 tests/frontend stand in for vLLM's worker there. Importing vLLM takes 13 s of a core, so it is imported once, here, and
 these processes are forked from there. What a process printed is shown when it fails; otherwise its last line, and the
 whole is kept in .pytest_cache/logs. Their engine cores and workers are forked as well; servers, the demo and scripts
-that tests run as a user does start theirs as vLLM does by itself.
+that tests run as a user does start theirs as vLLM does by itself. Tests without engines wait for half of their time,
+so one process of them runs beside as many with engines as there may be at a time.
 
 Every minute it says what runs. A process is begun only where the machine has the memory that the largest one takes, of
 24 GiB in all, and the most that they took together is printed at the end. Whatever was started ends with this process:
@@ -94,12 +95,14 @@ class Job(NamedTuple):
         arguments: Of pytest; the whole command line behind Python, if it begins with a path to a program.
         environment: Set there beside what is set here.
         is_forked: Whether it begins with vLLM imported, in a fork of this process.
+        is_light: Whether it starts no engine and waits for half of its time, so that one runs beside all others.
     """
 
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = {}
     is_forked: bool = False
+    is_light: bool = False
 
     @property
     def log(self) -> Path:
@@ -118,9 +121,9 @@ def unit_jobs() -> list[Job]:
     ]
     rest = [path for path in rest if Path(path).is_dir() or Path(path).name.startswith("test_")]
     return [
-        Job("unit", (*marker, "tests/unit")),
-        Job("the rest without engines", (*marker, *rest)),
-        Job("kernels", (*marker, "tests/kernels"), {"TRITON_INTERPRET": "1"}),
+        Job("unit", (*marker, "tests/unit"), is_light=True),
+        Job("the rest without engines", (*marker, *rest), is_light=True),
+        Job("kernels", (*marker, "tests/kernels"), {"TRITON_INTERPRET": "1"}, is_light=True),
     ]
 
 
@@ -285,7 +288,7 @@ class Runner:
 
     Args:
         jobs: The jobs.
-        at_a_time: How many at most.
+        at_a_time: How many at most, and one light one beside them.
     """
 
     def __init__(self, jobs: Sequence[Job], at_a_time: int) -> None:
@@ -300,8 +303,8 @@ class Runner:
     def run(self) -> int:
         """Run all; returns the exit status."""
         while self._waiting or self._running:
-            while self._waiting and len(self._running) < self._at_a_time and self._has_room():
-                job = self._waiting.popleft()
+            while (job := self._next()) is not None:
+                self._waiting.remove(job)
                 self._running[start(job)] = Running(job, time.monotonic())
             process, status, used = os.wait4(-1, os.WNOHANG)  # tells what it used, its own children included
             if (ended := self._running.pop(process, None)) is not None:
@@ -316,6 +319,16 @@ class Runner:
         )
         print(*(f"FAILED {name}" for name in self._failed), sep="\n", end="\n" if self._failed else "")
         return 1 if self._failed else 0
+
+    def _next(self) -> Job | None:
+        """The first job that may begin now."""
+        num_light = sum(each.job.is_light for each in self._running.values())
+        may_begin = {
+            True: not num_light or len(self._running) < self._at_a_time,
+            False: len(self._running) - num_light < self._at_a_time and len(self._running) <= self._at_a_time,
+        }
+        job = next((each for each in self._waiting if may_begin[each.is_light]), None)
+        return job if job is not None and self._has_room() else None
 
     def _has_room(self) -> bool:
         """Whether the memory for one more is there, when those that run have taken what they may."""

@@ -25,6 +25,7 @@ sys.path[:0] = [{str(CI)!r}]
 import run_tests
 from pathlib import Path
 run_tests.LOGS, run_tests.TELL_S, run_tests.LOOK_S = Path(sys.argv[1]), 0.3, 0.1
+run_tests.LARGEST = 2**20  # whatever else this machine does, there is room for two
 jobs = [run_tests.Job(name, (sys.argv[2], name)) for name in ("one", "two", "three")]
 sys.exit(run_tests.run_all(jobs, 2))
 """
@@ -68,6 +69,35 @@ def test_whatever_it_started_ends_with_it(tmp_path: Path, number: int) -> None:
     assert runner.returncode == 128 + number
     assert "4 processes were left and have been ended" in rest
     assert not (logs / "three.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "begins"),
+    [
+        ([], ["engine", "light"], "engine"),
+        (["engine"], ["light", "engine"], "light"),
+        (["engine", "light"], ["light", "engine"], "engine"),
+        (["engine", "engine"], ["engine", "light"], "light"),
+        (["engine", "engine", "light"], ["engine", "light"], None),
+        (["light"], ["light"], "light"),
+        (["light", "light"], ["light"], None),
+        (["light", "light"], ["engine"], "engine"),
+    ],
+)
+def test_one_light_job_runs_beside_all_others(
+    run_tests: Any, monkeypatch: pytest.MonkeyPatch, running: list[str], waiting: list[str], begins: str | None
+) -> None:
+    monkeypatch.setattr(run_tests.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * run_tests.GIB))
+    jobs = [run_tests.Job(name, (), is_light=name == "light") for name in waiting]
+    runner = run_tests.Runner(jobs, 2)
+    runner._running = {
+        number: run_tests.Running(run_tests.Job(name, (), is_light=name == "light"), 0.0)
+        for number, name in enumerate(running)
+    }
+
+    job = runner._next()
+
+    assert (job and job.name) == begins
 
 
 def test_what_may_run_at_a_time_is_bounded_by_memory(run_tests: Any, monkeypatch: pytest.MonkeyPatch) -> None:
