@@ -584,7 +584,7 @@ def open_capture_process(place: WorkerPlace, memory: SharedStaging, reader: int 
     return CaptureProcess(memory, ledger, board, start, reader=reader)
 
 
-class Served(NamedTuple):
+class ConsumerPlacement(NamedTuple):
     """Which consumers are served where, by their bits.
 
     Attributes:
@@ -601,7 +601,7 @@ class Served(NamedTuple):
         return len(self.processes) + bool(self.threads) if self.processes else 0
 
 
-def deal_out(config: CaptureConsumersConfig) -> Served:
+def deal_out(config: CaptureConsumersConfig) -> ConsumerPlacement:
     """Deal the consumers out among the processes that are configured; those of the location ``engine`` stay here.
 
     Raises:
@@ -610,7 +610,7 @@ def deal_out(config: CaptureConsumersConfig) -> Served:
     beside = [bit for bit, spec in enumerate(config.consumers) if load_configured(spec).location != "engine"]
     count = min(config.processes, len(beside))
     processes = tuple(frozenset(beside[index::count]) for index in range(count))
-    return Served(processes, frozenset(range(len(config.consumers))).difference(*processes))
+    return ConsumerPlacement(processes, frozenset(range(len(config.consumers))).difference(*processes))
 
 
 class DeliveryTarget:

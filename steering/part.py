@@ -10,10 +10,9 @@ from headgate.capture.engine.contracts.parts import Part
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-    from headgate.capture.engine.contracts.core_part import CoreFacts
+    from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
+    from headgate.capture.engine.contracts.parts import RouteServices
     from headgate.capture.engine.contracts.request_part import RequestPart
-    from headgate.capture.engine.core.part_services import CoreServices
-    from headgate.capture.engine.server.plugin_routes import RouteServices
     from headgate.capture.monitoring.metrics import MetricsPart
     from headgate.capture.monitoring.verify_checks import CheckPart
     from headgate.steering.core.steering_core import SteeringCore

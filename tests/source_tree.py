@@ -86,19 +86,13 @@ def module_of(path: Path) -> str:
 
 @cache
 def library_imports() -> dict[str, frozenset[str]]:
-    """Modules of the library, each with the modules of the library that it imports, inside functions included."""
+    """Modules of the library, each with those that it imports, also inside functions and for types alone."""
     modules = {module_of(path): path for path in LIBRARY}
     found = {}
     for module, path in modules.items():
-        named = {name for _, name in imports(_without_type_checking(tree_of(path)))}
+        named = {name for _, name in imports(tree_of(path))}
         inner = {name for name in named if name in modules}
         # `from package import module` names the package too, whose __init__ is imported on the way anyhow.
         passed = {name for name in inner if any(other.startswith(f"{name}.") for other in inner)}
         found[module] = frozenset(inner - passed - {module})
     return found
-
-
-def _without_type_checking(tree: ast.Module) -> ast.Module:
-    """The tree without blocks that only type checkers see: they import nothing when the program runs."""
-    body = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
-    return ast.Module(body=body, type_ignores=[])

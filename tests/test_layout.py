@@ -39,7 +39,8 @@ LAYERS = {
     "headgate.capture.engine": (
         *(
             ["vllm_names", "vllm_types"],
-            ["site_action"],
+            ["vllm_errors"],
+            ["site_action", "client_errors"],
             ["contracts"],
             ["access"],
             ["setup", "model", "compiler"],

@@ -10,7 +10,7 @@ from headgate.capture.schema.config import parse_config
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-    from headgate.capture.engine.server.plugin_routes import RouteServices
+    from headgate.capture.engine.contracts.parts import RouteServices
     from headgate.capture.engine.worker.capture_part import CapturePart
     from headgate.capture.monitoring.metrics import MetricsPart
     from headgate.capture.monitoring.verify_checks import CheckPart

@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 from headgate.capture.engine import vllm_names as names
-from headgate.capture.engine.core import block_keys, core_calls, engine_core, fan_out, part_services, steps_in_flight
+from headgate.capture.engine.contracts import core_calls
+from headgate.capture.engine.core import block_keys, engine_core, fan_out, part_services, steps_in_flight
 from headgate.capture.engine.frontends import async_llm, input_processor, llm, output_processor, prompt_tokens, startup
 from headgate.capture.engine.requests import sampling_params
 from headgate.capture.engine.server import openai_routes, retry_after

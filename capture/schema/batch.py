@@ -133,7 +133,7 @@ class CaptureWire(TypedDict):
 class RequestWire(TypedDict, total=False):
     """A request's fields, checked and resolved, as engine core and workers get them.
 
-    Long bytes are `headgate.capture.engine.core.core_calls.Frame`.
+    Long bytes are `headgate.capture.engine.contracts.core_calls.Frame`.
 
     Attributes:
         v: `WIRE_VERSION`; always there.

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from headgate.capture.engine.contracts.request_part import CoreCall, FlagGroup, Operation, PartRequestReader, Result
-from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
+from headgate.capture.engine.contracts.core_calls import AsyncCoreClient, CoreCall, CoreClient, Operation, Result
+from headgate.capture.engine.contracts.request_part import FlagGroup, PartRequestReader
 from headgate.capture.probe import Probe, ProbeError
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import EngineStateError, RequestError, shown

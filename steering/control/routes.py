@@ -48,7 +48,7 @@ from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, check_name
 
 if TYPE_CHECKING:
-    from headgate.capture.engine.server.plugin_routes import RouteServices
+    from headgate.capture.engine.contracts.parts import RouteServices
 
 _SHORT = {
     **dict(zip((BASE, PREFILL, DECODE), MODULE_FIELDS, strict=True)),

@@ -36,7 +36,7 @@ from headgate.steering.programs.operations import Float32Row, Method
 from headgate.steering.vectors.phase_vectors import Steerable
 
 if TYPE_CHECKING:
-    from headgate.capture.engine.server.plugin_routes import RouteServices
+    from headgate.capture.engine.contracts.parts import RouteServices
     from headgate.capture.schema.vocabulary import Vocabulary
 
 MAX_CELLS = 4096

@@ -29,7 +29,7 @@ from headgate.steering.spec import SteeringSpec, SteeringWire, from_wire, to_wir
 from headgate.steering.vectors.phase_vectors import TIERS, check_name
 
 if TYPE_CHECKING:
-    from headgate.capture.engine.core.part_services import CoreServices
+    from headgate.capture.engine.contracts.core_part import CoreServices
     from headgate.steering.core.controllers.controllers import Controllers
 
 _PROBE = "headgate-probe"

@@ -45,7 +45,7 @@ from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 
 if TYPE_CHECKING:
-    from headgate.capture.engine.core.part_services import CoreServices
+    from headgate.capture.engine.contracts.core_part import CoreServices
 
 logger = logging.getLogger("headgate")
 

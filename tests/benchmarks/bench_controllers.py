@@ -27,7 +27,7 @@ from headgate.capture.engine.contracts.core_part import CoreFacts
 from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, WIRE_KEY
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.core.engine_core import StepNotes, attach_orders
-from headgate.capture.engine.core.part_services import CoreServices
+from headgate.capture.engine.core.part_services import PartServices
 from headgate.capture.engine.core.steps_in_flight import StepsInFlight
 from headgate.capture.schema.batch import BatchView, Int64Array, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
@@ -173,7 +173,7 @@ class Engine:
             batch_queue=None,
             model_executor=SimpleNamespace(collective_rpc=lambda method, args: call(method, args)),
         )
-        services = CoreServices(core, "steering", StepsInFlight(core), {})
+        services = PartServices(core, "steering", StepsInFlight(core), {})
         steerable = config.steerable(num_layers=LAYERS, hidden_size=HIDDEN, dtype="float32")
         self.core = SteeringCore("float32", config.num_slots(LAYERS) - 1, services, config, steerable=steerable)
         row = np.ones(HIDDEN, np.float32)

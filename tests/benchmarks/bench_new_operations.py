@@ -39,8 +39,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headgate.capture.engine.contracts.core_calls import lift
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
-from headgate.capture.engine.core.core_calls import lift
 from headgate.capture.engine.server.bodies.parsing import extract_json
 from headgate.capture.engine.server.loop_threads import in_turn, run_in_thread
 from headgate.capture.schema.batch import BatchView

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.core import core_calls
+from headgate.capture.engine.contracts import core_calls
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.sums import peak
 from tests.fakes.steered_core import PART, engine_config, engine_request, naming, vectors

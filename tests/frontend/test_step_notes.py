@@ -258,7 +258,7 @@ def test_the_engine_forgets_requests_whose_reader_leaves(engine: Engine) -> None
 
 async def known(engine: Engine) -> Any:
     """Requests that the part knows in the engine core."""
-    from headgate.capture.engine.core.core_calls import AsyncCoreClient
+    from headgate.capture.engine.contracts.core_calls import AsyncCoreClient
 
     client = AsyncCoreClient(engine.llm.engine_core, PART, asyncio.Lock())
     (answer,) = await client.call("known", {})

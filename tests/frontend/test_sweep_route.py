@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from headgate.capture.engine.client_errors import overloaded
 from headgate.capture.engine.requests.request_reader import REQUEST_READER
-from headgate.capture.engine.setup.client_errors import overloaded
 from headgate.capture.schema.errors import OverloadedError, RequestError
 from tests.fakes.heads import runs_loop
 from tests.frontend.test_app import Engine, Server, started  # noqa: F401  (a fixture)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypedDict
 
-from headgate.capture.schema.batch import Document
+from headgate.capture.schema.batch import Document, Int64Array
 from headgate.capture.schema.consumer import ModelInfo, Submitted
 
 
@@ -81,6 +81,89 @@ class Actions(Protocol):
 
     def take(self) -> Sequence[Submitted]:
         """Return the actions that have come since, in their order."""
+        ...
+
+
+class CoreServices(Protocol):
+    """Services of an engine core to its part. Engine thread only.
+
+    Attributes:
+        actions: Of capture consumers, if the part takes them.
+    """
+
+    actions: Actions | None
+
+    def call_workers(self, method: str, args: Document) -> list[object]:
+        """Call ``headgate_call(part, method, args)`` in every worker, after the steps that were launched.
+
+        Args:
+            method: Of the same part in the worker.
+            args: Plain values and bytes.
+
+        Returns:
+            The workers' answers.
+
+        Raises:
+            Exception: What a worker raised, or the executor in its name; other workers may have done it.
+        """
+        ...
+
+    def prepare_change(self, field: str) -> None:
+        """Take the tokens of the steps that were launched, before what acts on requests that run is changed.
+
+        So no step is in flight when `restart_running` or `rekey_running` follow, and none of its tokens is lost.
+
+        Args:
+            field: The field that the client is given.
+
+        Raises:
+            Exception: What a step raised; the engine ends.
+        """
+        ...
+
+    def restart_running(self) -> None:
+        """Ask for the block keys of every request anew, and compute its KV anew under them.
+
+        Requests keep the tokens they have generated; blocks that are cached under the new keys are used.
+        `prepare_change` comes before.
+        """
+        ...
+
+    def rekey_running(self) -> dict[str, int]:
+        """Ask for the block keys of every request anew, for the blocks that later steps complete.
+
+        Nothing is computed anew. `prepare_change` comes before.
+
+        Where keys change while a request runs, its blocks from there on are found by no other request.
+
+        Returns:
+            The first position of each request whose row was not computed yet. Of a preempted one, that of the row of
+            its last token: rows before it are computed again, but their tokens were sampled already.
+        """
+        ...
+
+    def rekey(self, req_id: str, first: int) -> None:
+        """Ask for the block keys of one request anew, for the blocks that end after a position.
+
+        Args:
+            req_id: Of a request that entered the scheduler, or waits.
+            first: At least its `RequestProgress.position`.
+        """
+        ...
+
+    def progress(self, req_id: str) -> RequestProgress | None:
+        """Return how far a request is; None if it has ended, or is not known."""
+        ...
+
+    def positions(self, req_ids: tuple[str, ...]) -> Int64Array:
+        """Return the position of the `progress` of each of some requests, int64 ``[n]``; -1 where there is none.
+
+        Fast for the very tuple of the last call.
+        """
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Let the engine end instead of taking another step: its workers no longer agree with the part."""
         ...
 
 

@@ -10,25 +10,25 @@ they import torch and vLLM inside their methods alone. An engine opens only the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.results import StoredRequest
+from headgate.capture.schema.results import CaptureResult, KeptRequest, StoredRequest
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
+    from fastapi import APIRouter, Request
 
-    from headgate.capture.engine.contracts.core_part import CoreFacts, CorePart
+    from headgate.capture.engine.contracts.core_part import CoreFacts, CorePart, CoreServices
     from headgate.capture.engine.contracts.request_part import RequestPart
     from headgate.capture.engine.contracts.worker_hooks import WorkerHooks
-    from headgate.capture.engine.core.part_services import CoreServices
-    from headgate.capture.engine.server.plugin_routes import RouteServices
     from headgate.capture.monitoring.metrics import MetricsPart
     from headgate.capture.monitoring.verify_checks import CheckPart
+    from headgate.capture.schema.vocabulary import Vocabulary
 
 PARTS = {
     "capture": "headgate.capture.engine.part:CaptureAsPart",
@@ -38,6 +38,127 @@ PARTS = {
 """Module and class of each part, by its name, in alphabetical order."""
 
 Answer = TypeVar("Answer")
+
+
+class RouteClient(NamedTuple):
+    """The client of a request.
+
+    Attributes:
+        key: Name of the key that it was let in with; None if it needed none.
+        address: At the other end of its connection; None if it has none.
+        is_bound: Whether its key has a name of its own and is no operator's: others' modules are not its to change.
+        forwarded: The address that its request says it was forwarded for (``X-Forwarded-For``); anybody can write that.
+    """
+
+    key: str | None
+    address: str | None
+    is_bound: bool
+    forwarded: str | None = None
+
+
+class RouteServices(Protocol):
+    """Services of the server to one part's routes, which lie under ``/v1/``, where its API key covers them.
+
+    Event loop only. An error that a route raises is answered with vLLM's own error bodies: a `RequestError` with status
+    400 and the field as ``param``.
+
+    Attributes:
+        engine: Returns the server's `AsyncLLM`, or None while it is not there.
+    """
+
+    engine: Callable[[], Any]
+
+    def handle(self) -> Any:
+        """Return the attribute of ``AsyncLLM`` under the part's name.
+
+        Raises:
+            fastapi.HTTPException: With status 404 and how to start the server with the part, if it runs without.
+        """
+        ...
+
+    async def require_key(self, request: Request) -> None:
+        """Check a request, as a FastAPI dependency.
+
+        Raises:
+            fastapi.HTTPException: With status 403, unless the request carries one of the part's keys.
+        """
+        ...
+
+    def has_key(self, request: Request) -> bool:
+        """Whether `require_key` would let a request pass."""
+        ...
+
+    async def require_admin(self, request: Request) -> None:
+        """Check a request for a key with the role ``admin``, as a FastAPI dependency.
+
+        Raises:
+            fastapi.HTTPException: With status 403, if it has none.
+        """
+        ...
+
+    def client(self, request: Request) -> RouteClient:
+        """Return the client of a request that `require_key` has let pass."""
+        ...
+
+    async def read_object(self, request: Request) -> dict[str, Any]:
+        """Read the body of a request as an object: JSON, or msgpack with raw bytes.
+
+        Raises:
+            RequestError: If it cannot be decoded, or is no object.
+            fastapi.HTTPException: With status 415, if it is of neither type.
+        """
+        ...
+
+    def find_kept(self, name: str, sample_index: int, field: str) -> KeptRequest:
+        """Find the rows that the client at hand has kept; see `headgate.capture.schema.results.FindKept`.
+
+        Raises:
+            RequestError: Naming ``request`` or ``sample`` below `field`.
+            fastapi.HTTPException: With status 403, if the client may not capture.
+        """
+        ...
+
+    async def vocabulary(self) -> Vocabulary:
+        """Return the tokens of the model that is served.
+
+        Raises:
+            RequestError: If the server has no tokenizer.
+        """
+        ...
+
+    async def score(self, prompt: Sequence[int], token_ids: Sequence[int], fields: Document) -> Sequence[float]:
+        """Generate one token after `prompt` and return the logprobs that some tokens had there.
+
+        The request is admitted and refused as any other. Cancelling the call ends it.
+
+        Args:
+            prompt: Tokens.
+            token_ids: Tokens to score.
+            fields: Of parts, as a request has them.
+
+        Raises:
+            RequestError: As a request with these fields; also if this server cannot score chosen tokens.
+            OverloadedError: If too many others want the same.
+        """
+        ...
+
+    async def read_prompt(self, prompt: Sequence[int], instance: str, spec: object) -> CaptureResult:
+        """Return what a consumer makes of a prompt; one token is generated and thrown away.
+
+        Args:
+            prompt: Tokens.
+            instance: The consumer's name in requests.
+            spec: What it gets of the prompt, as a request has it.
+
+        Raises:
+            RequestError: As a request with that spec.
+            OverloadedError: If too many others want the same.
+        """
+        ...
+
+    def client_errors(self) -> AbstractContextManager[None]:
+        """Make a context in which each `RequestError` becomes an answer with status 400."""
+        ...
 
 
 class Part:

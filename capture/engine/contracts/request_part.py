@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol
 
+from headgate.capture.engine.contracts.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.schema.batch import Document
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.positions import PositionSelector, check_known
 from headgate.capture.schema.results import FindKept
 from headgate.capture.schema.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 
 
 class FlagGroup(Protocol):
@@ -127,26 +125,6 @@ class PartRequestReader(Protocol):
                 Rows at positions from ``end - 1`` on belong to no token that was kept.
         """
         raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CoreCall:
-    """One call of a part's method in every engine core of a front end; they answer in one order.
-
-    Attributes:
-        method: Of the part's half in the engine core.
-        args: Plain values and bytes.
-        undo: Method and arguments that take it back, for those engine cores that did it when another refused.
-    """
-
-    method: str
-    args: Document
-    undo: tuple[str, Document] | None = None
-
-
-Result = TypeVar("Result")
-Operation = Generator[CoreCall, Sequence[Any], Result]
-"""A user's call as a generator: it yields calls, is sent each engine core's answer, and returns the result."""
 
 
 class RequestPart(Protocol):

@@ -27,6 +27,7 @@ from functools import wraps
 from typing import cast
 
 from headgate.capture.engine import vllm_names
+from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.contracts.core_part import CoreAnswer, CoreFacts, CorePart
 from headgate.capture.engine.contracts.parts import Part, core_part_names, load_part
 from headgate.capture.engine.contracts.wire_format import (
@@ -42,10 +43,9 @@ from headgate.capture.engine.contracts.wire_format import (
 )
 from headgate.capture.engine.core import block_keys, part_services, steps_in_flight
 from headgate.capture.engine.core.fan_out import SharedWires
-from headgate.capture.engine.core.part_services import SERVICES, CoreServices, SentAway, after_step, send_away
+from headgate.capture.engine.core.part_services import SERVICES, PartServices, SentAway, after_step, send_away
 from headgate.capture.engine.core.request_ends import Ended, SchedulerEnds, is_mark, split_marks
 from headgate.capture.engine.core.steps_in_flight import StepsInFlight
-from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.hosts import SETUP_RPC, action_target, check_agreement
 from headgate.capture.engine.setup.settings import model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import check_servable
@@ -300,7 +300,7 @@ class EngineCoreAdapter:
         )
         target = action_target(config)
         actions = None if target.address is None else ActionInbox(target.address)
-        self._services = CoreServices(core, part.name, steps, self._waiting, actions)
+        self._services = PartServices(core, part.name, steps, self._waiting, actions)
         self._part: CorePart = part.core(facts, section(config, part.name), self._services)
         self.notes = StepNotes(core.scheduler, part.name, self._part)
         steps.begin_again = self.notes.begin_again

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from headgate.capture.engine import vllm_names
-from headgate.capture.engine.contracts.core_part import Actions, BlockKeys, CorePart, RequestProgress
+from headgate.capture.engine.contracts.core_part import Actions, BlockKeys, CorePart, CoreServices, RequestProgress
 from headgate.capture.engine.contracts.wire_format import OVERLOADED
 from headgate.capture.engine.core import block_keys
 from headgate.capture.engine.core.block_keys import SaltedKeys
@@ -183,8 +183,8 @@ def _find_going_on(known: Mapping[str, Request], req_ids: tuple[str, ...]) -> _G
     return _GoingOn(req_ids, found, np.array([request.num_prompt_tokens for request in found], np.int64))
 
 
-class CoreServices:
-    """Services of an engine core to its part. Engine thread only, but for `keys`.
+class PartServices(CoreServices):
+    """`CoreServices` over vLLM's engine core. Engine thread only, but for `keys`.
 
     Args:
         core: vLLM's ``EngineCore``.
@@ -192,9 +192,6 @@ class CoreServices:
         steps: Of the engine core, in flight.
         waiting: Requests that wait outside of the scheduler.
         actions: Of capture consumers, if the part takes them.
-
-    Attributes:
-        actions: As given.
     """
 
     def __init__(
@@ -222,40 +219,13 @@ class CoreServices:
         self._part = part
 
     def call_workers(self, method: str, args: Document) -> list[object]:
-        """Call ``headgate_call(part, method, args)`` in every worker, after the steps that were launched.
-
-        Args:
-            method: Of the same part in the worker.
-            args: Plain values and bytes.
-
-        Returns:
-            The workers' answers.
-
-        Raises:
-            Exception: What a worker raised, or the executor in its name; other workers may have done it.
-        """
         answers = self._core.model_executor.collective_rpc("headgate_call", args=(self._name, method, args))
         return list(answers)
 
     def prepare_change(self, field: str) -> None:
-        """Take the tokens of the steps that were launched, before what acts on requests that run is changed.
-
-        So no step is in flight when `restart_running` or `rekey_running` follow, and none of its tokens is lost.
-
-        Args:
-            field: The field that the client is given.
-
-        Raises:
-            Exception: What a step raised; the engine ends.
-        """
         self._steps.take()
 
     def restart_running(self) -> None:
-        """Ask for the block keys of every request anew, and compute its KV anew under them.
-
-        Requests keep the tokens they have generated; blocks that are cached under the new keys are used.
-        `prepare_change` comes before.
-        """
         self._end_sessions()
         for req_id, request in _live(self._scheduler.requests):
             if not self._has_same_prompt(request, req_id):
@@ -265,16 +235,6 @@ class CoreServices:
             block_keys.rehash(request, self.keys(req_id))
 
     def rekey_running(self) -> dict[str, int]:
-        """Ask for the block keys of every request anew, for the blocks that later steps complete.
-
-        Nothing is computed anew. `prepare_change` comes before.
-
-        Where keys change while a request runs, its blocks from there on are found by no other request.
-
-        Returns:
-            The first position of each request whose row was not computed yet. Of a preempted one, that of the row of
-            its last token: rows before it are computed again, but their tokens were sampled already.
-        """
         self._end_sessions()
         firsts = {}
         for req_id, request in _live(self._scheduler.requests, self._waiting):
@@ -293,29 +253,18 @@ class CoreServices:
         return firsts
 
     def rekey(self, req_id: str, first: int) -> None:
-        """Ask for the block keys of one request anew, for the blocks that end after a position.
-
-        Args:
-            req_id: Of a request that entered the scheduler, or waits.
-            first: At least its `RequestProgress.position`.
-        """
         request = _find(req_id, self._scheduler.requests, self._waiting)
         if request is None:
             raise AssertionError(f"request {req_id} is not here, so it has no block keys")
         block_keys.rehash_from(request, self.keys(req_id), first, self._scheduler.hash_block_size)
 
     def progress(self, req_id: str) -> RequestProgress | None:
-        """Return how far a request is; None if it has ended, or is not known."""
         request = _find(req_id, self._scheduler.requests, self._waiting)
         if request is None:
             return None
         return RequestProgress(_position(request), request.all_token_ids)
 
     def positions(self, req_ids: tuple[str, ...]) -> Int64Array:
-        """Return the position of the `progress` of each of some requests, int64 ``[n]``; -1 where there is none.
-
-        Fast for the very tuple of the last call.
-        """
         going_on = self._going_on
         if going_on is None or going_on.req_ids is not req_ids:
             going_on = self._going_on = _find_going_on(self._scheduler.requests, req_ids)
@@ -327,7 +276,6 @@ class CoreServices:
         return np.array([-1 if request is None else _position(request) for request in found], np.int64)
 
     def fail(self, reason: str) -> None:
-        """Let the engine end instead of taking another step: its workers no longer agree with the part."""
         end_engine(self._core, reason)
 
     def keys(self, req_id: str) -> BlockKeys | None:
@@ -397,7 +345,7 @@ def preempt_request(original: Function) -> Function:
         if (steps := steps_of(self)) is not None:
             steps.preempted(request)
         result = original(self, request, timestamp, *args, **kwargs)
-        services: CoreServices | None = vars(self).get(SERVICES)
+        services: PartServices | None = vars(self).get(SERVICES)
         if services is not None:
             services.preempted(request)
         return result

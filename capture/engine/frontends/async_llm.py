@@ -9,8 +9,9 @@ from functools import wraps
 from msgspec.structs import replace
 
 from headgate.capture.engine.access.caller import current_client
+from headgate.capture.engine.client_errors import as_client_error, is_without_field, overloaded
+from headgate.capture.engine.contracts.core_calls import run_each_async
 from headgate.capture.engine.contracts.wire_format import CAPTURE
-from headgate.capture.engine.core.core_calls import run_each_async, worker_setups
 from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
 from headgate.capture.engine.frontends.output_processor import is_delta, with_values
@@ -29,8 +30,7 @@ from headgate.capture.engine.requests.sampling_params import (
     refuse_streamed_input,
     refuse_unknown_in,
 )
-from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field, overloaded
-from headgate.capture.engine.setup.hosts import check_agreement, has_far_engines
+from headgate.capture.engine.setup.hosts import check_agreement, has_far_engines, worker_setups
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.engine.vllm_types import AsyncLLM, Function, RequestOutput, SamplingParams
 from headgate.capture.schema.errors import UnsupportedError

@@ -8,13 +8,13 @@ from functools import wraps
 
 from msgspec.structs import replace
 
+from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.frontends.prompt_tokens import forget_unsent_features
 from headgate.capture.engine.frontends.startup import open_front_end, open_parts
 from headgate.capture.engine.requests.capture_frontend import FRONT_END
 from headgate.capture.engine.requests.chat_messages import LLMChat
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, RequestReader
 from headgate.capture.engine.requests.sampling_params import HeadgateRequest, attach, attached, fold, prompt_tokens
-from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.vllm_types import Function, MadeRequest, SamplingParams, VllmConfig
 
 logger = logging.getLogger("headgate")

@@ -14,10 +14,10 @@ from typing import Any, cast
 import msgspec
 
 from headgate.capture.engine import vllm_names
+from headgate.capture.engine.contracts.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.request_part import RequestPart
 from headgate.capture.engine.contracts.wire_format import CAPTURE
-from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.engine.frontends.prompt_tokens import chat_params_of, looking_up
 from headgate.capture.engine.requests.call_context import HttpCall, enter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of

@@ -17,7 +17,8 @@ from functools import wraps
 from types import TracebackType
 from typing import Protocol, cast
 
-from headgate.capture.engine.core.core_calls import run_each
+from headgate.capture.engine.client_errors import as_client_error
+from headgate.capture.engine.contracts.core_calls import run_each
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
 from headgate.capture.engine.frontends.lazy_capture import note_chat
@@ -34,7 +35,6 @@ from headgate.capture.engine.requests.sampling_params import (
     refuse_made,
     refuse_unknown_in,
 )
-from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.vllm_types import Function, LLMEngine, OfflineLLM, RequestOutput, SamplingParams
 from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import OverloadedError, RequestError

@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial, wraps
 
+from headgate.capture.engine.contracts.core_calls import end_waits_with_core
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.core.core_calls import end_waits_with_core
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.request_reader import OpenPart
 from headgate.capture.engine.setup.hosts import action_target, listening

@@ -7,17 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from headgate.capture.engine.access.caller import owner_of_request
+from headgate.capture.engine.contracts.core_calls import CoreCall, Operation, lift
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.request_part import (
-    CoreCall,
     Known,
-    Operation,
     PartRequest,
     PartRequestReader,
     RequestPart,
 )
 from headgate.capture.engine.contracts.wire_format import OVERLOADED
-from headgate.capture.engine.core.core_calls import lift
 from headgate.capture.engine.requests.call_context import Notes, taken
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.capture_request import refuse_unconfigured

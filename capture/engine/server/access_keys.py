@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 from headgate.capture.engine.access.access_key import AccessKey
 from headgate.capture.engine.access.caller import Caller, Usage, leave, serve_for
 from headgate.capture.engine.access.key_ring import KeyRing, variable_of
+from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.setup.cli_flags import ServerArgs, read_server_args, translate_flags
-from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.vllm_types import AsgiApp, Receive, Scope, Send
 from headgate.capture.schema.config import server_config
 from headgate.capture.schema.errors import ForbiddenError, UnknownKeyError, shown

@@ -31,7 +31,7 @@ from headgate.capture.schema.sites import HookPoint, Site, site_map
 from headgate.capture.schema.vocabulary import Vocabulary, read_tokens
 
 if TYPE_CHECKING:
-    from headgate.capture.engine.server.plugin_routes import RouteServices
+    from headgate.capture.engine.contracts.parts import RouteServices
 
 _TEXT = {"type": "string"}
 _CONSUMER = {

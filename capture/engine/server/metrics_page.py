@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
+from headgate.capture.engine.client_errors import refusals
+from headgate.capture.engine.contracts.core_calls import METHOD
 from headgate.capture.engine.contracts.core_part import CoreAnswer
 from headgate.capture.engine.contracts.parts import metrics_parts
-from headgate.capture.engine.core.core_calls import METHOD
 from headgate.capture.engine.requests.capture_frontend import front_end_of
-from headgate.capture.engine.setup.client_errors import refusals
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.engine.vllm_types import AsgiApp, AsgiMessage, AsyncEngineClient, AsyncLLM, Receive, Scope, Send
 from headgate.capture.links.driver import DriverStats

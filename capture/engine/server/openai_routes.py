@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from headgate.capture.engine.client_errors import as_client_error
+from headgate.capture.engine.contracts.core_calls import run_each_async
 from headgate.capture.engine.contracts.wire_format import CAPTURE
-from headgate.capture.engine.core.core_calls import run_each_async
 from headgate.capture.engine.frontends.metering import check_quota
 from headgate.capture.engine.frontends.prompt_tokens import forget_unsent, looking_up
 from headgate.capture.engine.requests.call_context import (
@@ -57,7 +58,6 @@ from headgate.capture.engine.requests.sampling_params import (
 )
 from headgate.capture.engine.server.access_keys import require_role
 from headgate.capture.engine.server.retry_after import await_first_event
-from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.vllm_types import (
     AsyncLLM,
     Body,

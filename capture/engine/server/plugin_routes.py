@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
@@ -21,7 +21,8 @@ from starlette.datastructures import State
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.access.access_key import ADMIN, role_of
 from headgate.capture.engine.access.caller import current_caller
-from headgate.capture.engine.contracts.parts import Part, collect
+from headgate.capture.engine.client_errors import answer_refused, as_client_error, refused_error
+from headgate.capture.engine.contracts.parts import Part, RouteClient, RouteServices, collect
 from headgate.capture.engine.frontends.lazy_capture import NotConfiguredError
 from headgate.capture.engine.requests.request_reader import reader_of
 from headgate.capture.engine.server.access_keys import (
@@ -39,7 +40,6 @@ from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
 from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 from headgate.capture.engine.server.studio import PATH, open_studio
 from headgate.capture.engine.setup.cli_flags import read_server_args
-from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
 from headgate.capture.engine.setup.vocabulary import ModelVocabulary
 from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.schema.batch import Document
@@ -170,30 +170,11 @@ class Endpoints:
         logger.info("headgate: the studio is served at %s", PATH)
 
     def _routes(self, part: Part) -> APIRouter | None:
-        return part.routes(RouteServices(part.name, lambda: self._engine))
+        return part.routes(ServerServices(part.name, lambda: self._engine))
 
 
-class RouteClient(NamedTuple):
-    """The client of a request.
-
-    Attributes:
-        key: Name of the key that it was let in with; None if it needed none.
-        address: At the other end of its connection; None if it has none.
-        is_bound: Whether its key has a name of its own and is no operator's: others' modules are not its to change.
-        forwarded: The address that its request says it was forwarded for (``X-Forwarded-For``); anybody can write that.
-    """
-
-    key: str | None
-    address: str | None
-    is_bound: bool
-    forwarded: str | None = None
-
-
-class RouteServices:
-    """Services of the server to one part's routes, which lie under ``/v1/``, where its API key covers them.
-
-    Event loop only. An error that a route raises is answered with vLLM's own error bodies: a `RequestError` with status
-    400 and the field as ``param``.
+class ServerServices(RouteServices):
+    """`RouteServices` of vLLM's server.
 
     Args:
         part: Name of its section.
@@ -205,26 +186,15 @@ class RouteServices:
         self.engine = engine
 
     def handle(self) -> Any:
-        """Return the attribute of ``AsyncLLM`` under the part's name.
-
-        Raises:
-            fastapi.HTTPException: With status 404 and how to start the server with the part, if it runs without.
-        """
         try:
             return getattr(self.engine(), self._part)
         except NotConfiguredError as error:
             raise HTTPException(404, str(error)) from None
 
     async def require_key(self, request: Request) -> None:
-        """Check a request, as a FastAPI dependency.
-
-        Raises:
-            fastapi.HTTPException: With status 403, unless the request carries one of the part's keys.
-        """
         require_role(role_of(self._part), request)
 
     def has_key(self, request: Request) -> bool:
-        """Whether `require_key` would let a request pass."""
         try:
             require_role(role_of(self._part), request)
         except refused_error():
@@ -232,15 +202,9 @@ class RouteServices:
         return True
 
     async def require_admin(self, request: Request) -> None:
-        """Check a request for a key with the role ``admin``, as a FastAPI dependency.
-
-        Raises:
-            fastapi.HTTPException: With status 403, if it has none.
-        """
         require_role(ADMIN, request)
 
     def client(self, request: Request) -> RouteClient:
-        """Return the client of a request that `require_key` has let pass."""
         caller = current_caller()
         address, forwarded = peer_of(request.scope), forwarded_for(request.headers)
         key = None if caller is None else caller.key_with(role_of(self._part))
@@ -250,63 +214,21 @@ class RouteServices:
         return RouteClient(key.name, address, is_bound, forwarded)
 
     async def read_object(self, request: Request) -> dict[str, Any]:
-        """Read the body of a request as an object: JSON, or msgpack with raw bytes.
-
-        Raises:
-            RequestError: If it cannot be decoded, or is no object.
-            fastapi.HTTPException: With status 415, if it is of neither type.
-        """
         return await read_object(request)
 
     def find_kept(self, name: str, sample_index: int, field: str) -> KeptRequest:
-        """Find the rows that the client at hand has kept; see `headgate.capture.schema.results.FindKept`.
-
-        Raises:
-            RequestError: Naming ``request`` or ``sample`` below `field`.
-            fastapi.HTTPException: With status 403, if the client may not capture.
-        """
         return reader_of(self.engine()).find_kept(name, sample_index, field)
 
     async def vocabulary(self) -> ModelVocabulary:
-        """Return the tokens of the model that is served.
-
-        Raises:
-            RequestError: If the server has no tokenizer.
-        """
         return await vocabulary_of(self.engine())
 
     async def score(self, prompt: Sequence[int], token_ids: Sequence[int], fields: Document) -> Sequence[float]:
-        """Generate one token after `prompt` and return the logprobs that some tokens had there.
-
-        The request is admitted and refused as any other. Cancelling the call ends it.
-
-        Args:
-            prompt: Tokens.
-            token_ids: Tokens to score.
-            fields: Of parts, as a request has them.
-
-        Raises:
-            RequestError: As a request with these fields; also if this server cannot score chosen tokens.
-            OverloadedError: If too many others want the same.
-        """
         return await score(self.engine(), prompt, token_ids, fields)
 
     async def read_prompt(self, prompt: Sequence[int], instance: str, spec: object) -> CaptureResult:
-        """Return what a consumer makes of a prompt; one token is generated and thrown away.
-
-        Args:
-            prompt: Tokens.
-            instance: The consumer's name in requests.
-            spec: What it gets of the prompt, as a request has it.
-
-        Raises:
-            RequestError: As a request with that spec.
-            OverloadedError: If too many others want the same.
-        """
         return await read_prompt(self.engine(), prompt, instance, spec)
 
     def client_errors(self) -> AbstractContextManager[None]:
-        """Make a context in which each `RequestError` becomes an answer with status 400."""
         return as_client_error()
 
 

@@ -8,10 +8,10 @@ from functools import wraps
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from headgate.capture.engine.client_errors import answer_refused, refused_error
 from headgate.capture.engine.requests.call_context import Refusal, refusals, watch_refusals
 from headgate.capture.engine.server.access_keys import install_clients, open_access
 from headgate.capture.engine.server.bodies.field_guard import install_guard
-from headgate.capture.engine.setup.client_errors import answer_refused, refused_error
 from headgate.capture.engine.vllm_types import AsgiApp, AsgiMessage, ErrorAnswers, Function, Receive, Scope, Send
 from headgate.capture.schema.errors import OverloadedError
 

@@ -5,6 +5,7 @@ Each host reads a command line of its own, so nothing but a comparison at the st
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import socket
@@ -21,7 +22,7 @@ from headgate.capture.engine.setup.settings import (
     sections,
 )
 from headgate.capture.engine.vllm_names import versions
-from headgate.capture.engine.vllm_types import VllmConfig
+from headgate.capture.engine.vllm_types import AsyncEngineClient, VllmConfig
 from headgate.capture.links.actions import actions_address
 from headgate.capture.links.network import Listening, NetworkKeys, has_keys, listening_of, read_keys
 from headgate.capture.schema.batch import Document
@@ -87,6 +88,17 @@ def setup_of(config: VllmConfig) -> dict[str, str]:
 def worker_setup(config: VllmConfig, rank: int) -> Document:
     """Return `setup_of` as a worker has it, and where that is."""
     return {**setup_of(config), "host": socket.gethostname(), "rank": rank}
+
+
+async def worker_setups(client: AsyncEngineClient) -> list[object]:
+    """Ask each worker of all engine cores for `worker_setup`."""
+    found = await asyncio.gather(
+        *(
+            client._call_utility_async("collective_rpc", SETUP_RPC, None, (), None, engine=engine)
+            for engine in client.core_engines
+        )
+    )
+    return [setup for setups in found for setup in cast("list[object]", setups)]
 
 
 def check_agreement(config: VllmConfig, workers: Iterable[object]) -> None:

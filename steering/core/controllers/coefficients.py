@@ -27,7 +27,7 @@ from headgate.steering.gates.coefficient_changes import (
 from headgate.steering.programs.program import Program
 
 if TYPE_CHECKING:
-    from headgate.capture.engine.core.part_services import CoreServices
+    from headgate.capture.engine.contracts.core_part import CoreServices
 
 Source = tuple[str, ...]
 """Whose contribution: the controller, and what it set."""

@@ -51,7 +51,7 @@ from headgate.steering.programs.program import Entry, Program
 from headgate.steering.vectors.phase_vectors import Steerable
 
 if TYPE_CHECKING:
-    from headgate.capture.engine.core.part_services import CoreServices
+    from headgate.capture.engine.contracts.core_part import CoreServices
 
 
 _NOTHING = Writes(frozenset(), frozenset())

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from headgate.capture.capture_process import Served, deal_out
+from headgate.capture.capture_process import ConsumerPlacement, deal_out
 from headgate.capture.links.hub import ResultHub
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec, parse_config
 from headgate.capture.schema.errors import ConfigError
@@ -136,13 +136,13 @@ def test_a_consumer_that_cannot_be_opened_closes_those_that_were(tmp_path: Path)
 @pytest.mark.parametrize(
     ("processes", "served", "num_readers"),
     [
-        (0, Served((), frozenset({0, 1, 2})), 0),
-        (1, Served((frozenset({0, 1}),), frozenset({2})), 2),
-        (2, Served((frozenset({0}), frozenset({1})), frozenset({2})), 3),
-        (9, Served((frozenset({0}), frozenset({1})), frozenset({2})), 3),
+        (0, ConsumerPlacement((), frozenset({0, 1, 2})), 0),
+        (1, ConsumerPlacement((frozenset({0, 1}),), frozenset({2})), 2),
+        (2, ConsumerPlacement((frozenset({0}), frozenset({1})), frozenset({2})), 3),
+        (9, ConsumerPlacement((frozenset({0}), frozenset({1})), frozenset({2})), 3),
     ],
 )
-def test_consumers_are_dealt_out_in_order(processes: int, served: Served, num_readers: int) -> None:
+def test_consumers_are_dealt_out_in_order(processes: int, served: ConsumerPlacement, num_readers: int) -> None:
     dealt = deal_out(config(processes))
 
     assert dealt == served

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.core.core_calls import frame_of
+from headgate.capture.engine.contracts.core_calls import frame_of
 from headgate.capture.links.messages import Message, Staged, decode, encode, pack_group, staged
 from headgate.capture.planning.step_plan import PackGroup, SiteSet
 from headgate.capture.schema.batch import Begin, End, MemoryWanted

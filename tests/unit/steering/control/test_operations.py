@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
+from headgate.capture.engine.contracts.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.schema.errors import EngineStateError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering import ops

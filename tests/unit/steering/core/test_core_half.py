@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from headgate.capture.engine.contracts.core_calls import frame_of
 from headgate.capture.engine.contracts.core_part import CoreFacts
-from headgate.capture.engine.core.core_calls import frame_of
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, OverloadedError, RequestError
 from headgate.capture.schema.sites import Site

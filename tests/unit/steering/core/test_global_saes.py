@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.core.core_calls import CoreClient
+from headgate.capture.engine.contracts.core_calls import CoreClient
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.control.handle import Steering
 from headgate.steering.spec import from_wire

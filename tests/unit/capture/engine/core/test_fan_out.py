@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from headgate.capture.engine.core.core_calls import LONG, enc_hook, ext_hook, frame_of
+from headgate.capture.engine.contracts.core_calls import LONG, enc_hook, ext_hook, frame_of
 from headgate.capture.engine.core.fan_out import SharedWires, fan_out, fan_out_async, send_input
 from headgate.capture.engine.core.request_ends import split_marks
 from headgate.capture.schema.errors import RequestError

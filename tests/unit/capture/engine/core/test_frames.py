@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from headgate.capture.engine.core.core_calls import LONG, Frame, enc_hook, ext_hook, frame_of, lift
+from headgate.capture.engine.contracts.core_calls import LONG, Frame, enc_hook, ext_hook, frame_of, lift
 
 ROWS = np.random.default_rng(0).bytes(LONG)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.engine.core.block_keys import note_hashed
-from headgate.capture.engine.core.part_services import CoreServices
+from headgate.capture.engine.core.part_services import PartServices
 from headgate.capture.engine.core.steps_in_flight import StepsInFlight
 
 
@@ -43,9 +43,9 @@ requests = st.builds(
 )
 
 
-def services(held: dict[str, Held], waiting: dict[str, Any]) -> CoreServices:
+def services(held: dict[str, Held], waiting: dict[str, Any]) -> PartServices:
     core: Any = SimpleNamespace(scheduler=SimpleNamespace(requests=held), batch_queue=None, step_fn=None)
-    return CoreServices(core, "part", StepsInFlight(core), waiting)
+    return PartServices(core, "part", StepsInFlight(core), waiting)
 
 
 @given(

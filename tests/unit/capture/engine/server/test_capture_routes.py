@@ -16,9 +16,9 @@ from starlette.testclient import TestClient
 from vllm.exceptions import VLLMValidationError
 
 from headgate.capture.engine.access.access_key import AccessKey, digest_of
+from headgate.capture.engine.client_errors import answer_refused, as_client_error, refused_error
 from headgate.capture.engine.requests.capture_frontend import FRONT_END
 from headgate.capture.engine.server.capture_routes import open_routes
-from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.capture.schema.errors import OverloadedError, RequestError

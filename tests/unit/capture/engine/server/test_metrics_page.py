@@ -12,10 +12,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.requests.capture_frontend import FRONT_END
 from headgate.capture.engine.server import metrics_page
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage, refused, render
-from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.links.driver import DriverStats
 from headgate.capture.links.hub import HubStats
 from headgate.capture.monitoring.metrics import EngineStats, Family, Sample

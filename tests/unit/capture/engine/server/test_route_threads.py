@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from headgate.capture.engine.core.core_calls import AsyncCoreClient
+from headgate.capture.engine.client_errors import as_client_error
+from headgate.capture.engine.contracts.core_calls import AsyncCoreClient
+from headgate.capture.engine.contracts.parts import RouteClient
 from headgate.capture.engine.server import plugin_routes
 from headgate.capture.engine.server.bodies.middleware import LONG_BODY, install_bodies
-from headgate.capture.engine.server.plugin_routes import RouteClient, read_object
-from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.engine.server.plugin_routes import read_object
 from headgate.capture.schema.config import ServerConfig
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import SteeringConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.core.core_calls import AsyncCoreClient, end_calls_with_receiving, end_waits_with_core
+from headgate.capture.engine.contracts.core_calls import AsyncCoreClient, end_calls_with_receiving, end_waits_with_core
 
 EngineDeadError = pytest.importorskip("vllm.v1.engine.exceptions").EngineDeadError
 

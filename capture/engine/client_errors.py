@@ -28,7 +28,7 @@ class _AsClientError:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RequestError):
-            from headgate.capture.engine.setup.vllm_errors import RequestFieldError  # plugins load before vLLM
+            from headgate.capture.engine.vllm_errors import RequestFieldError  # plugins load before vLLM
 
             if not isinstance(error, RequestFieldError):
                 _count(error.field)
@@ -57,7 +57,7 @@ def is_without_field(error: Exception) -> bool:
 
 def overloaded(error: OverloadedError) -> OverloadedError:
     """Return `error` as one that vLLM's servers answer with HTTP 503, in an answer or within a stream."""
-    from headgate.capture.engine.setup.vllm_errors import ServerOverloadedError
+    from headgate.capture.engine.vllm_errors import ServerOverloadedError
 
     found: OverloadedError = ServerOverloadedError(str(error))
     return found

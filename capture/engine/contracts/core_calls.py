@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import compress
 from pickle import PickleBuffer
-from typing import Generic, Protocol, SupportsIndex, cast
+from typing import Any, Generic, Protocol, SupportsIndex, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from headgate.capture.engine import vllm_names
+from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.contracts.core_part import CoreAnswer
-from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
-from headgate.capture.engine.setup.client_errors import as_client_error
-from headgate.capture.engine.setup.hosts import SETUP_RPC
 from headgate.capture.engine.vllm_types import (
     AsyncEngineClient,
     EngineClient,
@@ -101,6 +99,26 @@ def ext_hook(original: Function) -> Function:
         return frame_of(self.aux_buffers[number]) if 0 < number < len(self.aux_buffers) else original(self, code, data)
 
     return wrapped
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreCall:
+    """One call of a part's method in every engine core of a front end; they answer in one order.
+
+    Attributes:
+        method: Of the part's half in the engine core.
+        args: Plain values and bytes.
+        undo: Method and arguments that take it back, for those engine cores that did it when another refused.
+    """
+
+    method: str
+    args: Document
+    undo: tuple[str, Document] | None = None
+
+
+Result = TypeVar("Result")
+Operation = Generator[CoreCall, Sequence[Any], Result]
+"""A user's call as a generator: it yields calls, is sent each engine core's answer, and returns the result."""
 
 
 METHOD = "headgate_call"
@@ -267,17 +285,6 @@ def _engine_dead() -> Exception:
 
     error: Exception = EngineDeadError()
     return error
-
-
-async def worker_setups(client: AsyncEngineClient) -> list[object]:
-    """Ask each worker of all engine cores for `headgate.capture.engine.setup.hosts.worker_setup`."""
-    found = await asyncio.gather(
-        *(
-            client._call_utility_async("collective_rpc", SETUP_RPC, None, (), None, engine=engine)
-            for engine in client.core_engines
-        )
-    )
-    return [setup for setups in found for setup in cast("list[object]", setups)]
 
 
 @dataclass(frozen=True, slots=True)
