@@ -6,7 +6,7 @@ gives row p; the last sampled token is never forwarded and has no row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -123,7 +123,14 @@ def _without(values: Int64Array, tail: range | None) -> Wanted | None:
     return values if spaced is None else spaced
 
 
-NAMED = ("last_prompt", "all_prompt", "all_generated", "all")
+NAMED: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
+    "last_prompt": lambda num_prompt: (num_prompt - 1, num_prompt),
+    "all_prompt": lambda num_prompt: (0, num_prompt),
+    "all_generated": lambda num_prompt: (num_prompt, NO_END),
+    "all": lambda num_prompt: (0, NO_END),
+}
+"""Names of runs of positions: the first and the end *(exclusive)*, of a prompt's length or an array of them."""
+
 MAX_DESCRIBED = 64
 """Positions of a list that are written out where a selector is described."""
 
@@ -172,7 +179,7 @@ class PositionSelector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """``last_prompt``, ``all_prompt``, ``all_generated`` or ``all``."""
+    """One run of positions by its name, a key of `NAMED`."""
 
     name: str
 
@@ -180,25 +187,15 @@ class Named:
         return self
 
     def mask(self, positions: Int64Array, num_prompt: Int64Array) -> BoolArray:
-        if self.name == "all":
-            return np.ones(len(positions), dtype=np.bool_)
-        if self.name == "all_prompt":
-            return positions < num_prompt
-        if self.name == "all_generated":
-            return positions >= num_prompt
-        return np.equal(positions, num_prompt - 1)
+        start, stop = NAMED[self.name](num_prompt)
+        chosen: BoolArray = np.greater_equal(positions, start)
+        return chosen if stop is NO_END else chosen & (positions < stop)
 
     def wanted(self, num_prompt: int) -> range:
-        if self.name == "all":
-            return range(NO_END)
-        if self.name == "all_prompt":
-            return range(num_prompt)
-        if self.name == "all_generated":
-            return range(num_prompt, NO_END)
-        return range(num_prompt - 1, num_prompt)
+        return range(*NAMED[self.name](num_prompt))
 
     def needs_prompt(self, num_prompt: int) -> bool:
-        return self.name in ("all", "all_prompt") and num_prompt > 1
+        return self.wanted(num_prompt).start < num_prompt - 1
 
     def to_wire(self) -> str:
         return self.name
@@ -408,7 +405,7 @@ def keys_before(queries: PositionSelector) -> PositionSelector:
     if isinstance(queries, Several):
         return Several(tuple(map(keys_before, queries.parts)))
     if isinstance(queries, Named):
-        return Named("all_prompt") if queries.name in ("all_prompt", "last_prompt") else Named("all")
+        return Named("all") if queries.wanted(1).stop == NO_END else Named("all_prompt")
     if isinstance(queries, Message):
         return Named("all") if queries.include_generated else Named("all_prompt")
     if isinstance(queries, Span):
@@ -423,6 +420,28 @@ def keys_before(queries: PositionSelector) -> PositionSelector:
 def parts_of(selector: PositionSelector) -> tuple[PositionSelector, ...]:
     """Return selectors that together select the same; of a resolved one, no position twice."""
     return selector.parts if isinstance(selector, Several) else (selector,)
+
+
+def run_of(selector: PositionSelector, num_prompt: Int64Array) -> tuple[Int64Array, Int64Array] | None:
+    """Return the one run that a selector, resolved or not, selects of prompts of several lengths.
+
+    Args:
+        selector: Of positions.
+        num_prompt: int64 ``[n]``: the lengths.
+
+    Returns:
+        Its first positions and ends *(exclusive)*, int64 ``[n]`` each, `NO_END` where it goes on into the answer; the
+        run is empty where they are equal or in reverse. None if what it selects is no single run.
+    """
+    if isinstance(selector, Named):
+        bounds = NAMED[selector.name](num_prompt)
+    elif isinstance(selector, Span) and selector.step == 1:
+        ends = (selector.start, NO_END if selector.stop is None else selector.stop)
+        bounds = tuple(np.maximum(bound + num_prompt, 0) if bound < 0 else bound for bound in ends)
+    else:
+        return None
+    start, stop = (np.broadcast_to(np.asarray(bound, np.int64), num_prompt.shape) for bound in bounds)
+    return start, stop
 
 
 def check_known(selected: PositionSelector, num_prompt: int, field: str) -> None:

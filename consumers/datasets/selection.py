@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.positions import Message, Named, PositionSelector, Span, parse_positions
+from headgate.capture.schema.positions import Message, Named, PositionSelector, parse_positions, run_of
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.consumers.datasets.index import EntryTable
 
@@ -93,37 +92,16 @@ class Selection:
         index = np.arange(len(entries), dtype=np.int64)
         if self.positions is None:
             return _not_empty(index, start, stop)
-        if _is_simple(self.positions):
-            simple = (columns["step"] == 1) | (columns["rows"] == 0)
+        run = run_of(self.positions, columns["num_prompt"].astype(np.int64))
+        if run is None:
+            simple, (first, end) = np.zeros(len(entries), dtype=np.bool_), (start, stop)
         else:
-            simple = np.zeros(len(entries), dtype=np.bool_)
-        first, end = _simple_range(self.positions, columns)
+            # In entries whose positions go up one by one.
+            simple = (columns["step"] == 1) | (columns["rows"] == 0)
+            first, end = (bound - columns["first"] for bound in run)
         start = np.where(simple, np.maximum(start, first), start)
         stop = np.where(simple, np.minimum(stop, end), stop)
         return _with_others(self.positions, table, entries, positions_of, (index, start, stop, simple))
-
-
-def _is_simple(selector: PositionSelector) -> bool:
-    return isinstance(selector, Named) or (isinstance(selector, Span) and selector.step == 1)
-
-
-def _simple_range(selector: PositionSelector, columns: dict[str, npt.NDArray[Any]]) -> tuple[Numbers, Numbers]:
-    """Rows of a `Named` or a `Span` in entries whose positions go up one by one."""
-    first, num_prompt = columns["first"].astype(np.int64), columns["num_prompt"].astype(np.int64)
-    end = np.full(len(first), np.iinfo(np.int64).max)
-    if isinstance(selector, Named):
-        start = {"all_generated": num_prompt, "last_prompt": num_prompt - 1}.get(selector.name, np.zeros_like(first))
-        stop = num_prompt if selector.name in ("all_prompt", "last_prompt") else end
-    elif isinstance(selector, Span):
-        start = np.maximum(selector.start + (num_prompt if selector.start < 0 else 0), 0)
-        start = np.broadcast_to(start, first.shape)
-        stop = end
-        if selector.stop is not None:
-            stop = np.maximum(selector.stop + (num_prompt if selector.stop < 0 else 0), 0)
-            stop = np.broadcast_to(stop, first.shape)
-    else:
-        return np.zeros_like(first), end
-    return start - first, np.where(stop == end, end, stop - first)
 
 
 def _with_others(
