@@ -434,10 +434,10 @@ def run_of(selector: PositionSelector, num_prompt: Int64Array) -> tuple[Int64Arr
         run is empty where they are equal or in reverse. None if what it selects is no single run.
     """
     if isinstance(selector, Named):
-        bounds = NAMED[selector.name](num_prompt)
+        bounds: Sequence[Any] = NAMED[selector.name](num_prompt)
     elif isinstance(selector, Span) and selector.step == 1:
         ends = (selector.start, NO_END if selector.stop is None else selector.stop)
-        bounds = tuple(np.maximum(bound + num_prompt, 0) if bound < 0 else bound for bound in ends)
+        bounds = [np.maximum(bound + num_prompt, 0) if bound < 0 else bound for bound in ends]
     else:
         return None
     start, stop = (np.broadcast_to(np.asarray(bound, np.int64), num_prompt.shape) for bound in bounds)

@@ -99,6 +99,9 @@ INNER_HOOKS = frozenset({*BEFORE_KERNEL, HookPoint.ATTN_OUT_PRE, *BEFORE_MLP_OUT
 }
 """Hook points within attention and the MLP that not every layer has; their rows have widths of their own."""
 
+STREAM_HOOKS = frozenset(HookPoint) - INNER_HOOKS - {HookPoint.HOOK_Z, HookPoint.FINAL_NORM}
+"""Hook points of layers whose rows are as wide as the stream in every model that has them."""
+
 ALIASES: dict[str, HookPoint] = {
     "resid_pre": HookPoint.PRE_ATTN,
     "resid_mid": HookPoint.POST_ATTN,

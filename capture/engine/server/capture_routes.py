@@ -27,7 +27,7 @@ from headgate.capture.schema.errors import (
 )
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.results import CaptureBrowser, CaptureResult, ReportContext, SentFile, StateReporter
-from headgate.capture.schema.sites import HookPoint, Site, site_map
+from headgate.capture.schema.sites import STREAM_HOOKS, HookPoint, Site, site_map
 from headgate.capture.schema.vocabulary import Vocabulary, read_tokens
 
 if TYPE_CHECKING:
@@ -458,10 +458,6 @@ def _allows_owner(key: AccessKey | None) -> Callable[[str | None], bool]:
     return lambda owner: owner == caller.name
 
 
-STREAM_HOOKS = ("pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp")
-"""Hook points whose rows are as wide as the stream in every model that has them."""
-
-
 def memory_of(front: FrontEnd, step_rows: int) -> dict[str, object]:
     """Return the device memory that a site takes, by hook point, whether or not the server captures there.
 
@@ -470,7 +466,7 @@ def memory_of(front: FrontEnd, step_rows: int) -> dict[str, object]:
         step_rows: Rows that each site has room for.
     """
     model = front.model
-    stream = (Site(layer, HookPoint(hook)) for hook in STREAM_HOOKS for layer in range(model.num_layers))
+    stream = (Site(layer, hook) for hook in STREAM_HOOKS for layer in range(model.num_layers))
     by_hook: dict[HookPoint, set[Site]] = {}
     for site in (*stream, *model.shapes, *model.sites):
         by_hook.setdefault(site.hook, set()).add(site)

@@ -166,18 +166,21 @@ REFUSALS = (
         "this method of speculative decoding",
         "which rows are of accepted tokens was not proven for it",
         f"choose another method in --speculative-config ({', '.join(DRAFT_METHODS)}), without parallel_drafting",
+        path="speculative_config",
     ),
     Refusal(
         _varying_drafts,
         "speculative decoding that varies how many drafts it verifies",
         "the batch rows of each request are known on the device alone",
         "start without num_speculative_tokens_per_batch_size and enable_adaptive_verification",
+        path="speculative_config",
     ),
     Refusal(
         lambda config: config.speculative_config is not None and config.parallel_config.pipeline_parallel_size > 1,
         "speculative decoding with pipeline parallelism",
         "only the last stage knows in time which drafts were accepted",
         "start without --speculative-config, or with --pipeline-parallel-size 1",
+        path="speculative_config",
     ),
     Refusal(
         lambda config: config.model_config.is_diffusion,

@@ -168,3 +168,13 @@ def test_an_engine_has_the_settings_that_are_set_and_refused_ones_come_first():
     assert ["dual-batch" in found[0].what, "KV connectors" in found[1].what] == [True, True]
     names = {each.what.partition(" (")[0] for each in found[2:]}
     assert names == {"tensor parallelism", "data parallelism", "type of the KV cache"}
+
+
+def test_drafts_that_are_refused_are_not_listed_as_served():
+    """The line of served methods would contradict the refusal."""
+    served = applying(settings(speculative_config=drafts("eagle")))
+    assert [each.what for each in served if "speculative" in each.what and isinstance(each, Served)]
+
+    for refused in (drafts("medusa"), drafts(enable_adaptive_verification=True)):
+        found = applying(settings(speculative_config=refused))
+        assert [type(each) for each in found if "speculative" in each.what] == [Refusal]
