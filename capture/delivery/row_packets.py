@@ -375,13 +375,7 @@ class _RowsOfSites:
         """Copy the rows at `index`, ascending, which are whole spans of the group."""
         group, token_ids = self._group, self._token_ids
         if len(index) < len(group.positions):
-            group = PackGroup(
-                site_set=group.site_set,
-                rows=np.arange(len(index)),
-                positions=group.positions[index],
-                masks=group.masks[index],
-                spans=take_spans(group.spans, index),
-            )
+            group = group.take(index)
             token_ids = None if token_ids is None else token_ids[index]
         _, staged, start = self._parts[0]
         if self._order is None:

@@ -101,16 +101,6 @@ def are_listed(positions: Int64Array, numbers: Int64Array, list_at: Callable[[in
     return found
 
 
-class SelectedRows(NamedTuple):
-    """Wanted rows at a set of sites."""
-
-    site_set: SiteSet
-    picks: Int64Array | None
-    """Int64 ``[N]``, ascending, into the rows that were offered; None for all of them."""
-    masks: Int64Array
-    """Int64 ``[N]``: bit i says that consumer i wants the row."""
-
-
 @dataclass(frozen=True, eq=False)
 class SelectionShape:
     """Which consumers want which sites by what kinds of selectors. Interned: requests of one shape share the object.
@@ -135,22 +125,26 @@ class SelectionShape:
         """Whether everything from the first to the last wanted position is wanted, at all sites."""
         return self.kinds == ("run",)
 
-    def choose(self, is_hit: BoolArray) -> Iterator[SelectedRows]:
+    def choose(self, is_hit: BoolArray) -> Iterator[tuple[SiteSet, Int64Array, Int64Array]]:
         """Yield what is wanted of N rows, at most once for each cover.
 
         Args:
             is_hit: bool ``[T, N]``: which rows each term selects.
+
+        Yields:
+            The sites, the indices of the wanted rows, ascending, and the mask of each: bit i says that consumer i wants
+            it; int64 ``[n]`` both.
         """
         # A consumer wants a site by one term only, or by terms without a common position: their sum is the union.
         for site_set, masks in zip(self.covers, self.bits @ is_hit, strict=True):
             picks = np.flatnonzero(masks)
             if len(picks):
-                yield SelectedRows(site_set, picks, masks[picks])
+                yield site_set, picks, masks[picks]
 
-    def choose_all(self, num_rows: int) -> Iterator[SelectedRows]:
-        """Yield the same as `choose` where `is_run`, for rows between the first and the last that are wanted."""
+    def choose_all(self, num_rows: int) -> Iterator[tuple[SiteSet, Int64Array]]:
+        """Yield sites and masks where `is_run`, for rows between the first and the last that are wanted: all are."""
         for site_set, consumers in zip(self.covers, self.bits[:, 0].tolist(), strict=True):
-            yield SelectedRows(site_set, None, np.full(num_rows, consumers, dtype=np.int64))
+            yield site_set, np.full(num_rows, consumers, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,23 +290,15 @@ def _constant(values: object) -> Int64Array:
     return array
 
 
-class RowsOfStep(NamedTuple):
-    """Rows of a step, each array int64 ``[N]``. A request's are next to each other, by ascending position."""
-
-    owners: Int64Array
-    """Index into ``BatchView.req_ids``, ascending."""
-    batch_rows: Int64Array
-    positions: Int64Array
-
-    def select(self, chosen: SelectedRows) -> WantedRows:
-        """Return the chosen rows, each with the mask of its consumers."""
-        if (picks := chosen.picks) is None:
-            return WantedRows(self.owners, self.batch_rows, self.positions, chosen.masks)
-        return WantedRows(self.owners[picks], self.batch_rows[picks], self.positions[picks], chosen.masks)
-
-
 class WantedRows(NamedTuple):
-    """Rows of a step with the consumers that want them; arrays as in `RowsOfStep`."""
+    """Rows of a step, each array int64 ``[N]``. A request's are next to each other, by ascending position.
+
+    Attributes:
+        owners: Index into ``BatchView.req_ids``, ascending.
+        batch_rows: Of each row.
+        positions: Of each row.
+        masks: Bit i says that consumer i wants the row.
+    """
 
     owners: Int64Array
     batch_rows: Int64Array
@@ -342,12 +328,12 @@ def consecutive(pieces: Sequence[WantedRange], shape: SelectionShape) -> StepPla
         shape: Of the requests.
     """
     stops = list(accumulate(len(piece.positions) for piece in pieces))
-    (chosen,) = shape.choose_all(stops[-1])
+    ((site_set, masks),) = shape.choose_all(stops[-1])
     group = PackGroup(
-        site_set=chosen.site_set,
+        site_set=site_set,
         rows=count_up(0, stops[-1]),
         positions=np.concatenate([np.arange(each.positions.start, each.positions.stop) for each in pieces]),
-        masks=chosen.masks,
+        masks=masks,
         spans=tuple(
             (piece.req_id, stop - len(piece.positions), stop) for piece, stop in zip(pieces, stops, strict=True)
         ),
@@ -541,15 +527,14 @@ class StepPlanner:
                 return fresh.contiguous_plan(shape, req_ids)
         parts: dict[SiteSet, list[WantedRows]] = {}
         for shape, picks in shapes.items():
-            rows = fresh.rows_of(picks)
-            for chosen in self._choose(shape, rows, slots):
-                parts.setdefault(chosen.site_set, []).append(rows.select(chosen))
+            owners, batch_rows, positions = fresh.rows_of(picks)
+            if shape.is_run:
+                for site_set, masks in shape.choose_all(len(positions)):
+                    parts.setdefault(site_set, []).append(WantedRows(owners, batch_rows, positions, masks))
+                continue
+            for site_set, at, masks in shape.choose(self._table.hits(shape, slots[owners], positions)):
+                parts.setdefault(site_set, []).append(WantedRows(owners[at], batch_rows[at], positions[at], masks))
         return merged(req_ids, parts) if parts else None
-
-    def _choose(self, shape: SelectionShape, rows: RowsOfStep, slots: Int64Array) -> Iterator[SelectedRows]:
-        if shape.is_run:
-            return shape.choose_all(len(rows.positions))
-        return shape.choose(self._table.hits(shape, slots[rows.owners], rows.positions))
 
 
 class _DecodeRun:
@@ -621,14 +606,14 @@ class _NewPositions(NamedTuple):
         """
         stops = np.cumsum(self.counts)
         starts, total = stops - self.counts, int(stops[-1])
-        (chosen,) = shape.choose_all(total)
+        ((site_set, masks),) = shape.choose_all(total)
         are_all = len(self.members) == len(req_ids)
         found = req_ids if are_all else [req_ids[member] for member in self.members.tolist()]
         group = PackGroup(
-            site_set=chosen.site_set,
+            site_set=site_set,
             rows=count_up(0, total),
             positions=prolonged(self.begins, starts, self.counts),
-            masks=chosen.masks,
+            masks=masks,
             spans=tuple(zip(found, starts.tolist(), stops.tolist(), strict=True)),
         )
         first = int(self.batch_rows[0])
@@ -636,14 +621,12 @@ class _NewPositions(NamedTuple):
         token_rows = count_up(first, first + total) if is_dense else prolonged(self.batch_rows, starts, self.counts)
         return StepPlan(token_rows, (group,))
 
-    def rows_of(self, picks: Int64Array) -> RowsOfStep:
-        """The rows of some of them."""
+    def rows_of(self, picks: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Owners, batch rows and positions of the rows of some of them, as in `WantedRows`."""
         counts = self.counts[picks]
         starts = np.cumsum(counts) - counts
         batch_rows = prolonged(self.batch_rows[picks], starts, counts)
-        return RowsOfStep(
-            np.repeat(self.members[picks], counts), batch_rows, prolonged(self.begins[picks], starts, counts)
-        )
+        return np.repeat(self.members[picks], counts), batch_rows, prolonged(self.begins[picks], starts, counts)
 
 
 class _RequestTable:

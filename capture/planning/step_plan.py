@@ -71,6 +71,16 @@ class PackGroup:
         """Values of each row, or of what a readout makes of it; None stands for those of the stream."""
         return self.site_set.shape
 
+    def take(self, index: Int64Array) -> PackGroup:
+        """Return the rows at `index`, int64, ascending."""
+        return PackGroup(
+            site_set=self.site_set,
+            rows=self.rows[index],
+            positions=self.positions[index],
+            masks=self.masks[index],
+            spans=take_spans(self.spans, index),
+        )
+
 
 class StepPlan:
     """The rows to keep of one step.
@@ -166,15 +176,7 @@ def unwanted(group: PackGroup) -> PackGroup:
 def rows_between(group: PackGroup, start: int, stop: int) -> PackGroup | None:
     """The group's rows at offsets ``start : stop`` of the step's wanted rows."""
     index: Int64Array = np.flatnonzero((group.rows >= start) & (group.rows < stop))
-    if not len(index):
-        return None
-    return replace(
-        group,
-        rows=group.rows[index],
-        positions=group.positions[index],
-        masks=group.masks[index],
-        spans=take_spans(group.spans, index),
-    )
+    return group.take(index) if len(index) else None
 
 
 MAX_SHARED = 1 << 21

@@ -12,6 +12,6 @@ Needs no vLLM; torch where tensors are asked for.
 from headgate.consumers.datasets.dataset import Dataset, open_dataset
 from headgate.consumers.datasets.index import Problem
 from headgate.consumers.datasets.mixing import MixedBatches
-from headgate.consumers.datasets.view import RowBatch, RowView
+from headgate.consumers.datasets.view import DatasetView, RowBatch
 
-__all__ = ["Dataset", "MixedBatches", "Problem", "RowBatch", "RowView", "open_dataset"]
+__all__ = ["Dataset", "MixedBatches", "Problem", "RowBatch", "DatasetView", "open_dataset"]

@@ -31,7 +31,7 @@ from headgate.consumers.datasets.index import (
 )
 from headgate.consumers.datasets.mixing import DEFAULT_REQUESTS, DEFAULT_ROWS, MixedBatches
 from headgate.consumers.datasets.selection import Selection, parse_selection, parse_sites
-from headgate.consumers.datasets.view import Files, RangeReader, RowBatch, RowView, fingerprint_of, plain_batches
+from headgate.consumers.datasets.view import DatasetView, Files, RangeReader, RowBatch, fingerprint_of, plain_batches
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +43,7 @@ MANIFEST_VERSION = 1
 
 def make_manifest(
     roots: Sequence[IndexedRoot],
-    views: Mapping[str, tuple[RowView, int]],
+    views: Mapping[str, tuple[DatasetView, int]],
     table: EntryTable,
     problems: Sequence[Problem],
     *,
@@ -94,7 +94,7 @@ def store_manifest(path: str | os.PathLike[str], manifest: Mapping[str, Any]) ->
     store_local(Path(path), iter([text]))
 
 
-def _site(view: RowView, dropped: int) -> dict[str, Any]:
+def _site(view: DatasetView, dropped: int) -> dict[str, Any]:
     return {
         "rows": len(view),
         "requests": view.num_requests,
@@ -136,7 +136,7 @@ class Dataset:
     _selection: Selection = field(repr=False)
     _table: EntryTable = field(repr=False)
     _root_of_unit: Numbers = field(repr=False)
-    _views: dict[tuple[str, ...], tuple[RowView, int]] = field(default_factory=dict, repr=False)
+    _views: dict[tuple[str, ...], tuple[DatasetView, int]] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         roots, sites = ", ".join(root.given for root in self.roots), ", ".join(self.sites) or "no sites"
@@ -155,7 +155,7 @@ class Dataset:
         table = notebook.TextTable(("site", "rows", "duplicate requests"), lines, len(lines))
         return notebook.page("Dataset", facts, table)
 
-    def rows(self, sites: Sites | None = None) -> RowView:
+    def rows(self, sites: Sites | None = None) -> DatasetView:
         """The rows that have a value at every one of `sites`, by default at all sites of the data set.
 
         A request that an earlier root has, with the same tag, id, sample and sites, is omitted.
@@ -237,12 +237,12 @@ class Dataset:
         for view, _ in self._views.values():
             view.files.close()
 
-    def _view(self, sites: tuple[str, ...]) -> tuple[RowView, int]:
+    def _view(self, sites: tuple[str, ...]) -> tuple[DatasetView, int]:
         if sites not in self._views:
             self._views[sites] = self._make_view(sites)
         return self._views[sites]
 
-    def _make_view(self, sites: tuple[str, ...]) -> tuple[RowView, int]:
+    def _make_view(self, sites: tuple[str, ...]) -> tuple[DatasetView, int]:
         if missing := [site for site in sites if site not in self.sites]:
             raise ValueError(f"{', '.join(missing)}: not in the data set, which has {', '.join(self.sites) or 'none'}")
         table = self._table
@@ -257,7 +257,7 @@ class Dataset:
         dtype, hidden_size = _shape_of(table, entries, sites)
         index, starts, stops = self._selection.row_ranges(table, entries[:, 0], files.positions)
         ends = np.cumsum(stops - starts)
-        return RowView(sites, dtype, hidden_size, files, entries[index], starts, stops, ends), num_dropped
+        return DatasetView(sites, dtype, hidden_size, files, entries[index], starts, stops, ends), num_dropped
 
 
 def open_dataset(

@@ -22,7 +22,7 @@ from rich.markup import escape
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.datasets.dataset import Dataset, open_dataset, store_manifest
-from headgate.consumers.datasets.view import RowBatch, RowView, check_positive, plain_batches, typed
+from headgate.consumers.datasets.view import DatasetView, RowBatch, check_positive, plain_batches, typed
 from headgate.consumers.filesystem.storage.store import site_file
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def finish(folder: Path, manifest: dict[str, Any], **facts: Any) -> dict[str, An
 _BATCH_ROWS = 4096
 
 
-def export_npy(view: RowView, folder: Path) -> dict[str, Any]:
+def export_npy(view: DatasetView, folder: Path) -> dict[str, Any]:
     """Write ``{site}.npy`` ``[rows, hidden]``, ``positions.npy``, ``token_ids.npy`` and ``requests.jsonl``.
 
     Rows are float16 if the model is, else float32; row i of every array is one token. A line of ``requests.jsonl`` has
@@ -96,7 +96,7 @@ def _new_array(path: Path, kind: Any, *shape: int) -> np.memmap[Any, Any]:
 FILE_ROWS = 262_144
 
 
-def arrow_batches(view: RowView, batch_rows: int = _BATCH_ROWS) -> Iterator[pa.RecordBatch]:
+def arrow_batches(view: DatasetView, batch_rows: int = _BATCH_ROWS) -> Iterator[pa.RecordBatch]:
     """All rows in order as record batches. Needs the package ``pyarrow``.
 
     Columns: ``request_id`` and ``tag`` (text), ``position`` and ``token_id`` (int64), and one for each site by its
@@ -116,7 +116,7 @@ def arrow_batches(view: RowView, batch_rows: int = _BATCH_ROWS) -> Iterator[pa.R
         yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def export_parquet(view: RowView, folder: Path, *, file_rows: int = FILE_ROWS) -> dict[str, Any]:
+def export_parquet(view: DatasetView, folder: Path, *, file_rows: int = FILE_ROWS) -> dict[str, Any]:
     """Write ``part-00000.parquet`` and so on, with the columns of `arrow_batches`.
 
     Args:
@@ -144,7 +144,7 @@ def export_parquet(view: RowView, folder: Path, *, file_rows: int = FILE_ROWS) -
     return {"format": "parquet", "rows": len(view), "left_out_rows": 0}
 
 
-def _schema(view: RowView) -> pa.Schema:
+def _schema(view: DatasetView) -> pa.Schema:
     import pyarrow as pa
 
     kind = pa.float16() if view.dtype == "float16" else pa.float32()
@@ -180,7 +180,7 @@ def hook_name(site: str) -> str:
     return f"blocks.{parsed.layer}.{_HOOKS[parsed.hook.value]}"
 
 
-def export_saelens(view: RowView, folder: Path, *, context_size: int) -> dict[str, Any]:
+def export_saelens(view: DatasetView, folder: Path, *, context_size: int) -> dict[str, Any]:
     """Write a data set of ``datasets``: float32 ``{hook_name}`` ``[context_size, hidden]``, and ``token_ids``.
 
     The rows of all requests, one after the other, are cut into contexts, as SAELens does with texts; rows at the end
@@ -223,7 +223,9 @@ def export_saelens(view: RowView, folder: Path, *, context_size: int) -> dict[st
     }
 
 
-def _contexts(view: RowView, names: dict[str, str], context_size: int, num_contexts: int) -> Iterator[dict[str, Any]]:
+def _contexts(
+    view: DatasetView, names: dict[str, str], context_size: int, num_contexts: int
+) -> Iterator[dict[str, Any]]:
     for number in range(num_contexts):
         start, stop = number * context_size, (number + 1) * context_size
         rows = view.read(start, stop)
@@ -236,7 +238,7 @@ def _contexts(view: RowView, names: dict[str, str], context_size: int, num_conte
 TAR_BYTES = 1 << 30
 
 
-def export_webdataset(view: RowView, folder: Path, *, tar_bytes: int = TAR_BYTES) -> dict[str, Any]:
+def export_webdataset(view: DatasetView, folder: Path, *, tar_bytes: int = TAR_BYTES) -> dict[str, Any]:
     """Write ``000000.tar`` and so on.
 
     The sample of a request is ``{key}.json`` (``request_id``, ``tag``), ``{key}.positions.npy``,
@@ -267,7 +269,7 @@ def export_webdataset(view: RowView, folder: Path, *, tar_bytes: int = TAR_BYTES
     return {"format": "webdataset", "rows": len(view), "left_out_rows": 0}
 
 
-def _sample(view: RowView, request: int, first: int, end: int) -> Iterator[tuple[str, bytes]]:
+def _sample(view: DatasetView, request: int, first: int, end: int) -> Iterator[tuple[str, bytes]]:
     numbers = np.arange(first, end, dtype=np.int64)
     yield "json", msgspec.json.encode({"request_id": view.request_id(request), "tag": view.tag(request)})
     yield "positions.npy", _npy(view.positions(numbers))
@@ -291,7 +293,7 @@ class Format(str, Enum):
     SAELENS = "saelens"
 
 
-Export = Callable[[RowView, Path], dict[str, Any]]
+Export = Callable[[DatasetView, Path], dict[str, Any]]
 
 
 def export_captures(

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from headgate.consumers.datasets.view import (
     Bytes,
+    DatasetView,
     RowBatch,
-    RowView,
     Slots,
     ascending,
     check_positive,
@@ -176,7 +176,7 @@ class SinkFilter:
         return norms
 
 
-def sinks_of(view: RowView, seed: int) -> SinkFilter:
+def sinks_of(view: DatasetView, seed: int) -> SinkFilter:
     """A filter of the rows of a data set.
 
     The medians are of a sample: 256 places, drawn by `seed`, with 256 rows each; all rows of a smaller data set.
@@ -266,7 +266,7 @@ class MixedBatches(Iterator[RowBatch]):
 
     def __init__(
         self,
-        view: RowView,
+        view: DatasetView,
         *,
         batch_size: int,
         seed: int = 0,
@@ -432,7 +432,7 @@ class _Refill(NamedTuple):
     num_sinks: int
 
 
-def block_order(view: RowView, block_rows: int, random: np.random.Generator) -> tuple[Numbers, Numbers]:
+def block_order(view: DatasetView, block_rows: int, random: np.random.Generator) -> tuple[Numbers, Numbers]:
     """First rows and ends of all blocks of a view, shuffled.
 
     A block lies in one file. The blocks of one request are spread over the whole order: two neighbours in it are of
@@ -464,7 +464,7 @@ class _Pool:
         num_requests: Requests that they are of.
     """
 
-    def __init__(self, view: RowView, capacity: int) -> None:
+    def __init__(self, view: DatasetView, capacity: int) -> None:
         self._view = view
         self._rows = MixingPool(view.sites, view.row_bytes, capacity)
         self._per_request = np.zeros(len(view.files.table), dtype=np.int32)

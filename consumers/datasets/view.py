@@ -320,7 +320,7 @@ def _file_name(layout: str, tensor: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class RowView:
+class DatasetView:
     """Rows of one or several sites.
 
     Attributes:
@@ -460,7 +460,7 @@ def ascending(starts: Numbers, stops: Numbers) -> Numbers:
     return numbers
 
 
-def fingerprint_of(view: RowView) -> str:
+def fingerprint_of(view: DatasetView) -> str:
     """A hash that identifies these rows, by request and place: a state fits the rows that it was saved with alone."""
     columns = view.files.table.columns
     digest = blake2b(repr((view.sites, view.dtype, view.hidden_size)).encode(), digest_size=16)
@@ -501,7 +501,7 @@ class RowBatch:
         data: uint8 ``[rows, row_bytes]`` by site.
     """
 
-    view: RowView
+    view: DatasetView
     numbers: Numbers
     data: Mapping[str, Bytes]
 
@@ -567,7 +567,7 @@ class RowBatch:
         return self.view.sites[0]
 
 
-def plain_batches(view: RowView, batch_size: int) -> Iterator[RowBatch]:
+def plain_batches(view: DatasetView, batch_size: int) -> Iterator[RowBatch]:
     """All rows in order; the last batch may be smaller.
 
     Raises:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from types import TracebackType
-from typing import Protocol, cast
+from typing import cast
 
 from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.contracts.core_calls import run_each
@@ -35,23 +35,24 @@ from headgate.capture.engine.requests.sampling_params import (
     refuse_made,
     refuse_unknown_in,
 )
-from headgate.capture.engine.vllm_types import Function, LLMEngine, OfflineLLM, RequestOutput, SamplingParams
+from headgate.capture.engine.vllm_types import (
+    Function,
+    LLMEngine,
+    OfflineLLM,
+    RequestOutput,
+    SamplingParams,
+    SyncClient,
+)
 from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import OverloadedError, RequestError
 
 logger = logging.getLogger("headgate")
 
 
-class Closable(Protocol):
-    """A client of an engine core."""
-
-    def shutdown(self) -> object: ...
+_running: weakref.WeakSet[SyncClient] = weakref.WeakSet()
 
 
-_running: weakref.WeakSet[Closable] = weakref.WeakSet()
-
-
-def shut_down_before_errors(client: Closable) -> None:
+def shut_down_before_errors(client: SyncClient) -> None:
     """Shut `client` down before an error that ends the program is printed; idempotent, and keeps nothing alive."""
     _running.add(client)
     show = sys.excepthook

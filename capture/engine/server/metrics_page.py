@@ -13,17 +13,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from headgate.capture.engine.client_errors import refusals
 from headgate.capture.engine.contracts.core_calls import METHOD
 from headgate.capture.engine.contracts.core_part import CoreAnswer
 from headgate.capture.engine.contracts.parts import metrics_parts
-from headgate.capture.engine.requests.capture_frontend import front_end_of
+from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.engine.vllm_types import AsgiApp, AsgiMessage, AsyncEngineClient, AsyncLLM, Receive, Scope, Send
-from headgate.capture.links.driver import DriverStats
-from headgate.capture.links.hub import HubStats
 from headgate.capture.monitoring.metrics import EngineStats, Family, MetricsPart, Sample, each_worker
 from headgate.capture.monitoring.stats import RESULT_BOUNDS_S
 
@@ -99,13 +97,7 @@ def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
     yield from _consumer_families("headgate_capture_consumer", labels, consumers)
 
 
-class MeasuredFrontEnd(Protocol):
-    """A `FrontEnd`, as far as its counters are concerned."""
-
-    def stats(self) -> tuple[HubStats, DriverStats]: ...
-
-
-def front_end_families(front: MeasuredFrontEnd, api_server: int) -> Iterator[Family]:
+def front_end_families(front: FrontEnd, api_server: int) -> Iterator[Family]:
     """Counters of an API server's own process, of the consumers in it, too; `api_server` counts from 0."""
     hub, drivers = front.stats()
     server = str(api_server)

@@ -12,7 +12,7 @@ from torch import Tensor
 from headgate.capture.schema.sites import Site
 from headgate.consumers.datasets.feeds.torch_rows import tensor_of
 from headgate.consumers.datasets.mixing import DEFAULT_REQUESTS, DEFAULT_ROWS, MixedBatches
-from headgate.consumers.datasets.view import RowView
+from headgate.consumers.datasets.view import DatasetView
 
 
 class RowBuffer:
@@ -42,7 +42,7 @@ class RowBuffer:
 
     def __init__(
         self,
-        view: RowView,
+        view: DatasetView,
         *,
         batch_size: int,
         seed: int = 0,
@@ -88,6 +88,6 @@ class RowBuffer:
         return next(self._running)
 
 
-def _context_length(view: RowView) -> int:
+def _context_length(view: DatasetView) -> int:
     """One more than the largest position, which a range of rows ends with."""
     return int(view.positions(np.unique(view.ends - 1)).max()) + 1 if len(view) else 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headgate.consumers.datasets.view import RowBatch, RowView
+from headgate.consumers.datasets.view import DatasetView, RowBatch
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _READ_ROWS = 1024
 
 
-def to_hugging_face(view: RowView, *, num_shards: int = 16) -> IterableDataset:
+def to_hugging_face(view: DatasetView, *, num_shards: int = 16) -> IterableDataset:
     """One example for each row, in the order of the files.
 
     Its columns are ``request_id``, ``tag``, ``position``, ``token_id`` and, by name, the sites: float16 if the model is
@@ -39,7 +39,7 @@ def to_hugging_face(view: RowView, *, num_shards: int = 16) -> IterableDataset:
     )
 
 
-def examples(view: RowView, shards: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+def examples(view: DatasetView, shards: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
     """The rows of some ranges, each as a dictionary."""
     for first, end in shards:
         for start in range(first, end, _READ_ROWS):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headgate.consumers.datasets.view import RowBatch, RowView
+from headgate.consumers.datasets.view import DatasetView, RowBatch
 
 
 class LabelledRows(NamedTuple):
@@ -47,7 +47,7 @@ def labelled(batches: Iterable[RowBatch], labels: Mapping[str, Any], site: str |
         yield LabelledRows(np.ascontiguousarray(batch.float32(site)), values[inverse], groups)
 
 
-def _label_of(view: RowView, request: int, labels: Mapping[str, Any]) -> Any:
+def _label_of(view: DatasetView, request: int, labels: Mapping[str, Any]) -> Any:
     request_id, tag = view.request_id(request), view.tag(request)
     for name in (f"{tag}/{request_id}", request_id, tag):
         if name in labels:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from headgate.consumers.datasets.mixing import DEFAULT_REQUESTS, DEFAULT_ROWS, MixedBatches
-from headgate.consumers.datasets.view import RowView
+from headgate.consumers.datasets.view import DatasetView
 
 
 class Batch(Protocol):
@@ -148,7 +148,7 @@ class TorchRows(IterableDataset[Any]):
 
     def __init__(
         self,
-        view: RowView,
+        view: DatasetView,
         *,
         batch_size: int,
         seed: int = 0,

@@ -41,7 +41,7 @@ def test_data_sets_views_and_batches_show_themselves_in_a_line_and_in_a_notebook
 
     assert repr(data) == f"<Dataset of {tmp_path / 'a'}: {SITE}, final_norm>"
     assert repr(batch) == f"<RowBatch: 7 rows of {SITE}, bfloat16 [16]>"
-    assert repr(batch.view) == f"RowView(sites=('{SITE}',), dtype='bfloat16', hidden_size=16)"
+    assert repr(batch.view) == f"DatasetView(sites=('{SITE}',), dtype='bfloat16', hidden_size=16)"
     html = data._repr_html_()
     assert str(tmp_path / "a") in html
     assert f"<td>{SITE}</td><td>{data.num_rows[SITE]}</td><td>0</td>" in re.sub(r"<td[^>]*>", "<td>", html)
