@@ -102,7 +102,7 @@ def parse_params(params: Mapping[str, Any]) -> AttentionParams:
     return read_params(AttentionParams, params, "attention", max_bytes=1, max_scores=1, memory_bytes=1)
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class WantedPatterns(msgspec.Struct, frozen=True, kw_only=True):
     """The consumer's part of a checked request.
 
     Attributes:
@@ -139,14 +139,14 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     """Check ``{"layers": ..., "heads": ..., "queries": SELECTOR, "top": N, "dtype": ...}``; `layers` is required.
 
     Returns:
-        The spec: `q` at the queries, `k` at all positions up to the last of them; its options are a `Wanted`.
+        The spec: `q` at the queries, `k` at all positions up to the last of them; its options are a `WantedPatterns`.
 
     Raises:
         RequestError: Naming the field.
     """
     raw = check_fields(raw, context, FIELDS, 'such as {"layers": [5]}')
     layers = _layers(raw.get("layers"), context.model, f"{context.field}.layers")
-    wanted = Wanted(
+    wanted = WantedPatterns(
         heads=_heads(raw.get("heads", "all"), min(num_heads(context.model, one) for one in layers), context.field),
         top=_top(raw.get("top"), f"{context.field}.top"),
         dtype=_dtype(raw.get("dtype", "float32"), f"{context.field}.dtype"),
@@ -209,7 +209,7 @@ def check_lengths(spec: CaptureSpec, context: SpecContext, lengths: RequestLengt
         RequestError: Saying what to do.
     """
     params = context.parsed_params(parse_params)
-    wanted = msgspec.convert(spec.options, Wanted)
+    wanted = msgspec.convert(spec.options, WantedPatterns)
     heads = sum(
         num_heads(context.model, site.layer) if wanted.heads is None else len(wanted.heads)
         for site in spec.sites
@@ -454,7 +454,7 @@ class _Request:
         failure: Why it ends with an error; its rows are gone.
     """
 
-    wanted: Wanted
+    wanted: WantedPatterns
     layers: dict[int, _Layer]
     num_held: int = 0
     failure: str | None = None
@@ -535,7 +535,9 @@ class AttentionConsumer(StreamingConsumer):
             for site in request.spec.sites
             if site.hook is HookPoint.Q
         }
-        self._requests[request.request_id] = found = _Request(msgspec.convert(request.spec.options, Wanted), layers)
+        self._requests[request.request_id] = found = _Request(
+            msgspec.convert(request.spec.options, WantedPatterns), layers
+        )
         self._hold(found)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
@@ -612,7 +614,7 @@ class AttentionConsumer(StreamingConsumer):
                 )
 
     def _patterns(
-        self, number: int, wanted: Wanted, queries: Int64Array, q_rows: Tensor, k_rows: Tensor
+        self, number: int, wanted: WantedPatterns, queries: Int64Array, q_rows: Tensor, k_rows: Tensor
     ) -> tuple[Int64Array, dict[str, Tensor]]:
         """Return the queries, and their patterns in one layer by name."""
         facts = self._facts[number]

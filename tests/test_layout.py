@@ -194,6 +194,60 @@ def test_a_constant_is_defined_once() -> None:
     assert {name: found for (name, _), found in places.items() if len(found) > 1} == {}
 
 
+def test_a_class_has_a_name_of_its_own() -> None:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in LIBRARY:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name_of(path))
+
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+ONE_IMPORTER = {
+    "capture.engine.commands.demo_model": "examples and tests make the model by it",
+    "capture.engine.server.studio": "the page's routes; the importer installs routes and middleware of every part",
+    "capture.engine.vllm_errors": "importing it imports vLLM",
+    "capture.engine.worker.model_head": "a noun of its own: what consumers compute logits with",
+    "capture.engine.worker.runner": "a noun of its own; both together would have over 1,000 lines",
+    "consumers.datasets.feeds.torch_rows": "users import it",
+    "consumers.feed": "tests of consumers import it, and need no pytest",
+    "consumers.filesystem.browsing": "a noun of its own: captures as HTTP shows them",
+    "consumers.filesystem.request_writer": "a noun of its own; both together would have over 1,200 lines",
+    "consumers.harvest.live": "its package names it for users",
+    "consumers.moments.consumer": "its package names it for users",
+    "consumers.stream.reader": "its package names it for users",
+    "steering.client.http": "its package names it for users",
+    "steering.lenses.sources": "readers of other tools' files; the importer is a command line",
+    "steering.ops": "its package names it for users",
+    "steering.core.controllers.coefficients": "a noun of its own; both together would have over 1,300 lines",
+    "steering.core.operator_calls": "a noun of its own: the calls that change what acts on everybody",
+    "steering.files.gguf_files": "one format, with a reader of its own for its binary header",
+    "steering.kernels.select_features": "one kernel; the importer has the other that encodes SAEs",
+    "steering.verify": "a command's checks; the importer has only names of what steering brings",
+    "steering.worker.program_action": "a noun of its own; both together would have over 900 lines",
+    "steering.worker.worker_steering": "the state of a worker; the importer has its hooks and the self-test",
+}
+"""Modules without ``headgate.`` that one module of their folder alone imports, with the reason for each."""
+
+
+def test_a_module_that_one_neighbour_imports_has_a_reason() -> None:
+    """Otherwise it is a part of that neighbour."""
+    importers: defaultdict[str, set[str]] = defaultdict(set)
+    for module, imported in library_imports().items():
+        for other in imported:
+            importers[other].add(module)
+    packages = {module_of(path) for path in LIBRARY if path.name == "__init__.py"}
+    folder = {module: module if module in packages else module.rpartition(".")[0] for module in library_imports()}
+    lonely = {
+        module
+        for module, users in importers.items()
+        if module not in packages and len(users) == 1 and folder[next(iter(users))] == folder[module]
+    }
+
+    assert {module.removeprefix("headgate.") for module in lonely} == ONE_IMPORTER.keys()
+
+
 def test_dependencies_are_those_that_are_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = {re.split(r"[<>=~!\[; ]", entry)[0] for entry in project["dependencies"]}

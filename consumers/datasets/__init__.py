@@ -14,4 +14,4 @@ from headgate.consumers.datasets.index import Problem
 from headgate.consumers.datasets.mixing import MixedBatches
 from headgate.consumers.datasets.view import DatasetView, RowBatch
 
-__all__ = ["Dataset", "MixedBatches", "Problem", "RowBatch", "DatasetView", "open_dataset"]
+__all__ = ["Dataset", "DatasetView", "MixedBatches", "Problem", "RowBatch", "open_dataset"]

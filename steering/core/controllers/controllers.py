@@ -38,8 +38,7 @@ from headgate.steering.controllers.host import ControllerFigures, ControllerHost
 from headgate.steering.controllers.loading import ControllerSpec
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.content import check_programs
-from headgate.steering.core.controllers.actuation import Actuation
-from headgate.steering.core.controllers.coefficients import Coefficients
+from headgate.steering.core.controllers.coefficients import Actuation, Coefficients
 from headgate.steering.core.controllers.contents import FIELD, Contents, Drives, Static, demand_of_both
 from headgate.steering.core.gates import GateContent
 from headgate.steering.core.state import SteeringState
