@@ -104,7 +104,8 @@ def metrics() -> Iterator[str]:
             yield f"\n## {name}\n\n| metric | type | labels | |\n| --- | --- | --- | --- |"
             yield from (row(family) for family in found.families(()))
     yield "\n## capture, in the API server that is asked\n\n| metric | type | labels | |\n| --- | --- | --- | --- |"
-    yield from (row(family) for family in (*front_end_families(NoFrontEnd(), 0), refused(0)))
+    families = front_end_families(NoFrontEnd(), 0)  # type: ignore[arg-type]
+    yield from (row(family) for family in (*families, refused(0)))
 
 
 class NoFrontEnd:

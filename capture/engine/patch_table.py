@@ -1,4 +1,7 @@
-"""Every attribute of vLLM that headgate wraps, each with its reason; `plugin.register` installs them.
+"""Attributes of vLLM's modules and classes that headgate wraps, each with its reason; `plugin.register` installs them.
+
+Methods of one object are wrapped where the object is met: those of the model runner, by which a worker follows its
+steps, in `headgate.capture.engine.worker.runner`.
 
 `vllm_names` says where their modules and classes are in each release.
 

@@ -27,7 +27,7 @@ from headgate.capture.engine.contracts.wire_format import (
     wire_of,
 )
 from headgate.capture.engine.contracts.worker_hooks import PendingReadings, WorkerHooks, in_turn, overrides
-from headgate.capture.engine.vllm_names import V2_RUNNER_MODULES
+from headgate.capture.engine.vllm_names import V2_RUNNER_MODULES, WORKS_WITH
 from headgate.capture.engine.vllm_types import (
     AsyncRunnerOutput,
     DraftedTokens,
@@ -355,7 +355,8 @@ class RunnerAdapter:
         original = getattr(self._runner, name, None)
         if original is None:
             raise UnsupportedError(
-                f"{type(self._runner).__name__} has no method {name!r}; this vLLM's model runner is not supported"
+                f"{type(self._runner).__name__} has no method {name!r}, by which headgate.capture.engine.worker.runner "
+                f"follows its steps ({type(self._layout).__name__} and RunnerAdapter name them). {WORKS_WITH}"
             )
 
         @wraps(original)

@@ -331,7 +331,7 @@ def test_a_runner_without_the_expected_method_is_refused():
         def execute_model(self):
             """Not a runner that we know."""
 
-    with pytest.raises(UnsupportedError, match="_dummy_run"):
+    with pytest.raises(UnsupportedError, match=r"_dummy_run.*worker\.runner.*V1Layout.*works with vLLM"):
         RunnerAdapter(Other(), {})
 
 
