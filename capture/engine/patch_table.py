@@ -10,6 +10,8 @@ steps, in `headgate.capture.engine.worker.runner`.
 
 from __future__ import annotations
 
+from functools import partial
+
 from headgate.capture.engine import vllm_names as names
 from headgate.capture.engine.contracts import core_calls
 from headgate.capture.engine.core import block_keys, engine_core, fan_out, part_services, steps_in_flight
@@ -76,7 +78,7 @@ SERVER_PATCHES = (
     ),
     Patch(
         target=names.CHAT_ROUTE.member("create_chat_completion"),
-        wrap=openai_routes.create_chat_completion,
+        wrap=partial(openai_routes.create_completion, is_chat=True),
         why="the same, and finds the messages of the chat for selectors",
         parameters=("self", "request", "raw_request"),
     ),

@@ -96,7 +96,7 @@ def _new_array(path: Path, kind: Any, *shape: int) -> np.memmap[Any, Any]:
 FILE_ROWS = 262_144
 
 
-def arrow_batches(view: DatasetView, batch_rows: int = _BATCH_ROWS) -> Iterator[pa.RecordBatch]:
+def arrow_batches(view: DatasetView) -> Iterator[pa.RecordBatch]:
     """All rows in order as record batches. Needs the package ``pyarrow``.
 
     Columns: ``request_id`` and ``tag`` (text), ``position`` and ``token_id`` (int64), and one for each site by its
@@ -105,7 +105,7 @@ def arrow_batches(view: DatasetView, batch_rows: int = _BATCH_ROWS) -> Iterator[
     import pyarrow as pa
 
     schema = _schema(view)
-    for batch in plain_batches(view, batch_rows):
+    for batch in plain_batches(view, _BATCH_ROWS):
         columns = [
             pa.array(batch.request_ids, pa.string()),
             pa.array(batch.tags, pa.string()),

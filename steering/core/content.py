@@ -116,9 +116,7 @@ def check_shared(programs: Sequence[Program], limits: Limits, who: str, field: s
     check_programs(programs, limits, field, f"in {who}")
 
 
-def check_phases(
-    phases: Sequence[Sequence[Program]], limits: Limits, field: str, where: str = "with those of the modules"
-) -> None:
+def check_phases(phases: Sequence[Sequence[Program]], limits: Limits, field: str) -> None:
     """Check the programs of each phase with `check_programs`; phases that have the same ones are checked once.
 
     Raises:
@@ -127,7 +125,7 @@ def check_phases(
     checked: list[list[int]] = []
     for programs in phases:
         if programs and (listed := [id(program) for program in programs]) not in checked:
-            check_programs(programs, limits, field, where)
+            check_programs(programs, limits, field)
             checked.append(listed)
 
 

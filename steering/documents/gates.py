@@ -412,20 +412,19 @@ def read_gates(value: object, steerable: Steerable, field: str = GATES) -> tuple
     return _checked(gates, steerable, field)
 
 
-def read_predecessor(value: object, steerable: Steerable, field: str = PREDECESSOR) -> tuple[Gate, ...]:
+def read_predecessor(value: object, steerable: Steerable) -> tuple[Gate, ...]:
     """Read a list of gates in the form of `PREDECESSOR_FORM`.
 
     Args:
         value: A non-empty list of at most `Steerable.max_gates` documents.
         steerable: The model and its limits.
-        field: Path of the list.
 
     Raises:
         RequestError: Naming the field that is wrong.
     """
-    documents = _documents(value, steerable, field)
-    gates = tuple(_old_gate(document, index, steerable, field) for index, document in enumerate(documents))
-    return _checked(gates, steerable, field)
+    documents = _documents(value, steerable, PREDECESSOR)
+    gates = tuple(_old_gate(document, index, steerable) for index, document in enumerate(documents))
+    return _checked(gates, steerable, PREDECESSOR)
 
 
 class _Head(NamedTuple):
@@ -639,8 +638,8 @@ def _check_attenuations(gates: Sequence[Gate]) -> None:
         _checked_factor(factor, f"{gate.where}.then.attenuate")
 
 
-def _old_gate(document: Mapping[Any, Any], index: int, steerable: Steerable, field: str) -> Gate:
-    where = f"{field}[{index}]"
+def _old_gate(document: Mapping[Any, Any], index: int, steerable: Steerable) -> Gate:
+    where = f"{PREDECESSOR}[{index}]"
     check_keys(document, _OLD_KEYS, where, "a gate of this form")
     scope, conversation = _scope(document, where)
     kind, given = _tagged(document.get("when"), _OLD_WHEN, f"{where}.when")

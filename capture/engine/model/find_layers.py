@@ -39,21 +39,18 @@ def find_decoder_stack(model: nn.Module) -> tuple[nn.Module, str, list[tuple[int
     return parent, name, owned
 
 
-def find_final_norm(parent: nn.Module, layers: str | None = None) -> tuple[str, bool] | None:
+def find_final_norm(parent: nn.Module) -> tuple[str, bool] | None:
     """Find the norm that `parent` applies after its decoder layers.
 
     Args:
         parent: Owner of the list of layers.
-        layers: Attribute of the list; any list of modules if None.
 
     Returns:
         Its attribute, and whether it is called with ``(hidden, residual)``; None if this stage has none.
     """
     PPMissingLayer = vllm_names.LAYER_OF_OTHER_STAGE.get()
 
-    lists = (
-        [layers] if layers else [name for name, child in parent.named_children() if isinstance(child, nn.ModuleList)]
-    )
+    lists = [name for name, child in parent.named_children() if isinstance(child, nn.ModuleList)]
     node = _forward_over(parent, lists)
     if node is None:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 
@@ -383,8 +383,8 @@ def _refuse_unanswered(given: Document) -> None:
                 raise RequestError(name, f"{use} to capture" if name in CAPTURE_FIELDS else f"{use} to get it")
 
 
-def create_completion(original: Function) -> Function:
-    """Wrap ``OpenAIServingCompletion.create_completion``."""
+def create_completion(original: Function, *, is_chat: bool = False) -> Function:
+    """Wrap ``OpenAIServingCompletion.create_completion``, or ``OpenAIServingChat.create_chat_completion``."""
 
     @wraps(original)
     async def wrapped(
@@ -396,26 +396,8 @@ def create_completion(original: Function) -> Function:
         if not _is_answered(given):
             return await _serve(original, given, self, request, raw_request, *args, **kwargs)
         call = _begin_call(self, request, given)
-        return answer_choices(await _serve(original, given, self, request, raw_request, *args, **kwargs), call)
-
-    return wrapped
-
-
-def create_chat_completion(original: Function) -> Function:
-    """Wrap ``OpenAIServingChat.create_chat_completion``."""
-
-    @wraps(original)
-    async def wrapped(
-        self: ChatHandler, request: ChatBody, raw_request: Request | None = None, *args: object, **kwargs: object
-    ) -> object:
-        given = _given(request)
-        if given:
-            await _check_early(given, self, request, raw_request)
-        if not _is_answered(given):
-            return await _serve(original, given, self, request, raw_request, *args, **kwargs)
-        call = _begin_call(self, request, given)
-        if _captures(given):
-            call.chat = await _find_chat_messages(self, request)
+        if is_chat and _captures(given):
+            call.chat = await _find_chat_messages(cast("ChatHandler", self), cast("ChatBody", request))
         return answer_choices(await _serve(original, given, self, request, raw_request, *args, **kwargs), call)
 
     return wrapped
