@@ -71,7 +71,7 @@ class Served(NamedTuple):
     def answer(self) -> str:
         """Since when it is served, and what was tested on which device."""
         if not self.tests:
-            return "not refused, not tested"
+            return f"not refused, not tested{f'. {self.note}' if self.note else ''}"
         return f"since {self.since}; tested on {self.device}{f'. {self.note}' if self.note else ''}"
 
 
@@ -104,16 +104,27 @@ OFFLOADING = "OffloadingConnector"
 """The one connector whose keys are vLLM's hashes of blocks, which contain what steered them."""
 
 
-def _other_connector(config: VllmConfig) -> bool:
+NAMED_BY_TOKENS = ("ExampleConnector", "LMCacheConnectorV1", "LMCacheMPConnector", "HF3FSKVConnector")
+"""Connectors that look keys and values up by tokens alone."""
+
+NAMED_BY_REQUEST = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector")
+"""Connectors that bring the blocks of a request from the engine that computed its prompt."""
+
+
+def _connector(config: VllmConfig) -> str | None:
     transfer = config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector != OFFLOADING
+    return None if transfer is None else transfer.kv_connector
+
+
+def _other_connector(config: VllmConfig) -> bool:
+    return _connector(config) not in (None, OFFLOADING, *NAMED_BY_TOKENS, *NAMED_BY_REQUEST)
 
 
 def _other_offloading(config: VllmConfig) -> bool:
     transfer, usual = config.kv_transfer_config, "CPUOffloadingSpec"
     return (
         transfer is not None
-        and transfer.kv_connector == OFFLOADING
+        and _connector(config) == OFFLOADING
         and transfer.kv_connector_extra_config.get("spec_name", usual) != usual
     )
 
@@ -146,7 +157,8 @@ REFUSALS = (
     Refusal(
         lambda config: config.parallel_config.prefill_context_parallel_size > 1,
         "prefill context parallelism",
-        "each rank computes a part of the prompt's positions",
+        "each rank computes some stretches of a prompt's positions, as if they were requests of their own, and rank 0 "
+        "alone captures",
         "start with --prefill-context-parallel-size 1",
     ),
     Refusal(
@@ -157,9 +169,10 @@ REFUSALS = (
     ),
     Refusal(
         lambda config: config.parallel_config.use_sequence_parallel_moe,
-        "token-sharded mixture-of-experts residuals (expert parallel with data parallel)",
-        "the residual stream is sharded by token between attention and experts",
-        "start without --enable-expert-parallel, or with --data-parallel-size 1",
+        "token-sharded mixture-of-experts residuals (expert parallel with data and tensor parallel)",
+        "each tensor-parallel rank has the tokens of its share alone between attention and experts, in DeepSeek's "
+        "models also from layer to layer, so batch rows would be attributed to the wrong requests",
+        "start without --enable-expert-parallel, or with --data-parallel-size 1 or --tensor-parallel-size 1",
     ),
     Refusal(
         _unserved_drafts,
@@ -189,9 +202,25 @@ REFUSALS = (
         "serve a model that generates from left to right",
     ),
     Refusal(
+        lambda config: _connector(config) in NAMED_BY_TOKENS,
+        f"KV connectors that look up tokens ({', '.join(NAMED_BY_TOKENS)}; --kv-offloading-backend lmcache)",
+        "they do not ask for the hashes of blocks, which contain what steered them, so that a request would get keys "
+        "and values of others that were steered",
+        "start without them; --kv-offloading-size with the backend native is served",
+        path="kv_transfer_config",
+    ),
+    Refusal(
+        lambda config: _connector(config) in NAMED_BY_REQUEST,
+        f"prefill and decode on different engines ({', '.join(NAMED_BY_REQUEST)})",
+        "kv_transfer_params say where the blocks of a prompt are, not how they were steered, and headgate sends its "
+        "results in the same field of vLLM's",
+        "serve prefill and decode in one engine; --kv-offloading-size with the backend native is served",
+        path="kv_transfer_config",
+    ),
+    Refusal(
         _other_connector,
-        "KV connectors (--kv-transfer-config, --kv-offloading-backend lmcache) but OffloadingConnector",
-        "they name blocks by their tokens, or bring keys and values from engines that may not steer",
+        f"other KV connectors than {OFFLOADING}",
+        "whether a steered block is given to equally steered requests alone was not tested",
         "start without them; --kv-offloading-size with the backend native is served",
         path="kv_transfer_config",
     ),
@@ -292,7 +321,7 @@ SERVED = (
         "0.1.0",
         ("engine/test_parallel.py", "gpu/test_parallel_gpu.py"),
         f"{CPU} and two H200",
-        "Gates, rules and drafts are refused",
+        "Gates and rules were tested on a CPU; controllers and drafts are refused",
     ),
     Served(
         "parallel_config.data_parallel_size",
@@ -306,6 +335,7 @@ SERVED = (
     Served(
         "parallel_config.decode_context_parallel_size",
         "decode context parallelism (--decode-context-parallel-size)",
+        note="vLLM shards the KV cache over tensor-parallel ranks; each has the hidden states of all tokens",
     ),
     Served(
         "parallel_config.nnodes",

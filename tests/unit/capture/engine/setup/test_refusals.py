@@ -80,7 +80,17 @@ def test_ordinary_settings_are_served():
         ("speculative_config", drafts("eagle", parallel_drafting=True), "parallel_drafting"),
         ("speculative_config", drafts(enable_adaptive_verification=True), "enable_adaptive_verification"),
         ("speculative_config", drafts(num_speculative_tokens_per_batch_size=[(1, 8, 3)]), "per_batch_size"),
-        ("kv_transfer_config", transfer("ExampleConnector"), "--kv-transfer-config"),
+        (
+            "kv_transfer_config",
+            transfer("ExampleConnector"),
+            "look up tokens .*keys and values of others that were steer",
+        ),
+        (
+            "kv_transfer_config",
+            transfer("NixlConnector"),
+            "prefill and decode on different engines .*kv_transfer_params",
+        ),
+        ("kv_transfer_config", transfer("MooncakeStoreConnector"), "other KV connectors than OffloadingConnector"),
         ("kv_transfer_config", transfer("OffloadingConnector", spec_name="TieringOffloadingSpec"), "spec_name"),
         ("model_config__is_encoder_decoder", True, "encoder-decoder"),
         ("model_config__runner_type", "pooling", "pooling"),
@@ -117,7 +127,7 @@ def test_drafts_are_served_on_one_stage(method):
 def test_all_are_named_at_once():
     config = settings(speculative_config=drafts("suffix"), kv_transfer_config=transfer("NixlConnector"))
 
-    with pytest.raises(UnsupportedError, match=r"(?s)speculative.*kv-transfer"):
+    with pytest.raises(UnsupportedError, match=r"(?s)speculative.*prefill and decode"):
         refuse_unsupported_settings(config)
 
 
@@ -165,7 +175,7 @@ def test_an_engine_has_the_settings_that_are_set_and_refused_ones_come_first():
     found = applying(config)
 
     assert [type(each) for each in found] == [Refusal, Refusal, Served, Served, Served]
-    assert ["dual-batch" in found[0].what, "KV connectors" in found[1].what] == [True, True]
+    assert ["dual-batch" in found[0].what, "NixlConnector" in found[1].what] == [True, True]
     names = {each.what.partition(" (")[0] for each in found[2:]}
     assert names == {"tensor parallelism", "data parallelism", "type of the KV cache"}
 
