@@ -345,6 +345,12 @@ class StepBatch(Protocol):
     query_start_loc: Tensor
 
 
+class StageTensors(Protocol):
+    """``vllm.sequence.IntermediateTensors``: what goes from one pipeline stage to the next."""
+
+    tensors: dict[str, Tensor]
+
+
 class SampledTokens(Protocol):
     """``vllm.v1.outputs.SamplerOutput``."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import msgspec
@@ -167,6 +167,10 @@ class GateContent:
         """See `Content.width`."""
         return self._steerable.width(site)
 
+    def is_in_one_stage(self, sites: Iterable[Site]) -> bool:
+        """See `Content.is_in_one_stage`."""
+        return self._steerable.is_in_one_stage(sites)
+
     def why_unread(self, site: Site) -> str | None:
         """See `headgate.steering.vectors.phase_vectors.Steerable.why_unread`."""
         return self._steerable.why_unread(site)
@@ -310,8 +314,7 @@ def gated(
     if not content.max_gates:
         raise RequestError(
             gates[0].where,
-            "this engine takes no gates: it decodes speculatively, or its layers lie on several pipeline stages; start "
-            "it without --speculative-config, and with tensor parallelism",
+            "this engine takes no gates: it decodes speculatively; start it without --speculative-config",
         )
     keys = owned.keys(gates, content)
     if keys or any(gate.then.attenuate is not None for gate in gates):

@@ -303,9 +303,8 @@ class OperatorCalls:
         return {**sae.described(), **self._audited(sae.sha256)}
 
     def _check_stages(self, sae: Sae) -> None:
-        facts = sae.facts
-        names = [site.name for site in facts.sites]
-        if facts.is_transcoder and not all(self._services.call_workers("is_in_one_stage", {"sites": names})):
+        facts, steerable = sae.facts, self._state.steerable
+        if facts.is_transcoder and steerable is not None and not steerable.is_in_one_stage(facts.sites):
             raise RequestError("path", cross_stages(facts.sites))
 
     def _unregister_sae(self, name: str) -> dict[str, Any]:
@@ -452,9 +451,8 @@ def made_rule(state: SteeringState, rule: Rule) -> KeptRule:
     if state.steerable is not None and not state.steerable.max_rules:
         raise RequestError(
             "name",
-            "this engine takes no rules: --max-steering-rules is 0, it decodes speculatively, or its layers lie on "
-            "several pipeline stages, where what a rule did would not come back; start it without "
-            "--speculative-config, and with tensor parallelism",
+            "this engine takes no rules: --max-steering-rules is 0, or it decodes speculatively; start it without "
+            "--speculative-config",
         )
     first = state.rules.place(rule)
     others = [each for each in state.rules.all() if each.name != rule.name]

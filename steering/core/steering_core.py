@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -20,6 +20,7 @@ from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.probe import ProbeError
 from headgate.capture.schema.config import MIB
 from headgate.capture.schema.errors import ConfigError, RequestError
+from headgate.capture.schema.sites import Site
 from headgate.steering.config import WHERE, SteeringConfig, has_controllers, parse_config
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import Audit
@@ -317,8 +318,8 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     audit = Audit(facts.engine, None if config.audit_file is None else Path(config.audit_file))
     capacity = config.num_slots(model.num_layers) - 1
     if facts.num_stages > 1:
-        # Strengths stay on the stage that computes them, and what is read of stages but the last does not come back.
-        steerable = replace(steerable, max_gates=0, max_rules=0)
+        owned = services.call_workers("op_sites", {})
+        steerable = replace(steerable, stages=_stages(cast("list[list[str]]", owned)))
     if facts.has_drafts:
         # What gates keep of a request's rows would be that of rows which do not count, too.
         steerable = replace(steerable, max_gates=0, max_rules=0, knows_positions=False)
@@ -343,6 +344,12 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
         core.start(open_controllers(config, facts, core.state, core.reservations, core.operator.set_beside, services))
     logger.info("steering: %s", _room(core))
     return core
+
+
+def _stages(owned: Iterable[Sequence[str]]) -> dict[Site, int]:
+    """Return the number of the pipeline stage of each op site, by the names that each worker has."""
+    distinct = dict.fromkeys(map(tuple, owned))
+    return {Site.parse(name): stage for stage, names in enumerate(distinct) for name in names}
 
 
 def _load_rules(core: SteeringCore, path: str | None, steerable: Steerable) -> None:

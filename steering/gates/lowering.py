@@ -78,6 +78,10 @@ class Content(Protocol):
         """Return the values of a row of a site."""
         ...
 
+    def is_in_one_stage(self, sites: Iterable[Site]) -> bool:
+        """Whether some op sites lie on one pipeline stage."""
+        ...
+
     def probe(self, reading: NamedProbe) -> Probe:
         """Return a registered probe.
 
@@ -310,6 +314,7 @@ def lower_gates(
             attenuating.append(placed)
         _check(placed, written, content.op_sites)
         placed = placed.decided(written, content.op_sites)
+        _check_stages(placed, written, content)
         if attenuating and attenuating[-1].gate is placed.gate:
             attenuating[-1] = placed
         evaluation = _Evaluation(placed, layout, scores)
@@ -395,6 +400,17 @@ def _check(placed: _Placed, written: Sequence[Site], op_sites: Sequence[Site]) -
             )
     check_reads(gate, placed.reads)
     check_this_token(gate, placed.reads, written)
+
+
+def _check_stages(placed: _Placed, written: Sequence[Site], content: Content) -> None:
+    """Refuse early sites on other pipeline stages: strengths travel to later stages, with the hidden states."""
+    for site in written:
+        if placed.is_early(site) and not content.is_in_one_stage((site, placed.site)):
+            raise RequestError(
+                f"{placed.gate.where}.then",
+                f"writes at {site.name}, on an earlier pipeline stage than {placed.site.name}, where the gate is "
+                "evaluated; strengths go to later stages only: read at an earlier site, or write at later ones",
+            )
 
 
 def then_programs(then: Then, content: Content, dtype: StoredType) -> list[Program | None]:

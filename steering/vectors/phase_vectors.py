@@ -107,6 +107,7 @@ class Steerable:
         max_probe_units: Units of MLP probes at one site, and one for each probe; 0 if none can be read.
         knows_positions: Whether positions of generated rows are known when their step is launched. With speculative
             decoding they are not: drafts of the step before may be rejected.
+        stages: The number of the pipeline stage of each op site; empty where there is one stage, and in front ends.
         shapes: Of the sites of `sites` whose rows are not those of the stream.
         directions: Reads directions of tokens; None where there are none, as in files.
     """
@@ -124,6 +125,7 @@ class Steerable:
     max_rules: int = 0
     max_probe_units: int = 0
     knows_positions: bool = True
+    stages: Mapping[Site, int] = field(default_factory=dict, repr=False)
     shapes: Mapping[Site, SiteShape] = field(default_factory=dict, repr=False)
     directions: Directions | None = field(default=None, repr=False, compare=False)
     ranks: Mapping[HookPoint, Sequence[int]] = field(init=False, repr=False, compare=False)
@@ -153,6 +155,10 @@ class Steerable:
         if not self.part(site):
             return None
         return f"{site.name} has its columns on several tensor-parallel ranks, and what reads rows needs whole ones"
+
+    def is_in_one_stage(self, sites: Iterable[Site]) -> bool:
+        """Whether some op sites lie on one pipeline stage."""
+        return len({self.stages.get(site, 0) for site in sites}) < 2
 
     @property
     def row_size(self) -> int:

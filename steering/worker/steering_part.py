@@ -192,7 +192,8 @@ class SteeringPart(WorkerHooks):
         self._num_changes = self._config.num_changes
         saes = {index: load_sae(coder, facts) for index, coder in coders.items()}
         program_action.ask_forwards(facts.has_one_row_each)
-        limits = EntryLimits(self._config.max_entries, self._num_changes, self._config.num_columns, steerable.row_size)
+        num_columns = self._config.num_columns if steerable.op_sites else 0
+        limits = EntryLimits(self._config.max_entries, self._num_changes, num_columns, steerable.row_size)
         self._state = WorkerSteering(self._num_slots, self._sites, facts, self._op_sites, limits, saes)
         logger.info(
             "steering: %d sites, %d of them for operations, %d encoded SAEs, %d slots, %.1f MiB of %s memory",
@@ -255,6 +256,14 @@ class SteeringPart(WorkerHooks):
     def headgate_step_ends(self) -> None:
         """Copy what gates did in the step to the host."""
         self._allocated().step_ends()
+
+    def headgate_to_next_stage(self) -> Tensor | None:
+        """Return the strengths of gates, and the scores that they read."""
+        return self._allocated().to_next_stage()
+
+    def headgate_from_last_stage(self, sent: Tensor) -> None:
+        """Take those of the stages before."""
+        self._allocated().from_last_stage(sent)
 
     def headgate_step_readings(self) -> SignalReadings | None:
         """Return what the engine core gets of the step."""

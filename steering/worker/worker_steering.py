@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import Site
@@ -37,7 +39,8 @@ class EntryLimits(NamedTuple):
     Attributes:
         entries: Entries of a program at a site, at most.
         changes: Features of a program that are read at one site and written at others, at most.
-        columns: Numbers that gates keep for each row; 0 where there can be no gates.
+        columns: Numbers that gates keep for each row; 0 where there can be no gates. A pipeline stage without op sites
+            has them, too: it passes on what others compute.
         row_size: Width of the vectors of the widest site; 0: of the stream.
     """
 
@@ -76,15 +79,15 @@ class WorkerSteering:
         limits: EntryLimits = NO_ENTRIES,
         saes: Mapping[int, EncodedSae] | None = None,
     ) -> None:
-        self._facts = facts
+        self._op_sites = tuple(op_sites)
         dtype: Any = str(facts.dtype).removeprefix("torch.")
         num_rows = rows_needed(facts.max_num_seqs)
         pool = SlotPool(num_slots, limits.row_size or facts.model.hidden_size, dtype)
         self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool, op_sites=op_sites, max_entries=limits.entries)
         self.gates: StepGates | None = None
-        if limits.columns and op_sites:
+        if limits.columns:
             sizes = facts.max_tokens, facts.max_num_seqs, limits.columns, facts.device
-            self.gates = StepGates(*sizes, is_output_rank=facts.is_output_rank)
+            self.gates = StepGates(*sizes, is_output_rank=facts.is_output_rank, is_whole=facts.pp_size == 1)
         self.tables = DeviceTables(
             num_sites=len(sites),
             num_slots=num_slots,
@@ -155,6 +158,18 @@ class WorkerSteering:
             with inference_mode():
                 self.gates.step_ends()
 
+    def to_next_stage(self) -> Tensor | None:
+        """Return what the next pipeline stage needs of the step that ended; None if nothing."""
+        with inference_mode():
+            return None if self.gates is None else self.gates.to_next_stage()
+
+    def from_last_stage(self, sent: Tensor) -> None:
+        """Take what the stage before returned of `to_next_stage`."""
+        if self.gates is None:
+            raise AssertionError("steering: signals came to a worker without gates")
+        with inference_mode():
+            self.gates.from_last_stage(sent)
+
     def readings(self) -> SignalReadings | None:
         """Return what the engine core gets of the step that ended; None if nothing."""
         return None if self.gates is None else self.gates.readings()
@@ -202,9 +217,9 @@ class WorkerSteering:
             self._contents.pop(key, None)
             self._programs.pop(key, None)
 
-    def is_in_one_stage(self, sites: Sequence[str]) -> bool:
-        """RPC: return whether this worker owns all of some sites, by their names, or none."""
-        return is_in_one_stage([Site.parse(name) for name in sites], self._facts)
+    def op_sites(self) -> list[str]:
+        """RPC: return the names of the op sites on this worker's pipeline stage."""
+        return [site.name for site in self._op_sites]
 
     def checksum(self) -> int:
         """RPC: return the state as a number, equal on all tensor-parallel ranks."""
@@ -270,5 +285,5 @@ METHODS: dict[str, Callable[..., Any]] = {
     "forget": WorkerSteering.forget,
     "ask_counts": _ask_counts,
     "checksum": WorkerSteering.checksum,
-    "is_in_one_stage": WorkerSteering.is_in_one_stage,
+    "op_sites": WorkerSteering.op_sites,
 }

@@ -83,9 +83,7 @@ def start(
         },
         **settings,
     )
-    for name, probe in named_probes().items():
-        llm.steering.register_probe(name, probe)
-    llm.steering.register("calm", **MODULE)
+    name_all(llm)
     return llm
 
 
@@ -105,6 +103,13 @@ def params_of(case: GateCase, num_output: int, *, captures: bool = False) -> Any
     for name, value in case.fields().items():
         setattr(sampling, name, value)
     return sampling
+
+
+def name_all(llm: Any) -> None:
+    """Register the probes and the module that cases name."""
+    for name, probe in named_probes().items():
+        llm.steering.register_probe(name, probe)
+    llm.steering.register("calm", **MODULE)
 
 
 def generate(

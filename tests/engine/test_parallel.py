@@ -5,6 +5,7 @@ every rank alike.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +23,8 @@ from headgate.capture.schema.sites import INNER_HOOKS, HookPoint, Site
 from headgate.consumers.reader import open_captures
 from tests.conftest import ENGINE_DEFAULTS, start_llm, stop_llm
 from tests.deadlines import patience
-from tests.engine.hf_reference import HFReference, Steering, relative_error
+from tests.engine import gate_making, gate_runs
+from tests.engine.hf_reference import HFReference, Steering, own_process, relative_error
 from tests.engine.steering_cases import (
     OP_LAYER,
     TRANSCODERS,
@@ -101,7 +103,12 @@ class Served(NamedTuple):
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     way = "tensor" if request.param == "tensor" else "pipeline"
     transcoders = [WITHIN] if way == "pipeline" else [WITHIN, ACROSS]
-    saes = saved_saes(transcoders, tmp_path_factory.mktemp("saes"))
+    folder = tmp_path_factory.mktemp("saes")
+    saes = saved_saes(transcoders, folder)
+    steering: dict[str, Any] = {"sites": SITES, "op_sites": OP_SITES, "max_steering_slots": 256}
+    if way == "pipeline":
+        saes["sae"] = f"{gate_making.SAE.save(folder / 'sae')}@{gate_making.SAE_SITE.name}"
+        steering |= {"sites": gate_runs.SITES, "op_sites": gate_runs.SITES, "max_probe_units": 40}
     root, far_root = tmp_path_factory.mktemp(request.param), tmp_path_factory.mktemp(f"{request.param}-far")
     probes = saved_probes(tmp_path_factory.mktemp("probes"))
     consumers = [
@@ -112,8 +119,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         {"name": "probe", "instance_name": "far_probe", "location": "driver", "params": {"probes": probes}},
     ]
     config = {
-        "capture": {"consumers": consumers, "sites": SITES},
-        "steering": {"sites": SITES, "op_sites": OP_SITES, "max_steering_slots": 256, "saes": saes},
+        "capture": {"consumers": consumers, "sites": steering["sites"]},
+        "steering": {**steering, "saes": saes},
     }
     with ExitStack() as stack:
         environment = stack.enter_context(pytest.MonkeyPatch.context())
@@ -333,6 +340,34 @@ def test_a_transcoder_across_stages_is_refused_by_every_core(served, tmp_path):
     with pytest.raises(RequestError, match=r"path: .*reads at 0.mlp_in and writes at .* different stages of the pipe"):
         served.llm.steering.register_sae("across", path)
     assert set(served.llm.steering.saes()) == {WITHIN.name}
+
+
+REFUSED = {
+    "at the end": "gates[0].then: writes at 0.pre_attn, on an earlier pipeline stage than final_norm",
+    "two samples": "gates[1].then: writes at 0.attn_in, on an earlier pipeline stage than 2.mlp_in",
+    "named probes and modules": "gates[2].then: writes at 0.post_mlp, on an earlier pipeline stage than 2.pre_attn",
+}
+"""Of the cases, with layers 0 and 1 on the first stage: they would write before the stage that decides."""
+
+
+@pytest.fixture(scope="module")
+def gated(served) -> Iterator[gate_runs.Run]:
+    """What all cases of gates got that are not refused; strengths of layers 0 and 1 act on the second stage, too."""
+    if served.num_stages == 1 or served.far_host is not None:
+        pytest.skip("one stage, or stages that are far")
+    with own_process() as references:
+        cases = gate_runs.made_cases(references)
+        gate_runs.name_all(served.llm)
+        for name, why in REFUSED.items():
+            (case,) = (each for each in cases if each.name == name)
+            with pytest.raises(RequestError, match=re.escape(why)):
+                gate_runs.generate(served.llm, [case], [gate_making.PROMPTS[case.prompt]], 1)
+        yield gate_runs.serve(served.llm, [case for case in cases if case.name not in REFUSED], references)
+    served.llm.steering.unregister("calm")
+
+
+def test_gates_of_two_stages_equal_the_solo_run(gated):
+    gate_runs.check(gated, captures=True)
 
 
 def test_modules_and_global_vectors_are_on_both_ranks(served, reference):

@@ -171,10 +171,22 @@ class WorkerHooks:
         """Return what the step read that `headgate_step_ends` has just followed up, for the part's half in the engine
         core; None if nothing. Start its copy to the host here.
 
-        Asked of the worker with ``facts.is_output_rank`` alone: the output of others goes nowhere. With pipeline
-        parallelism the readings of all stages but the last do not travel: a part refuses what would need them.
+        Asked of the worker with ``facts.is_output_rank`` alone: the output of others goes nowhere. What a part reads on
+        earlier pipeline stages gets there by `headgate_to_next_stage`.
         """
         return None
+
+    def headgate_to_next_stage(self) -> Tensor | None:
+        """Return what the part's half on the next pipeline stage needs of the step that `headgate_step_ends` has just
+        followed up; None if nothing.
+
+        It travels with the hidden states: equal on all tensor-parallel ranks, and not written to after that. Asked of
+        all stages but the last.
+        """
+        return None
+
+    def headgate_from_last_stage(self, sent: Tensor) -> None:
+        """Take what the part on the pipeline stage before sent of a step, before `headgate_step_begins` for it."""
 
     def headgate_describe_step(self, view: BatchView) -> Document:
         """Return what the part does in the step that has just begun, by its name, as plain values for the step log.

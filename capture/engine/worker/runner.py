@@ -39,6 +39,7 @@ from headgate.capture.engine.vllm_types import (
     RunnerOutput,
     SampledTokens,
     SchedulerOutput,
+    StageTensors,
     StepBatch,
 )
 from headgate.capture.monitoring.step_log import StepLog, compact
@@ -46,6 +47,11 @@ from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, N
 from headgate.capture.schema.errors import UnsupportedError
 
 _PENDING = "_headgate_step"
+
+
+def _sent(part: str) -> str:
+    """Name of what a part sends from one pipeline stage to the next, among the model's tensors."""
+    return f"headgate_{part}"
 
 
 def with_readings(output: Any, readings: Mapping[str, PendingReadings]) -> Any:
@@ -271,6 +277,40 @@ class SampledStep:
         return replace(self._planned, num_scheduled=num_scheduled, num_computed=num_computed, outcome=None)
 
 
+class StageMessages:
+    """Tensors of parts that go from one pipeline stage to the next beside the model's. Step thread only.
+
+    Args:
+        parts: The worker parts, by name.
+
+    Attributes:
+        incoming: Sent by the stage before for the step that begins; None on the first stage, and once it was received.
+    """
+
+    def __init__(self, parts: Mapping[str, WorkerHooks]) -> None:
+        self.incoming: StageTensors | None = None
+        self._senders = overrides(parts, "headgate_to_next_stage")
+        self._receivers = overrides(parts, "headgate_from_last_stage")
+
+    def receive(self) -> None:
+        """Let the parts take theirs out of `incoming`: the runner knows the model's own tensors alone."""
+        incoming, self.incoming = self.incoming, None
+        if incoming is not None:
+            for part, receive in self._receivers.items():
+                if (sent := incoming.tensors.pop(_sent(part), None)) is not None:
+                    receive(sent)
+
+    def send(self, output: StageTensors) -> StageTensors:
+        """Return the output of a stage with what the parts add to it."""
+        found = {_sent(part): sent for part, send in self._senders.items() if (sent := send()) is not None}
+        if not found:
+            return output
+        # Graphs return the same object for every step.
+        output = copy.copy(output)
+        output.tensors = {**output.tensors, **found}
+        return output
+
+
 class RunnerAdapter:
     """Calls the worker hooks for one model runner. Step thread only.
 
@@ -312,7 +352,7 @@ class RunnerAdapter:
         """Readings of the step that was launched last, until its output is there."""
         self._is_to_follow_up = False
         """Whether a step was launched that no part has followed up yet: its sampling comes first."""
-        self._layout = layout_of(runner)
+        self._layout, self._stages = layout_of(runner), StageMessages(parts)
         self._live: set[str] = set()
         self._ended: set[str] = set()
         """Without further steps; how they ended is said later, since only the front end knows."""
@@ -376,10 +416,13 @@ class RunnerAdapter:
             self._ordered(part, orders)
         self._is_laid_out = False
         self._readings = self._unsampled = None
+        self._stages.incoming = cast("StageTensors | None", args[0] if args else kwargs.get("intermediate_tensors"))
         result = original(scheduler_output, *args, **kwargs)
         self._is_to_follow_up = self._is_laid_out
         if result is not None or not self._samples:
             self._follow_up()
+            if self._is_laid_out and not self._samples and hasattr(result, "tensors"):
+                result = self._stages.send(result)
         return result if result is None else self._complete(result)
 
     def _sample_tokens(self, original: Function, *args: object, **kwargs: object) -> object:
@@ -436,6 +479,7 @@ class RunnerAdapter:
                 self._unsampled = outcome, result
                 view = replace(view, outcome=outcome)
             token_ids = self._layout.token_ids(result)
+            self._stages.receive()
             self._step_begins(view, token_ids)
             if self._step_log is not None:
                 self._log_step(self._step_log, view, token_ids, result)

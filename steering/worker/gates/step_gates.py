@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.steering.gates.coefficient_changes import CoefficientChanges, ColumnChanges
@@ -477,6 +478,8 @@ class StepGates:
         num_columns: Number of columns of signals and states.
         device: Where the forward runs.
         is_output_rank: Whether the engine core gets what this worker reads.
+        is_whole: Whether all layers are in this worker. Otherwise signals come from the pipeline stage before and go to
+            the next one, and each state is on the stage that has the last site which its gate reads.
 
     Attributes:
         tensors: Read and written by the forward.
@@ -490,7 +493,9 @@ class StepGates:
         device: torch.device,
         *,
         is_output_rank: bool = True,
+        is_whole: bool = True,
     ) -> None:
+        self._is_output_rank, self._is_whole = is_output_rank, is_whole
         num_slots, self._num_columns = slots_needed(max_num_seqs), num_columns
         self.tensors = _tensors(max_tokens, num_slots, num_columns, device)
         self._requests: dict[str, GatedRequest] = {}
@@ -565,8 +570,9 @@ class StepGates:
         if request is None:
             self._leave(req_id)
             return
-        if known is not None and request.is_counted and not known.is_counted:
-            request = replace(request, is_counted=False)  # the device has counted rows that were sent
+        # The device has counted rows that were sent, or has those of the gates that other stages evaluate.
+        if request.is_counted and not (self._is_whole and (known is None or known.is_counted)):
+            request = replace(request, is_counted=False)
         if known != request:
             if not request.is_counted:
                 self._counts.read_last(req_id)
@@ -655,9 +661,20 @@ class StepGates:
         rows, batch = self._rows, self._batch
         if rows is None or batch is None or not batch.reported_requests:
             return
+        if not (self._is_output_rank or batch.has_early):
+            return
         self._signals = self._copier.copy(rows, batch)
         if batch.has_early:
             self._history.keep(self._signals, batch.reported_requests)
+
+    def to_next_stage(self) -> Tensor | None:
+        """Return the signals of the step that ended, float32 ``[T, C]``; None if none of its rows has gates."""
+        rows = self._rows
+        return None if rows is None else self.tensors.signals[: int((rows.starts + rows.counts).max())].clone()
+
+    def from_last_stage(self, signals: Tensor) -> None:
+        """Take the signals of the step that begins, of sites on the pipeline stages before."""
+        self.tensors.signals[: len(signals)].copy_(signals)
 
     def readings(self) -> SignalReadings | None:
         """Return what the engine core gets with the step that ended; None if nothing."""

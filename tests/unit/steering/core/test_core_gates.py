@@ -65,6 +65,9 @@ class NoWorkers:
 
     def restart_running(self) -> None: ...
 
+    def rekey_running(self) -> dict[str, int]:
+        return {}
+
     def fail(self, reason: str) -> None:
         raise AssertionError(reason)
 
@@ -143,19 +146,47 @@ def test_a_probe_of_several_classes_cannot_decide():
         accepted(core, "a", gate(NamedProbe("mood"), threshold=0.0))
 
 
-def test_an_engine_of_several_stages_takes_no_gates():
+def test_an_engine_with_drafts_takes_no_gates():
     core = core_with(steerable=replace(STEERABLE, max_gates=0))
 
-    with pytest.raises(RequestError, match="pipeline stages"):
+    with pytest.raises(RequestError, match="decodes speculatively"):
         accepted(core, "a", gate())
 
 
-def test_an_engine_of_several_stages_takes_no_rules():
+def test_an_engine_without_room_takes_no_rules():
     core = core_with(steerable=replace(STEERABLE, max_rules=0))
     rule = read_rule("calm", {"applies_to": "all", "when": "always", "then": "observe"}, STEERABLE)
 
-    with pytest.raises(RequestError, match=r"^name: this engine takes no rules: .* pipeline stages"):
+    with pytest.raises(RequestError, match=r"^name: this engine takes no rules: .* decodes speculatively"):
         core.operator.register_rule(rule)
+
+
+def test_strengths_go_to_later_pipeline_stages_alone():
+    """A gate, a rule and an attenuation that write on the stage before their probe are refused; all others are not."""
+    back = gate(read(LATE), threshold=0.0, scope=GateScope.NEXT, then=adding(READ))
+    fading = gate(read(LATE), threshold=0.0, scope=GateScope.NEXT, then=Then(attenuate=0.5))
+    document = {"applies_to": "all", "when": {"probe": {"at": LATE.name, "weight": [1.0, 0, 0, 0]}, "above": 0.0}}
+    document |= {"scope": "next_token", "then": {"vectors": {"post_mlp": {str(READ.layer): [1.0, 0, 0, 0]}}}}
+    rule, static = read_rule("calm", document, STEERABLE), PhaseVectors.from_rows({READ: WEIGHT})
+    apart = core_with(steerable=replace(STEERABLE, stages={READ: 0, LATE: 1}))
+
+    for each, vectors in ((back, None), (fading, static)):
+        wire = to_wire(SteeringSpec(gates=(each,), prefill=vectors, decode=vectors))
+        with pytest.raises(RequestError, match=r"writes at 1.post_mlp, on an earlier pipeline stage") as caught:
+            apart.accept("a", wire, 5)
+        assert caught.value.field == "steering_gates[0].then"
+    with pytest.raises(RequestError, match="earlier pipeline stage") as caught:
+        apart.operator.register_rule(rule)
+    assert caught.value.field == "then"
+    accepted(apart, "a", gate())
+    accepted(apart, "b", gate(read(LATE), threshold=0.0, scope=GateScope.NEXT), replace(fading, name="nothing"))
+    together = core_with(steerable=replace(STEERABLE, stages={READ: 1, LATE: 1}))
+    accepted(together, "a", back)
+    together.operator.register_rule(rule)
+
+
+def read(site: Site) -> InlineProbe:
+    return InlineProbe(site=site, weight=WEIGHT, bias=0.0, is_cosine=False, where="steering_gates[0].when.probe")
 
 
 def keys(core: SteeringCore, req_id: str, *gates: Gate, num_prompt: int = 5) -> tuple[str, str]:

@@ -39,11 +39,11 @@ ROW = np.random.default_rng(5).standard_normal(WIDTH)
 class Nobody:
     """Services of an engine core without workers."""
 
-    def __init__(self, *answers: bool) -> None:
-        self._answers = list(answers)
+    def __init__(self, *workers: list[str]) -> None:
+        self._op_sites = list(workers)
 
     def call_workers(self, method: str, args: Any) -> list[Any]:
-        return self._answers
+        return self._op_sites if method == "op_sites" else []
 
     def prepare_change(self, field: str) -> None:
         return
@@ -61,11 +61,11 @@ class Nobody:
 class Opened:
     """A core with an SAE ``a`` at `SITE`."""
 
-    def __init__(self, folder: Path, *answers: bool, **section: Any) -> None:
+    def __init__(self, folder: Path, *workers: list[str], num_stages: int = 1, **section: Any) -> None:
         self.folder = folder
         section = {"saes": {"a": f"{SAE.save(folder / 'a')}@{SITE.name}"}, **section}
         self.steerable: Steerable = parse_config(section).steerable(num_layers=2, hidden_size=WIDTH, dtype="float32")
-        self.core: SteeringCore = open_core(CoreFacts(model=MODEL), section, Nobody(*answers))
+        self.core: SteeringCore = open_core(CoreFacts(model=MODEL, num_stages=num_stages), section, Nobody(*workers))
 
     def accept(self, req_id: str, **fields: Any) -> dict[str, Any]:
         spec, _ = read_steering(fields, self.steerable)
@@ -213,9 +213,9 @@ def test_modules_count_towards_the_features_of_a_site(tmp_path: Path) -> None:
 ACROSS = TinyTranscoder(layer=0, num_layers=2, width=WIDTH)
 
 
-def with_transcoder(folder: Path, *answers: bool, **section: Any) -> Opened:
-    """A core that serves `ACROSS` as ``t``."""
-    return Opened(folder, *answers, saes={"t": str(ACROSS.save(folder / "t"))}, **section)
+def with_transcoder(folder: Path, *workers: list[str], **section: Any) -> Opened:
+    """A core that serves `ACROSS` as ``t``, with workers that have these op sites."""
+    return Opened(folder, *workers, saes={"t": str(ACROSS.save(folder / "t"))}, **section)
 
 
 def test_workers_get_the_rows_of_a_transcoder_at_all_its_sites(tmp_path: Path) -> None:
@@ -244,7 +244,8 @@ def test_modules_count_towards_the_features_of_transcoders(tmp_path: Path) -> No
 
 
 def test_a_transcoder_across_pipeline_stages_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    opened = with_transcoder(tmp_path, True, False)
+    workers = [["0.mlp_in", "0.mlp_out"], ["1.mlp_out"]]
+    opened = with_transcoder(tmp_path, *workers, num_stages=2)
 
     with pytest.raises(RequestError, match=r"path: a transcoder that reads at 0.mlp_in and writes at 0.mlp_out, 1.mlp"):
         opened.register(tmp_path / "t" / "W_enc_0.safetensors", "u", None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.site_action import SiteValue
 from headgate.steering.programs.codes import TokenFlag
@@ -15,7 +17,7 @@ from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.ruled import HIDDEN, SITES, Rules, unit
-from tests.unit.steering.worker.test_worker import Worker
+from tests.unit.steering.worker.test_worker import Worker, make_facts
 
 NEXT_EARLY = {"scope": "next_token", "then": {"vectors": {"post_mlp": {"0": unit(1)}}}}
 """Writes at a site before the one that it reads: from states of the row before."""
@@ -24,8 +26,9 @@ NEXT_EARLY = {"scope": "next_token", "then": {"vectors": {"post_mlp": {"0": unit
 class Ruled(Worker):
     """A worker with rules."""
 
-    def __init__(self) -> None:
-        super().__init__(op_sites={"post_mlp": "all"}, max_steering_slots=17, max_gates=2, max_rules=3)
+    def __init__(self, facts: WorkerFacts | None = None, op_layers: Sequence[int] = (0, 1)) -> None:
+        op_sites = {"post_mlp": list(op_layers)}
+        super().__init__(facts, op_sites=op_sites, max_steering_slots=17, max_gates=2, max_rules=3)
         self.rules = Rules()
 
     def on(self, name: str, **fields: Any) -> None:
@@ -39,8 +42,7 @@ class Ruled(Worker):
         self.step(*requests)
         x = torch.zeros(len(first_values), HIDDEN)
         x[:, 0] = torch.tensor(first_values)
-        for site in SITES:
-            module, runs = self.modules[site]
+        for site, (module, runs) in self.modules.items():
             x = forward_wrappers.chained(runs)(module, site.hook.value, SiteValue(x, None, x))
         self.hook.headgate_step_ends()
         return [round(value, 5) for value in x[:, 1].tolist()]
@@ -49,6 +51,57 @@ class Ruled(Worker):
 @pytest.fixture
 def worker() -> Ruled:
     return Ruled()
+
+
+READS_EARLY = {
+    "when": {"probe": {"at": "0.post_mlp", "weight": unit(0)}, "above": 0.0},
+    "then": {"vectors": {"post_mlp": {"0": unit(1), "1": unit(1)}}},
+    "scope": "next_token",
+}
+
+
+class Staged:
+    """Three pipeline stages, with a layer on each of the first two, and what each sends to the next."""
+
+    def __init__(self) -> None:
+        layers = ((0,), (1,), ())
+        self.stages = [Ruled(make_facts(owned_layers=own, pp_rank=at, pp_size=3)) for at, own in enumerate(layers)]
+
+    def ran(self, first_values: list[float], *requests: tuple[str, int, int]) -> list[list[float]]:
+        """What each stage adds along ``unit(1)``, as `Ruled.ran`."""
+        found, sent = [], None
+        for stage in self.stages:
+            if sent is not None:
+                stage.hook.headgate_from_last_stage(sent)
+            found.append(stage.ran(first_values, *requests))
+            sent = stage.hook.headgate_to_next_stage()
+        return found
+
+
+def test_strengths_of_one_stage_act_on_the_next_and_are_read_on_the_last() -> None:
+    """Also of rows that share a step with others, on stages that evaluate nothing; and not when nothing has gates."""
+    staged = Staged()
+    for stage in staged.stages:
+        stage.add("plain", 2)
+        stage.on("calm", **READS_EARLY, applies_to="opt_out")
+        stage.add("a", 3, SteeringSpec())
+
+    first = staged.ran([1, -1, 1, 1, 1], ("a", 0, 3), ("plain", 0, 2))
+    second = staged.ran([-1], ("a", 3, 1))
+    third = staged.ran([1], ("a", 4, 1))
+
+    assert first == [[0, 1, 0, 0, 1], [0, 1, 0, 0, 1], [0] * 5]
+    assert (second, third) == ([[1], [1], [0]], [[0], [0], [0]])
+    readings = staged.stages[2].hook.headgate_step_readings()
+    assert readings is not None
+    assert readings.collect()["ids"] == ("a",)
+    for stage in staged.stages:
+        stage.stop("a")
+        stage.stop("plain")
+        stage.add("b", 1)
+        stage.off("calm")
+    staged.ran([1], ("b", 0, 1))
+    assert [stage.hook.headgate_to_next_stage() for stage in staged.stages] == [None] * 3
 
 
 def test_a_rule_acts_on_plain_requests_that_run_from_the_next_step_on_and_no_longer_when_it_is_off(

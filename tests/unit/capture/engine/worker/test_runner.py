@@ -243,6 +243,58 @@ def test_the_runner_keeps_nothing_of_what_a_request_brought(runner, recorder):
     assert [call[0] for call in recorder.calls].count("added") == 1
 
 
+class OnAStage(Recorder):
+    """A part that sends what it is told to."""
+
+    sent = None
+
+    def headgate_from_last_stage(self, sent):
+        self.calls.append(("from", sent))
+
+    def headgate_to_next_stage(self):
+        self.calls.append(("to",))
+        return self.sent
+
+
+def on_a_stage(runner, *, is_last_stage):
+    """A runner that sends one object in every step, as replayed graphs do; its part; and that object."""
+    part, output, original = OnAStage(), SimpleNamespace(tensors={"hidden_states": "rows"}), runner.execute_model
+
+    def execute_model(scheduler_output, intermediate_tensors=None):
+        original(scheduler_output, intermediate_tensors)
+        return None if is_last_stage else output
+
+    runner.execute_model = execute_model
+    RunnerAdapter(runner, {"part": part}, is_last_stage=is_last_stage)
+    return part, output
+
+
+def test_what_a_part_sends_goes_with_the_hidden_states_of_its_step_alone(runner):
+    part, output = on_a_stage(runner, is_last_stage=False)
+    part.sent = "signals"
+
+    first = runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    part.sent = None
+    second = runner.execute_model(step(["a"], [1], [4]))
+    third = runner.execute_model(step())
+
+    assert first.tensors == {"hidden_states": "rows", "headgate_part": "signals"}
+    assert second is third is output
+    assert output.tensors == {"hidden_states": "rows"}
+    assert [call[0] for call in part.calls] == ["added", "begins", "ends", "to", "begins", "ends", "to"]
+
+
+def test_a_part_takes_what_was_sent_before_its_step_begins_and_the_runner_never_sees_it(runner):
+    part, _ = on_a_stage(runner, is_last_stage=True)
+    incoming = SimpleNamespace(tensors={"hidden_states": "rows", "headgate_part": "signals"})
+
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]), incoming)
+    runner.execute_model(step(["a"], [1], [4]), SimpleNamespace(tensors={"hidden_states": "rows"}))
+
+    assert incoming.tensors == {"hidden_states": "rows"}
+    assert [call[0] for call in part.calls] == ["added", "from", "begins", "ends", "begins"]
+
+
 def test_steps_without_our_requests_are_not_told(runner, recorder):
     run(runner, step(["a"], [4], [0], new=[request("a", 4, wire=None)]))
     run(runner, step(["a"], [1], [4], finished=["unknown"]))

@@ -55,6 +55,9 @@ class NoNames:
     def width(self, site: Site) -> int:
         return HIDDEN
 
+    def is_in_one_stage(self, sites) -> bool:
+        return True
+
     def vectors(self, phase: int):
         return lambda name, site: None
 
