@@ -218,7 +218,6 @@ ONE_IMPORTER = {
     "consumers.moments.consumer": "its package names it for users",
     "consumers.stream.reader": "its package names it for users",
     "steering.client.http": "its package names it for users",
-    "steering.lenses.sources": "readers of other tools' files; the importer is a command line",
     "steering.ops": "its package names it for users",
     "steering.core.controllers.coefficients": "a noun of its own; both together would have over 1,300 lines",
     "steering.core.operator_calls": "a noun of its own: the calls that change what acts on everybody",

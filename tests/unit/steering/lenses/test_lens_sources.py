@@ -12,8 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from headgate.capture.lens import LensError, LensKind, load
-from headgate.steering.lenses.commands import app
-from headgate.steering.lenses.sources import read_source
+from headgate.steering.lenses.commands import app, read_source
 
 WIDTH = 6
 MATRICES = torch.randn(3, WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)).half()
