@@ -23,6 +23,7 @@ from headgate.capture.schema.positions import (
     PositionSelector,
     Span,
     parse_positions,
+    run_of,
     selector_from_wire,
 )
 from tests.fakes.unread import Unread
@@ -175,6 +176,21 @@ def test_the_wanted_positions_are_those_of_the_mask(selector: PositionSelector, 
 
     assert [position for position in wanted[:64] if position < 64] == selected(resolved, num_prompt)
     assert 0 <= wanted[0] <= wanted[-1] <= MAX_POSITION
+
+
+@given(selector=selectors(), lengths=st.lists(PROMPTS, min_size=1, max_size=4))
+def test_a_run_is_what_the_selector_selects_of_each_prompt(selector: PositionSelector, lengths: list[int]) -> None:
+    """Data sets cut rows by it, for all lengths at once and without resolving the selector."""
+    run = run_of(selector, np.array(lengths, np.int64))
+
+    assert (run is None) == (isinstance(selector, Indices) or (isinstance(selector, Span) and selector.step > 1))
+    for number, num_prompt in enumerate(lengths if run is not None else ()):
+        try:
+            expected = selected(selector.resolve(num_prompt, "positions"), num_prompt)
+        except RequestError:  # nothing of a prompt of that length
+            expected = []
+        assert run is not None
+        assert [each for each in range(64) if run[0][number] <= each < run[1][number]] == expected
 
 
 @given(values=st.sets(st.integers(0, 9), min_size=1).map(sorted))
