@@ -524,9 +524,7 @@ class _WaitingItems:
     def drop(self, packet: Packet, reason: str) -> None:
         """Lose rows, and say so to their requests."""
         self.dropped_rows += packet.num_rows
-        for portion in packet.portions():
-            portion.request.audit.drop(portion.positions)
-            portion.request.drop_reason = reason
+        packet.note_dropped(reason)
 
     def pop(self) -> Item:
         """Remove the first item. Rows go on counting until they are freed; those on disk begin to."""

@@ -520,16 +520,6 @@ def _select(rows: Tensor, index: Int64Array) -> Tensor:
     return rows.index_select(1, torch.from_numpy(index))
 
 
-class Portion(NamedTuple):
-    """The rows of one request in one block."""
-
-    request: ConsumerRequest
-    positions: Int64Array
-    num_sites: int
-    num_new: int
-    """Positions that no other block of the packet counts."""
-
-
 @dataclass(frozen=True, slots=True)
 class Packet:
     """The rows of some steps for one consumer.
@@ -550,14 +540,12 @@ class Packet:
     @property
     def num_rows(self) -> int:
         """Positions, each once however many sites it has."""
-        return sum(portion.num_new for portion in self.portions())
-
-    def portions(self) -> Iterator[Portion]:
-        """Iterate over every request's part of every block."""
-        for block, owners in zip(self.blocks, self.owners, strict=True):
-            for span, request in zip(block.spans, owners, strict=True):
-                num_new = span.stop - span.start if request.first_site in block.sites else 0
-                yield Portion(request, block.positions[span.start : span.stop], len(block.sites), num_new)
+        return sum(
+            span.stop - span.start
+            for block, owners in zip(self.blocks, self.owners, strict=True)
+            for span, request in zip(block.spans, owners, strict=True)
+            if request.first_site in block.sites
+        )
 
     def note_delivered(self) -> int:
         """Count the rows in their requests' audits; return how many positions that are."""
@@ -574,6 +562,13 @@ class Packet:
                 else:
                     request.audit.deliver(block.positions[start:stop], num_sites)
         return num_rows
+
+    def note_dropped(self, reason: str) -> None:
+        """Count the rows as lost in their requests' audits."""
+        for block, owners in zip(self.blocks, self.owners, strict=True):
+            for span, request in zip(block.spans, owners, strict=True):
+                request.audit.drop(block.positions[span.start : span.stop])
+                request.drop_reason = reason
 
     def requests(self) -> list[ConsumerRequest]:
         """List the requests that own the rows, each once."""
