@@ -32,8 +32,8 @@ from headgate.capture.files.reading import load_once
 from headgate.capture.files.tensors import reading_safetensors
 from headgate.capture.files.writing import replacing
 from headgate.capture.monitoring.notebook import TextTable, norms, page
-from headgate.capture.schema.consumer import Readout
-from headgate.capture.schema.errors import HeadgateError, shown
+from headgate.capture.schema.consumer import ModelInfo, Readout
+from headgate.capture.schema.errors import ConfigError, HeadgateError, shown
 from headgate.capture.schema.sites import Site
 
 if TYPE_CHECKING:
@@ -410,6 +410,45 @@ def load(path: str | os.PathLike[str]) -> Probe:
 
 load_current = load_once(load, 256)
 """Returns the probe in a file as it is now; see `load` and `load_once`."""
+
+
+def load_configured(paths: Mapping[str, str], consumer: str) -> dict[str, Probe]:
+    """Return the probes in a consumer's parameter ``probes``, by name.
+
+    A file is read again only if it has changed, so a call costs one look at each file's time.
+
+    Args:
+        paths: Files by name.
+        consumer: Its name, for errors.
+
+    Raises:
+        ConfigError: If one of them cannot be read.
+    """
+    found = {}
+    for name, path in paths.items():
+        try:
+            found[name] = load_current(path)
+        except (OSError, ProbeError) as error:
+            raise ConfigError(f"{consumer}: probes.{name}: {error}") from error
+    return found
+
+
+def check_fits(probe: Probe, model: ModelInfo, what: str) -> None:
+    """Refuse a probe that cannot read rows of a model.
+
+    Args:
+        probe: The probe.
+        model: The model being served.
+        what: Names the probe, for the error.
+
+    Raises:
+        ConfigError: If its site is not captured, or has rows of another width.
+    """
+    if probe.hidden_size != (width := model.shape(probe.site).width):
+        raise ConfigError(
+            f"{what}: reads rows of {probe.hidden_size} values; the model has {width} at {probe.site.name}"
+        )
+    model.check_captured(probe.site, what)
 
 
 def _about(texts: Mapping[str, str]) -> _ProbeHeader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Annotated, Any, NoReturn
 
@@ -30,10 +30,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 
 @app.command("ls")
-def list_captures(root: Root, tag: Tag = None, as_json: AsJson = False) -> None:
+def list_captures(
+    root: Root,
+    tag: Tag = None,
+    probe: Annotated[str | None, typer.Option(help="Only requests recorded because this probe fired.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """List the requests in a folder."""
     folder = _open(root)
-    captures = [capture for capture in folder if tag is None or capture.tag == tag]
+    captures = [
+        capture
+        for capture in folder
+        if tag in (None, capture.tag) and probe in (None, (capture.metadata["if_probe"] or {}).get("probe"))
+    ]
     if as_json:
         _print_json([_entry(capture) for capture in captures])
     else:
@@ -121,6 +130,7 @@ def _entry(capture: StoredCapture) -> dict[str, Any]:
         "dropped_rows": capture.metadata["dropped_rows"],
         "status": capture.metadata["status"],
         "written_at": capture.metadata["written_at"],
+        "if_probe": capture.metadata["if_probe"],
         "paths": capture.paths,
     }
 
@@ -164,6 +174,7 @@ def _print_capture(capture: StoredCapture) -> None:
         f"ended: {metadata['status']}",
         "rows": f"{capture.num_rows:,}: {phases['prefill']:,} of the prompt, {phases['decode']:,} generated, "
         f"{metadata['dropped_rows']:,} dropped",
+        **({"fired": _fired(metadata["if_probe"])} if metadata["if_probe"] else {}),
         "positions": f"{metadata['selector']}: {_ends(capture.positions)}",
         "written": f"{metadata['written_at']} by {', '.join(' '.join(v) for v in metadata['versions'].items())}",
         "files": "\n".join(capture.paths),
@@ -175,6 +186,17 @@ def _print_capture(capture: StoredCapture) -> None:
         table.add_row(name, escape(text))
     console.print(table)
     console.print(_statistics_table(capture))
+
+
+def _fired(decision: Mapping[str, Any]) -> str:
+    """``anger above 0.5 on 3 of 40 rows of 12.post_mlp: 17, 18, 21; highest 0.9 at 18``."""
+    listed = ", ".join(map(str, decision["positions"]))
+    more = ", ..." if decision["num_fired"] > len(decision["positions"]) else ""
+    return (
+        f"{decision['probe']} above {decision['above']:.4g} on {decision['num_fired']:,} of "
+        f"{_count(decision['num_scored'], 'row')} of {decision['site']}: {listed}{more}; highest "
+        f"{decision['highest']:.4g} at {decision['at']}"
+    )
 
 
 def _statistics_table(capture: StoredCapture) -> Table:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headgate.capture.probe import Probe, ProbeError, ProbeReadout, Scores, keys_of, load_current
+from headgate.capture.probe import Probe, ProbeReadout, Scores, check_fits, keys_of, load_configured
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
     ConsumerContext,
@@ -49,9 +49,7 @@ class ProbeParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def parse_params(params: Mapping[str, Any]) -> tuple[ProbeParams, dict[str, Probe]]:
-    """Read and check the parameters, and the probes by name.
-
-    A file is read again only if it has changed, so a request costs one look at each file's time.
+    """Read and check the parameters, and the probes by name; see `load_configured`.
 
     Raises:
         ConfigError: Naming the parameter.
@@ -59,14 +57,7 @@ def parse_params(params: Mapping[str, Any]) -> tuple[ProbeParams, dict[str, Prob
     parsed = read_params(ProbeParams, params, "probe", max_scores=1)
     if not parsed.probes:
         raise ConfigError('probe: probes: name at least one, {"anger": "anger.safetensors"}')
-    return parsed, {name: _read(name, path) for name, path in parsed.probes.items()}
-
-
-def _read(name: str, path: str) -> Probe:
-    try:
-        return load_current(path)
-    except (OSError, ProbeError) as error:
-        raise ConfigError(f"probe: probes.{name}: {error}") from error
+    return parsed, load_configured(parsed.probes, "probe")
 
 
 def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
@@ -245,18 +236,9 @@ def _by_site(probes: Mapping[str, Probe], model: ModelInfo) -> dict[Site, list[s
     """Names of the probes of each site, in the order of the configuration."""
     found: dict[Site, list[str]] = {}
     for name, probe in probes.items():
-        _check(name, probe, model)
+        check_fits(probe, model, f"probe: probes.{name}")
         found.setdefault(probe.site, []).append(name)
     return found
-
-
-def _check(name: str, probe: Probe, model: ModelInfo) -> None:
-    if probe.hidden_size != (width := model.shape(probe.site).width):
-        raise ConfigError(
-            f"probe: probes.{name}: reads rows of {probe.hidden_size} values; the model has {width} at "
-            f"{probe.site.name}"
-        )
-    model.check_captured(probe.site, f"probe: probes.{name}")
 
 
 def _scores_document(probe: Probe, scores: Scores) -> dict[str, Any]:

@@ -355,6 +355,12 @@ def open_stored(payload: Any) -> StoredCapture:
     stages = payload if isinstance(payload, list) else [payload]
     found: list[_Found] = []
     for stage in stages:
+        if stage.get("stored") is False:
+            decision = stage["if_probe"]
+            raise CaptureFileError(
+                f"nothing was recorded: the highest score of the probe {decision['probe']!r} is {decision['highest']} "
+                f"(position {decision['at']}), not above {decision['above']}"
+            )
         source, where = open_source(stage["paths"][0])
         if stage["layout"] == "shards":
             url = stage["paths"][0]

@@ -77,7 +77,8 @@ LAYERS = {
     "headgate.consumers.filesystem": (
         ["storage"],
         ["formats", "uploading"],
-        ["request_writer", "browsing"],
+        ["condition", "browsing"],
+        ["request_writer"],
         ["consumer"],
     ),
 }

@@ -27,6 +27,7 @@ from headgate.consumers.filesystem.formats.layout import (
     SHARD_FOLDER,
     TOKEN_IDS,
     LayoutName,
+    Sidecar,
     StoredPart,
     TensorRef,
 )
@@ -46,7 +47,7 @@ MAX_OPENED = 2000
 """Files and folders that are opened for one page, at most; a page may then be short, and says where to go on."""
 
 PIECE_BYTES = 1 << 20
-_FIELDS = ("tag", "site", "role", "limit", "after")
+_FIELDS = ("tag", "site", "role", "probe", "limit", "after")
 _NAME = re.compile(r"[A-Za-z0-9~][A-Za-z0-9._~-]*")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -64,6 +65,7 @@ class _Query(NamedTuple):
     tag: str | None
     site: str | None
     role: str | None
+    probe: str | None
     limit: int
     after: tuple[int, str, str, int] | None
 
@@ -72,7 +74,7 @@ def list_captures(root: Path, context: ReportContext) -> dict[str, Any]:
     """Return a page of the captures in a root that a client may see, the newest first.
 
     Fields of the query: ``tag``; ``site``, such as ``12.post_mlp``; ``role``, that a message of the chat has;
-    ``limit``; ``after``, the ``next`` of the page before.
+    ``probe``, that fired (`Sidecar.if_probe`); ``limit``; ``after``, the ``next`` of the page before.
 
     Raises:
         RequestError: Naming the field of the query that is wrong.
@@ -95,7 +97,7 @@ def list_captures(root: Path, context: ReportContext) -> dict[str, Any]:
                 if len(found) == query.limit:
                     return _page(found, damaged, place)
                 place = (*unit[:3], number)
-                if _is_wanted(part, query) and _may_see(part, context):
+                if _is_wanted(part, query, context) and _may_see(part, context):
                     found.append(_entry(unit, number, part, context))
         except CaptureFileError as error:
             if context.allows_owner(None):  # whose it is cannot be read
@@ -113,7 +115,7 @@ def describe_capture(root: Path, context: ReportContext, tag: str, name: str) ->
     """
     _refuse_others(context.query, ())
     unit, number, part = _find(root, context, tag, name)
-    metadata = part.sidecar.document()
+    metadata = _shown(part, context).document()
     metadata["sites"] = [site.name for site in _sites(part, context)]
     columns = {POSITIONS: _column(part.positions).tolist(), TOKEN_IDS: _column(part.token_ids).tolist()}
     return {**_entry(unit, number, part, context), "metadata": metadata, **columns}
@@ -138,7 +140,7 @@ def send_capture(root: Path, context: ReportContext, tag: str, name: str) -> Sen
         **{name: ("int64", (len(column),)) for name, column in columns.items()},
         **{site: (part.tensors[site].dtype, part.tensors[site].shape) for site in wanted},
     }
-    strings = msgspec.structs.replace(part.sidecar, sites=wanted).to_strings()
+    strings = msgspec.structs.replace(_shown(part, context), sites=wanted).to_strings()
     head = header(tensors, strings)
     refs = [part.tensors[site] for site in wanted]
     size = len(head) + sum(column.nbytes for column in columns.values()) + sum(ref.num_bytes for ref in refs)
@@ -233,13 +235,23 @@ def _may_see(part: StoredPart, context: ReportContext) -> bool:
     return context.allows_owner(part.sidecar.owner) and (not part.sidecar.sites or bool(_sites(part, context)))
 
 
-def _is_wanted(part: StoredPart, query: _Query) -> bool:
+def _shown(part: StoredPart, context: ReportContext) -> Sidecar:
+    """The sidecar, without scores of a site that the client may not see."""
+    decision = part.sidecar.if_probe
+    if decision is None or context.allows_site(Site.parse(decision.site)):
+        return part.sidecar
+    return msgspec.structs.replace(part.sidecar, if_probe=None)
+
+
+def _is_wanted(part: StoredPart, query: _Query, context: ReportContext) -> bool:
     roles = {message.role for message in part.sidecar.messages or ()}
-    return query.site in (None, *part.sidecar.sites) and query.role in (None, *roles)
+    decision = _shown(part, context).if_probe
+    is_probed = query.probe is None or (decision is not None and decision.probe == query.probe)
+    return is_probed and query.site in (None, *part.sidecar.sites) and query.role in (None, *roles)
 
 
 def _entry(unit: _Unit, number: int, part: StoredPart, context: ReportContext) -> dict[str, Any]:
-    sidecar, sites = part.sidecar, _sites(part, context)
+    sidecar, sites = _shown(part, context), _sites(part, context)
     messages = sidecar.messages
     return {
         "tag": unit.tag,
@@ -255,6 +267,7 @@ def _entry(unit: _Unit, number: int, part: StoredPart, context: ReportContext) -
         "dropped_rows": sidecar.dropped_rows,
         "sites": site_map(sites),
         "roles": None if messages is None else list(dict.fromkeys(message.role for message in messages)),
+        "if_probe": msgspec.to_builtins(sidecar.if_probe),
         "stage": [sidecar.pp_rank, sidecar.pp_size],
     }
 
@@ -280,7 +293,8 @@ def _checked(query: Mapping[str, str]) -> _Query:
     limit = query.get("limit", str(DEFAULT_PAGE))
     if not re.fullmatch(r"[0-9]{1,9}", limit) or not 1 <= int(limit) <= MAX_PAGE:
         raise RequestError("limit", f"expected a number from 1 to {MAX_PAGE}, got {shown(limit)}")
-    return _Query(query.get("tag"), name, query.get("role"), int(limit), _place(query.get("after")))
+    place = _place(query.get("after"))
+    return _Query(query.get("tag"), name, query.get("role"), query.get("probe"), int(limit), place)
 
 
 def _place(text: str | None) -> tuple[int, str, str, int] | None:

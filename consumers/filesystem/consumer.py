@@ -22,11 +22,13 @@ import numpy.typing as npt
 
 from headgate.capture.monitoring.machine_memory import available_memory, num_processors, share_of_memory
 from headgate.capture.monitoring.stats import Figure
+from headgate.capture.probe import Probe, check_fits
 from headgate.capture.schema.config import GIB, MIB
 from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
     RequestInfo,
+    RequestLengths,
     RowBlock,
     SpecContext,
     StreamingConsumer,
@@ -40,6 +42,7 @@ from headgate.capture.schema.results import ReportContext, SentFile
 from headgate.capture.schema.sites import Columns, Site, SiteShape, parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.browsing import describe_capture, list_captures, send_capture
+from headgate.consumers.filesystem.condition import IF_PROBE, check_pool, parse_condition, read_probes, with_condition
 from headgate.consumers.filesystem.formats.layout import OWNER, Layout, LayoutName, MessagePlace
 from headgate.consumers.filesystem.formats.raw_layout import RawLayout
 from headgate.consumers.filesystem.formats.request_layout import RequestLayout
@@ -64,7 +67,7 @@ if TYPE_CHECKING:
 
 
 LAYOUTS: tuple[LayoutName, ...] = ("request", "shards", "raw")
-OPTIONS = ("tag", "request_id", "layout", "messages")
+OPTIONS = ("tag", "request_id", "layout", "messages", IF_PROBE)
 MAX_MESSAGES = 1024
 MAX_POSITION = (1 << 31) - 1
 MAX_ROLE = 128
@@ -106,6 +109,10 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         keep_aborted: Whether the rows of aborted and failed requests are written; without it their results are errors.
         hooks: ``{hook point: layers}`` to record for every request.
         positions: Which positions to record with `hooks`.
+        if_probe: With `hooks`, record only requests on which a probe fires: ``{"probe": NAME, "above": NUMBER, "pool":
+            "token" or "last_prompt"}``, as in requests.
+        probes: Files of probes by name, each of one class, for `if_probe` and for requests that name one there. Their
+            sites must be among the captured ones. With pipeline parallelism they need the location ``driver``.
     """
 
     root: str
@@ -127,6 +134,8 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     keep_aborted: bool = True
     hooks: dict[str, Any] | None = None
     positions: Any = "all"
+    if_probe: dict[str, Any] | None = None
+    probes: dict[str, str] = msgspec.field(default_factory=dict)
 
     @property
     def is_remote(self) -> bool:
@@ -191,6 +200,8 @@ def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
     except RequestError as error:
         raise ConfigError(f"filesystem: {error}") from error
     _check_kind(parsed)
+    if parsed.if_probe is not None and parsed.hooks is None:
+        raise ConfigError("filesystem: if_probe is for what is recorded of every request: give hooks, too")
     if not parsed.root:
         raise ConfigError("filesystem: root must name a folder or the URL of an object store")
     if parsed.is_remote:
@@ -199,11 +210,13 @@ def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
 
 
 def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
-    """Check and resolve ``{"hooks", "positions", "tag", "request_id", "layout", "messages"}``; ``hooks`` is required.
+    """Check and resolve ``{"hooks", "positions", "tag", "request_id", "layout", "messages", "if_probe"}``; ``hooks`` is
+    required.
 
     Returns:
         The spec; its options are ``tag``, ``request_id``, ``layout`` and ``name``, the file's name; ``owner``, the
-        client's name, if it has shown a key; and ``messages``, where the chat's messages lie, if the request says so.
+        client's name, if it has shown a key; ``messages``, where the chat's messages lie, if the request says so; and
+        ``if_probe``, a `Condition`, whose probe's site is among the spec's.
 
     Raises:
         RequestError: Naming the field.
@@ -227,7 +240,15 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         resolved[OWNER] = context.owner
     if "messages" in options:
         resolved["messages"] = _messages(options["messages"], f"{context.field}.messages")
-    return replace(spec, options=resolved)
+    spec = replace(spec, options=resolved)
+    if options.get(IF_PROBE) is None:
+        return spec
+    return with_condition(spec, options[IF_PROBE], context.parsed_params(configured_probes), context.field)
+
+
+def configured_probes(params: Mapping[str, Any]) -> dict[str, Probe]:
+    """Read the files of the parameter ``probes``; see `read_probes`."""
+    return read_probes(parse_params(params).probes)
 
 
 def _run(params: Mapping[str, Any]) -> str:
@@ -316,9 +337,10 @@ MAX_SHARD_AGE_S = 600.0
 class FilesystemConsumer(StreamingConsumer):
     """Writes each request's rows to files; `FilesystemParams` lists the parameters.
 
-    A request asks with ``{"hooks", "positions", "tag", "request_id", "layout"}``; only ``hooks`` is required. Its
-    result's payload lists the files (see `payload_of`) and comes once they are in place and, with fsync on, on the
-    disk.
+    A request asks with ``{"hooks", "positions", "tag", "request_id", "layout", "if_probe"}``; only ``hooks`` is
+    required. Its result's payload lists the files (see `payload_of`) and comes once they are in place and, with fsync
+    on, on the disk. With ``if_probe``, rows are collected as always, and nothing of them is left at the end unless the
+    probe fired.
 
     Threads: the consumer's own thread cuts rows per request and hands them to `threads` writer threads, always the same
     one for a request; each of those keeps its requests to itself. When the disk does not keep up, the queues before
@@ -340,8 +362,8 @@ class FilesystemConsumer(StreamingConsumer):
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
-        self._settings = parse_params(params)
-        settings = self._settings
+        self._settings = settings = parse_params(params)
+        self._probes = _fitting_probes(params, context)
         self._sizes = sizes = sizes_of(settings, context.pp_size)
         self._remote = RemoteRoot(settings.root, settings.spool_root) if settings.is_remote else None
         self._quota = _quota(settings, self._remote)
@@ -381,11 +403,32 @@ class FilesystemConsumer(StreamingConsumer):
 
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
-        parse_params(params)
+        probes, condition = configured_probes(params), params.get(IF_PROBE)
+        if condition is not None:
+            try:
+                parse_condition(condition, probes, IF_PROBE)
+            except RequestError as error:
+                raise ConfigError(f"filesystem: {error}") from error
+
+    @classmethod
+    def offers(cls, params: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
+        probes = list(params.get("probes") or ())
+        return {IF_PROBE: probes} if probes else {}
 
     @classmethod
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
         return parse_request(raw, context)
+
+    @classmethod
+    def check_lengths(cls, spec: CaptureSpec, context: SpecContext, lengths: RequestLengths) -> None:
+        check_pool(spec, lengths.num_prompt, context.field)
+
+    @classmethod
+    def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
+        raw = {name: context.params.get(name) for name in ("hooks", "positions", IF_PROBE)}
+        given = {name: value for name, value in raw.items() if value is not None}
+        # The rows are the operator's.
+        return parse_request(given, replace(context, owner=None)) if "hooks" in given else None
 
     @classmethod
     def own_names(cls, spec: CaptureSpec, context: SpecContext, num_samples: int) -> Sequence[str]:
@@ -501,6 +544,7 @@ class FilesystemConsumer(StreamingConsumer):
             RowPool(sizes.memory // 4 // sizes.threads),
             max_request_bytes=sizes.request_memory,
             memory_bytes=sizes.memory * 5 // 8 // sizes.threads,
+            probes=self._probes,
         )
 
     def _log_sizes(self) -> None:
@@ -546,8 +590,24 @@ class FilesystemConsumer(StreamingConsumer):
     def _stored(self, ticket: int, num_files: int, outcome: Outcome) -> None:
         with self._outstanding_lock:
             self._outstanding.discard(outcome)
-        is_stored = outcome.exception() is None
+        is_stored = outcome.exception() is None and outcome.result()["paths"]
         self._quota.settle(ticket, outcome.result()["num_bytes"] + num_files * FILE_BYTES if is_stored else 0)
+
+
+def _fitting_probes(params: Mapping[str, Any], context: ConsumerContext) -> dict[str, Probe]:
+    """Read the configured probes.
+
+    Raises:
+        ConfigError: If one cannot read the model's rows, or if its rows would be with another stage than others.
+    """
+    probes = configured_probes(params)
+    for name, probe in probes.items():
+        check_fits(probe, context.model, f"filesystem: probes.{name}")
+    if probes and context.pp_size > 1:
+        raise ConfigError(
+            "filesystem: probes: each pipeline stage would decide for itself what it records; set location=driver"
+        )
+    return probes
 
 
 def _browsed(context: ReportContext) -> Path:

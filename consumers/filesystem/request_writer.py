@@ -25,18 +25,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.probe import Probe
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import KIB
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.sites import Site
+from headgate.consumers.filesystem.condition import ProbeScores, scores_of
 from headgate.consumers.filesystem.formats.layout import (
+    Decision,
     Finished,
     Layout,
     LayoutName,
     Stored,
     WholeRequest,
     sidecar_of,
+    unstored_payload,
 )
 from headgate.consumers.filesystem.storage.local_store import bytes_of, write_all
 from headgate.consumers.filesystem.storage.store import PendingSync, Target, stem_of
@@ -451,11 +455,19 @@ def _run_safely(task: Task) -> None:
 
 @dataclass(slots=True)
 class _Running:
-    """A request that has not ended; with `error`, its further rows are thrown away."""
+    """A request that has not ended; with `error`, its further rows are thrown away.
+
+    Attributes:
+        request: The request.
+        spool: Its rows so far.
+        error: Why it failed; None so far.
+        scores: Scores of its rows, if it has a condition.
+    """
 
     request: RequestInfo
     spool: Spool = field(default_factory=Spool)
     error: ConsumerError | None = None
+    scores: ProbeScores | None = None
 
 
 class RequestWriter:
@@ -470,6 +482,7 @@ class RequestWriter:
         pool: Memory for rows; for this thread alone.
         max_request_bytes: Rows of one request held in memory.
         memory_bytes: Rows of all requests held in memory.
+        probes: Those of conditions, by name.
     """
 
     def __init__(
@@ -481,8 +494,10 @@ class RequestWriter:
         *,
         max_request_bytes: int,
         memory_bytes: int,
+        probes: Mapping[str, Probe],
     ) -> None:
         self._context = context
+        self._probes = probes
         self._layouts = layouts
         self._temp_path = temp_path
         self._pool = pool
@@ -497,6 +512,7 @@ class RequestWriter:
         running = self._running[request.request_id] = _Running(request)
         try:
             self._layout(request).check_free(self._target(request))
+            running.scores = scores_of(request, self._context.model, self._probes)
         except Exception as error:  # noqa: BLE001  (whatever it is, it is this request's outcome)
             self._fail(running, error)
 
@@ -507,12 +523,23 @@ class RequestWriter:
             if running is None or running.error is not None:
                 continue  # failed before; its outcome says so
             for chunk in chunks_of(pieces, self._pool):
-                self._held_bytes += chunk.num_bytes
-                running.spool.append(chunk)
+                self._take(running, chunk)
             if running.spool.held_bytes > self._max_request_bytes:
                 self._spill(running)
         if self._held_bytes > self._memory_bytes:
             self._make_room()
+
+    def _take(self, running: _Running, chunk: Chunk) -> None:
+        if running.error is not None:
+            return
+        self._held_bytes += chunk.num_bytes
+        running.spool.append(chunk)
+        if running.scores is not None and chunk.data is not None:
+            try:
+                running.scores.add(chunk.sites, chunk.positions, chunk.data)
+            except Exception as error:  # noqa: BLE001  (whatever it is, it is this request's outcome)
+                self._held_bytes -= running.spool.held_bytes
+                self._fail(running, error)
 
     def finish(self, finished: FinishedRequest, pieces: Sequence[RequestSlice], outcome: Outcome) -> None:
         """Write a request that ended with `pieces`; `outcome` completes in `sync_stored`, or here if writing fails."""
@@ -525,7 +552,7 @@ class RequestWriter:
         else:
             self._held_bytes -= running.spool.held_bytes
             try:
-                self._stored.append((self._store(finished, running.spool), outcome))
+                self._settle(finished, running, outcome)
             except Exception as error:  # noqa: BLE001  (whatever it is, it is this request's outcome)
                 _complete(outcome, _failure(finished.request, error))
             finally:
@@ -572,13 +599,24 @@ class RequestWriter:
         stem = stem_of(options["name"], sample=(request.sample_index, request.num_samples), stage=stage)
         return Target((options["tag"],), stem)
 
-    def _store(self, finished: FinishedRequest, spool: Spool) -> Stored:
+    def _settle(self, finished: FinishedRequest, running: _Running, outcome: Outcome) -> None:
+        """Store a request's rows, unless its condition does not hold; the outcome says so at once."""
         request, final = finished.request, finished.final
-        rows = spool.assemble(
+        rows = running.spool.assemble(
             request.spec.sites,
             num_rows=final.num_rows,
             has_gaps=finished.dropped_rows > 0,
         )
+        scores = running.scores
+        decision = None if scores is None else scores.decide(rows.positions, final.num_prompt_tokens)
+        if decision is not None and not decision.num_fired:
+            running.spool.discard()
+            _complete(outcome, unstored_payload(request.spec.options["layout"], decision))
+        else:
+            self._stored.append((self._store(finished, rows, decision), outcome))
+
+    def _store(self, finished: FinishedRequest, rows: WholeRequest, decision: Decision | None) -> Stored:
+        request, final = finished.request, finished.final
         sidecar = sidecar_of(
             finished,
             self._context,
@@ -587,6 +625,7 @@ class RequestWriter:
             name=stem_of(
                 request.spec.options["name"], sample=(request.sample_index, request.num_samples), stage=(0, 1)
             ),
+            decision=decision,
         )
         token_ids = final.token_ids[rows.positions]
         whole = Finished(target=self._target(request), sidecar=sidecar, rows=rows, token_ids=token_ids)

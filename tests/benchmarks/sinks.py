@@ -45,7 +45,8 @@ class CuttingConsumer(FilesystemConsumer):
     """The filesystem consumer up to its writers, which cut the rows of each request out and forget them."""
 
     def _new_request_writer(self) -> RequestWriter:
-        return _Forgetting(self.context, {}, self._store.temp_path, RowPool(MIB), max_request_bytes=1, memory_bytes=1)
+        sizes = {"max_request_bytes": 1, "memory_bytes": 1}
+        return _Forgetting(self.context, {}, self._store.temp_path, RowPool(MIB), probes={}, **sizes)
 
 
 class _Forgetting(RequestWriter):

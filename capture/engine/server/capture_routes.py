@@ -163,6 +163,7 @@ _CAPTURE_EXAMPLE = {
     "dropped_rows": 0,
     "sites": {"post_mlp": [12, 20]},
     "roles": ["user"],
+    "if_probe": None,
     "stage": [0, 1],
 }
 _PAGE_EXAMPLE = {"captures": [_CAPTURE_EXAMPLE], "count": 1, "next": None, "damaged": []}
@@ -319,8 +320,8 @@ class _Browsing:
     async def captures(self, consumer: str, request: Request) -> dict[str, Any]:
         """List the captures of the client's own requests; an administrator sees all, and everybody without keys.
 
-        Fields of the query: `tag`; `site`, such as `12.post_mlp`; `role` of a message of the chat; `limit`, 50 if
-        absent and 500 at most; `after`, the `next` of the page before.
+        Fields of the query: `tag`; `site`, such as `12.post_mlp`; `role` of a message of the chat; `probe`, that fired;
+        `limit`, 50 if absent and 500 at most; `after`, the `next` of the page before.
         """
         found: dict[str, Any] = await self._ask(
             consumer, request, lambda browser, context: browser.list_captures(context)

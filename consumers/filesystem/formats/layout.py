@@ -46,6 +46,43 @@ class MessagePlace(msgspec.Struct, frozen=True):
     stop: int
 
 
+Pool = Literal["token", "last_prompt"]
+"""Rows of a request whose scores decide whether it is recorded: each but that of position 0, whose token sees nothing
+before it and whose row is many times as long as others; or that of the prompt's last token."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request with a condition (``if_probe``) was recorded or not: a probe's scores of its rows.
+
+    Attributes:
+        probe: The probe's name in the consumer's parameters.
+        sha256: Of the probe.
+        site: The site that it reads.
+        above: It fires on a row whose score is above this number.
+        pool: Rows that count.
+        num_scored: Rows that counted and were there.
+        num_not_finite: Rows of them whose score is not finite; they do not fire.
+        num_fired: Rows of them on which the probe fired; 0 if nothing was recorded.
+        highest: The highest finite score, a float32; None if there is none.
+        at: Its position.
+        positions: The first positions on which the probe fired, ascending; at most 64.
+        scores: The score at each of `positions`.
+    """
+
+    probe: str
+    sha256: str
+    site: str
+    above: float
+    pool: Pool
+    num_scored: int
+    num_not_finite: int
+    num_fired: int
+    highest: float | None
+    at: int | None
+    positions: list[int]
+    scores: list[float]
+
+
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a request's rows, stored with them, their positions and their tokens.
 
@@ -75,6 +112,8 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         shapes: ``{site: [width, dtype]}`` of the sites whose rows are not those of the residual stream.
         owner: Name of the key of the client whose request it was; None without keys, and of what the operator records.
         columns: ``{site: [[start, stop], ...]}``: what the rows are of the site's, where that is not all.
+        if_probe: On which rows the probe fired without which they would not have been recorded; None if the request had
+            no such condition.
     """
 
     format: str = FORMAT
@@ -107,6 +146,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     shapes: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
     owner: str | None = None
     columns: dict[str, Columns] = msgspec.field(default_factory=dict)
+    if_probe: Decision | None = None
 
     def shape(self, site: str) -> SiteShape:
         """The shape of the rows of a site, by its name."""
@@ -114,9 +154,10 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         return SiteShape(width, dtype)
 
     def document(self) -> dict[str, Any]:
-        """The fields as plain values; `shapes`, `columns` and `owner` only if there are any."""
+        """The fields as plain values; `shapes`, `columns`, `owner` and `if_probe` only if there are any."""
         found: dict[str, Any] = msgspec.to_builtins(self)
-        return {name: value for name, value in found.items() if value or name not in ("shapes", "columns", "owner")}
+        optional = ("shapes", "columns", "owner", "if_probe")
+        return {name: value for name, value in found.items() if value or name not in optional}
 
     def to_strings(self) -> dict[str, str]:
         """The form that safetensors metadata takes: text as it is, everything else as JSON, and notes if there are."""
@@ -159,6 +200,7 @@ def sidecar_of(
     positions: Int64Array,
     num_prefill_rows: int,
     name: str,
+    decision: Decision | None = None,
 ) -> Sidecar:
     """Describe a finished request's rows.
 
@@ -168,6 +210,7 @@ def sidecar_of(
         positions: int64 ``[rows]``, ascending.
         num_prefill_rows: How many of them are the prompt's.
         name: The file's, without extension and stage.
+        decision: See `Sidecar.if_probe`.
     """
     num_rows, request, final, model = len(positions), finished.request, finished.final, context.model
     return Sidecar(
@@ -198,6 +241,7 @@ def sidecar_of(
         messages=msgspec.convert(request.spec.options.get("messages"), list[MessagePlace] | None),
         notes={part: of_rows(note, positions) for part, note in final.notes.items()},
         owner=request.spec.options.get(OWNER),
+        if_probe=decision,
     )
 
 
@@ -315,9 +359,12 @@ def payload_of(layout: LayoutName, finished: Finished, published: Published, *, 
     """The payload of a request's result.
 
     Keys: ``layout``, ``paths``, ``sites``, ``num_rows``, ``num_bytes`` (of the files) and ``durable``: whether the rows
-    survive a power cut; None where the remote store decides.
+    survive a power cut; None where the remote store decides. Of a request with a condition also ``stored``, true, and
+    ``if_probe``, a `Decision`; see `unstored_payload`.
     """
+    decision = finished.sidecar.if_probe
     return {
+        **({} if decision is None else {"stored": True, "if_probe": msgspec.to_builtins(decision)}),
         "layout": layout,
         "paths": list(published.paths),
         "sites": finished.sidecar.sites,
@@ -325,6 +372,12 @@ def payload_of(layout: LayoutName, finished: Finished, published: Published, *, 
         "num_bytes": published.num_bytes,
         "durable": durable,
     }
+
+
+def unstored_payload(layout: LayoutName, decision: Decision) -> dict[str, Any]:
+    """The payload of a request that was not recorded, since the probe did not fire: ``stored`` is false."""
+    found: dict[str, Any] = {"stored": False, "if_probe": msgspec.to_builtins(decision), "layout": layout}
+    return {**found, "paths": [], "sites": [], "num_rows": 0, "num_bytes": 0, "durable": None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,9 @@ class RemoteRoot:
             outcome.set_exception(error)
             return
         payload: dict[str, Any] = written.result()
+        if not payload["paths"]:
+            outcome.set_result(payload)  # nothing was recorded
+            return
         paths = [Path(path).relative_to(self.path) for path in payload["paths"]]
         urls = [self._store.url("/".join((self._store.root, *path.parts))) for path in paths]
         answer = UploadAnswer(outcome, payload, urls)

@@ -1,0 +1,239 @@
+"""The condition of a request: its rows are recorded only if a probe fires on one of them.
+
+Scores are those of `Probe.scores`, rounded to float32 as the consumer ``probe`` reports them. They are computed where
+rows are collected, from the rows themselves, so a recorded request has the rows that its scores were computed from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.probe import Probe, load_configured
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.consumer import ModelInfo, RequestInfo
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.sites import Site, sort_sites
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.consumers.filesystem.formats.layout import Decision, Pool
+
+IF_PROBE = "if_probe"
+"""Field of a request's spec, option of a resolved one, and parameter."""
+
+MAX_FIRED = 64
+"""Positions that a decision lists."""
+
+SCORED_ROWS = 256
+"""Rows that are widened to float64 at a time."""
+
+_FIELDS = ("probe", "above", "pool")
+
+
+class Condition(msgspec.Struct, frozen=True, kw_only=True):
+    """A request's condition, resolved; it travels as an option of the spec.
+
+    Attributes:
+        probe: Name of a configured probe.
+        sha256: Of that probe, as the front end has it.
+        above: The probe fires on scores above this number.
+        pool: Rows that count.
+    """
+
+    probe: str
+    sha256: str
+    above: float
+    pool: Pool
+
+
+def read_probes(paths: Mapping[str, str]) -> dict[str, Probe]:
+    """Read the probes that requests may name.
+
+    Raises:
+        ConfigError: If one cannot be read, or has several classes.
+    """
+    probes = load_configured(paths, "filesystem")
+    for name, probe in probes.items():
+        if len(probe.classes) > 1:
+            raise ConfigError(
+                f"filesystem: probes.{name}: has {len(probe.classes)} classes; a condition reads probes of one"
+            )
+    return probes
+
+
+def parse_condition(raw: object, probes: Mapping[str, Probe], where: str) -> Condition:
+    """Read ``{"probe": NAME, "above": NUMBER, "pool": "token" or "last_prompt"}``; only ``probe`` is required.
+
+    Args:
+        raw: As a client or the operator wrote it. Without ``above`` the probe's own threshold counts.
+        probes: By name.
+        where: Path of the condition, for errors.
+
+    Raises:
+        RequestError: Naming the field.
+    """
+    if not isinstance(raw, Mapping) or "probe" not in raw:
+        raise RequestError(where, f'expected {{"probe": NAME, "above": NUMBER}}, got {shown(raw)}')
+    unknown = next((key for key in raw if key not in _FIELDS), None)
+    if unknown is not None:
+        raise RequestError(f"{where}.{unknown}", f"unknown field; known: {', '.join(_FIELDS)}")
+    name, pool = raw["probe"], raw.get("pool", "token")
+    if not isinstance(name, str) or name not in probes:
+        known = ", ".join(sorted(probes)) or "none; name files in the consumer's parameter probes"
+        raise RequestError(f"{where}.probe", f"no such probe {shown(name)}; configured: {known}")
+    if pool not in get_args(Pool):
+        raise RequestError(f"{where}.pool", f"expected {' or '.join(get_args(Pool))}, got {shown(pool)}")
+    probe = probes[name]
+    return Condition(probe=name, sha256=probe.sha256, above=_above(raw, probe, f"{where}.above"), pool=pool)
+
+
+def with_condition(spec: CaptureSpec, raw: object, probes: Mapping[str, Probe], field: str) -> CaptureSpec:
+    """Add a condition to a spec, and the probe's site, which is recorded with the others.
+
+    Args:
+        spec: Resolved, without the condition.
+        raw: See `parse_condition`.
+        probes: By name.
+        field: Path of the spec, for errors.
+
+    Raises:
+        RequestError: Naming the field.
+    """
+    condition = parse_condition(raw, probes, f"{field}.{IF_PROBE}")
+    site = probes[condition.probe].site
+    if site in spec.columns:
+        raise RequestError(
+            f"{field}.hooks",
+            f"selects columns of {site.name}, and the probe {condition.probe!r} reads whole rows there",
+        )
+    options = {**spec.options, IF_PROBE: msgspec.to_builtins(condition)}
+    return replace(spec, sites=sort_sites({*spec.sites, site}), options=options)
+
+
+def _above(raw: Mapping[str, Any], probe: Probe, field: str) -> float:
+    above = raw.get("above", probe.threshold)
+    if above is None:
+        raise RequestError(field, f"required: the probe {shown(raw['probe'])} has no threshold of its own")
+    if isinstance(above, bool) or not isinstance(above, int | float) or not math.isfinite(above):
+        raise RequestError(field, f"expected a finite number, got {shown(above)}")
+    return float(above)
+
+
+def check_pool(spec: CaptureSpec, num_prompt: int, field: str) -> None:
+    """Refuse a condition on the prompt's last row of a request that leaves this row out.
+
+    Args:
+        spec: Resolved, with absolute positions.
+        num_prompt: Length of the prompt.
+        field: Path of the spec, for errors.
+
+    Raises:
+        RequestError: Naming the field.
+    """
+    condition = _condition_of(spec)
+    last = np.array([num_prompt - 1])
+    if condition is None or condition.pool != "last_prompt" or spec.positions.mask(last, last + 1).all():
+        return
+    raise RequestError(
+        f"{field}.{IF_PROBE}.pool", "is of the prompt's last row, which `positions` leaves out: add 'last_prompt'"
+    )
+
+
+def _condition_of(spec: CaptureSpec) -> Condition | None:
+    given = spec.options.get(IF_PROBE)
+    return None if given is None else msgspec.convert(given, Condition)
+
+
+def scores_of(request: RequestInfo, model: ModelInfo, probes: Mapping[str, Probe]) -> ProbeScores | None:
+    """Return what collects the scores of a request that begins; None if it has no condition.
+
+    Args:
+        request: The request.
+        model: The model being served.
+        probes: By name, as they were read when the consumer was opened.
+
+    Raises:
+        ConsumerError: If the front end has read another probe under that name.
+    """
+    condition = _condition_of(request.spec)
+    if condition is None:
+        return None
+    probe = probes.get(condition.probe)
+    if probe is None or probe.sha256 != condition.sha256:
+        raise ConsumerError(
+            f"probe {condition.probe!r}: its file has changed since the engine started; restart the engine to use it"
+        )
+    return ProbeScores(condition, probe, request.shape(probe.site, model).dtype)
+
+
+class ProbeScores:
+    """The scores of one request's rows by the probe of its condition. Used by one thread.
+
+    Args:
+        condition: Of the request.
+        probe: The probe that it names.
+        dtype: Of the rows of the probe's site.
+    """
+
+    def __init__(self, condition: Condition, probe: Probe, dtype: str) -> None:
+        self._condition = condition
+        self._probe = probe
+        self._dtype = dtype
+        self._positions: list[Int64Array] = []
+        self._scores: list[npt.NDArray[np.float32]] = []
+
+    def add(self, sites: Sequence[Site], positions: Int64Array, data: npt.NDArray[np.uint8]) -> None:
+        """Score rows, if those of the probe's site are among them.
+
+        Args:
+            sites: ``S`` sites.
+            positions: int64 ``[N]``.
+            data: uint8 ``[S, N, row_bytes]``.
+        """
+        if self._probe.site not in sites:
+            return
+        import torch
+
+        rows = data[sites.index(self._probe.site)]
+        for start in range(0, len(positions), SCORED_ROWS):
+            part = np.ascontiguousarray(rows[start : start + SCORED_ROWS])
+            values = torch.from_numpy(part).view(getattr(torch, self._dtype)).double().numpy()
+            with np.errstate(over="ignore"):
+                self._scores.append(self._probe.scores(values)[:, 0].astype(np.float32))
+        self._positions.append(positions)
+
+    def decide(self, positions: Int64Array, num_prompt: int) -> Decision:
+        """Decide whether the request is recorded, now that its rows are known.
+
+        Args:
+            positions: int64 ``[rows]``: positions of the rows that would be recorded.
+            num_prompt: Length of the prompt.
+        """
+        condition = self._condition
+        at = np.concatenate([np.empty(0, np.int64), *self._positions])
+        scores = np.concatenate([np.empty(0, np.float32), *self._scores]).astype(np.float64)
+        counts = at == num_prompt - 1 if condition.pool == "last_prompt" else at > 0
+        counts &= np.isin(at, positions)
+        at, scores = at[counts], scores[counts]
+        is_finite = np.isfinite(scores)
+        fired = np.flatnonzero(is_finite & (scores > condition.above))
+        best = int(np.where(is_finite, scores, -np.inf).argmax()) if is_finite.any() else None
+        return Decision(
+            probe=condition.probe,
+            sha256=condition.sha256,
+            site=self._probe.site.name,
+            above=condition.above,
+            pool=condition.pool,
+            num_scored=len(at),
+            num_not_finite=int(np.count_nonzero(~is_finite)),
+            num_fired=len(fired),
+            highest=None if best is None else float(scores[best]),
+            at=None if best is None else int(at[best]),
+            positions=at[fired[:MAX_FIRED]].tolist(),
+            scores=scores[fired[:MAX_FIRED]].tolist(),
+        )
