@@ -29,8 +29,8 @@ IF_PROBE = "if_probe"
 MAX_FIRED = 64
 """Positions that a decision lists."""
 
-SCORED_ROWS = 256
-"""Rows that are widened to float64 at a time."""
+SCORED_VALUES = 1 << 15
+"""Values that are widened to float64 at a time: so few that torch and BLAS do not wake their threads for them."""
 
 _FIELDS = ("probe", "above", "pool")
 
@@ -200,8 +200,9 @@ class ProbeScores:
         import torch
 
         rows = data[sites.index(self._probe.site)]
-        for start in range(0, len(positions), SCORED_ROWS):
-            part = np.ascontiguousarray(rows[start : start + SCORED_ROWS])
+        size = max(SCORED_VALUES // self._probe.hidden_size, 1)
+        for start in range(0, len(positions), size):
+            part = np.ascontiguousarray(rows[start : start + size])
             values = torch.from_numpy(part).view(getattr(torch, self._dtype)).double().numpy()
             with np.errstate(over="ignore"):
                 self._scores.append(self._probe.scores(values)[:, 0].astype(np.float32))
