@@ -11,7 +11,9 @@ export interface Probe { name: string; at: string; kind: string; classes: string
 export interface Sae { name: string; site: string; num_features: number; activation: string; decision: string }
 export interface Rule { name: string; applies_to: string; scope: string; strength: unknown; probes: string[]; sites: string[]; observes: boolean }
 export interface Dynamic { rules: { name: string; applies_to: string; observes: boolean; rows: number }[]; gates: Record<string, number>; requests_with_gates: number; controllers: { name: string }[] }
-export interface Stored { tag: string; name: string; request_id: string; layout: string; written_at: string; model: string; status: string; num_rows: number; num_prompt_tokens: number; num_bytes: number; dropped_rows: number; sites: Record<string, number[]>; roles: string[] | null; stage: [number, number] }
+export interface Stored { tag: string; name: string; request_id: string; layout: string; written_at: string; model: string; status: string; num_rows: number; num_prompt_tokens: number; num_bytes: number; dropped_rows: number; sites: Record<string, number[]>; roles: string[] | null; if_probe: Decision | null; stage: [number, number] }
+/** Why a request with a condition was recorded, or was not. */
+export interface Decision { probe: string; site: string; above: number; pool: string; num_scored: number; num_not_finite: number; num_fired: number; highest: number | null; at: number | null; positions: number[]; scores: number[] }
 export interface StoredPage { captures: Stored[]; count: number; next: string | null; damaged: string[] }
 export interface StoredOne extends Stored { metadata: Json; positions: number[]; token_ids: number[]; tokens: string[] | null }
 export interface Message { role: string; content: string }

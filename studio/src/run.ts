@@ -1,8 +1,8 @@
 // Requests of the page: their bodies, and what is read from their answers.
 
-import type { CaptureResult, Chunk, Json, Message, TokenLogprob, Trace } from "./api";
+import type { CaptureResult, Chunk, Decision, Json, Message, TokenLogprob, Trace } from "./api";
 import { ApiError } from "./api";
-import { api, attentionName, changed, facts, featuresName, gates, type GateSpec, type Grid, inlineName, items, type Item, lensName, type Features, type Lens, messagesUpTo, offered, type Run, settings, sites, type Token, turns, type Turn, watched } from "./state";
+import { api, attentionName, changed, facts, featuresName, gates, type GateSpec, type Grid, inlineName, items, type Item, lensName, type Features, type Lens, messagesUpTo, offered, recorder, type Run, settings, sites, type Token, turns, type Turn, watched } from "./state";
 import { cosineOf, cosinesTo, fromBase64, packed, readSafetensors, rowCosines, rowNorms, type Tensors } from "./tensors";
 import { textOfBytes, textsOf } from "./tokens";
 
@@ -111,7 +111,15 @@ function captureFields(): Json {
   const capture: Json = {};
   if (inlineName.value && reads !== "none") capture[inlineName.value] = { hooks: { [readHook]: reads === "all" ? "all" : [readLayer] }, positions: "all" };
   if (featuresName.value && sae) capture[featuresName.value] = { sae, positions: "all" };
+  if (recorder.value && settings.value.recordProbe) capture[recorder.value.name] = recordingSpec();
   return Object.keys(capture).length ? { capture, capture_wait: true } : {};
+}
+
+/** What is recorded of a message if the chosen probe fires. */
+function recordingSpec(): Json {
+  const { readHook, readLayer, recordProbe, recordAbove, recordReads } = settings.value;
+  const above = recordAbove.trim() ? { above: Number(recordAbove) } : {};
+  return { hooks: { [readHook]: recordReads === "all" ? "all" : [readLayer] }, positions: "all", if_probe: { probe: recordProbe, ...above } };
 }
 
 export function chatBody(messages: Message[], kind: Run["kind"]): Json {
@@ -143,7 +151,7 @@ export function isSteering(): boolean {
 // ---- answers
 
 export function newRun(kind: Run["kind"], body: Json): Run {
-  return { kind, status: "waiting", error: "", notice: "", path: "/v1/chat/completions", body, prompt: [], answer: [], text: "", series: {}, gates: Object.create(null) as Run["gates"], grid: null, features: null, attention: null, meanNorms: {}, streamRows: null, seconds: 0 };
+  return { kind, status: "waiting", error: "", notice: "", path: "/v1/chat/completions", body, prompt: [], answer: [], text: "", series: {}, gates: Object.create(null) as Run["gates"], grid: null, features: null, attention: null, meanNorms: {}, streamRows: null, recorded: null, seconds: 0 };
 }
 
 let stopping = new AbortController();
@@ -331,6 +339,7 @@ export function activationsOf(run: Run, feature: number): number[] {
 function takeCaptures(run: Run, results: Record<string, CaptureResult>): void {
   const features = featuresName.value ? results[featuresName.value] : undefined;
   if (features) takeFeatures(run, features);
+  takeRecorded(run, results);
   const inline = inlineName.value ? results[inlineName.value] : undefined;
   if (!inline) return;
   const tensors = rowsOf(inline);
@@ -359,6 +368,17 @@ function takeCaptures(run: Run, results: Record<string, CaptureResult>): void {
     const tensor = item.row && tensors[item.site];
     if (!tensor || !item.row || tensor.shape[1] !== item.row.length || run.series[`score:cosine ${item.name}`]) continue;
     run.series[`own:${item.name}`] = { label: `cosine to ${item.name} at ${item.site}`, values: placed(cosinesTo(tensor, item.row), positions, total) };
+  }
+}
+
+/** Notes whether the request was recorded. A result that is an error says why as the run's notice. */
+function takeRecorded(run: Run, results: Record<string, CaptureResult>): void {
+  for (const [consumer, result] of Object.entries(results)) {
+    const payload = result.payload as { stored?: boolean; if_probe?: Decision; paths?: string[]; layout?: string } | null;
+    if (consumer === recorder.value?.name && result.error) run.notice = `${payload?.if_probe ? "Not all rows were recorded" : "It was not recorded"}: ${result.error}.`;
+    if (!payload?.if_probe) continue;
+    const [tag = "", name = ""] = payload.layout === "request" ? (payload.paths?.[0] ?? "").split("/").slice(-2) : [];
+    run.recorded = { consumer, decision: payload.if_probe, isStored: payload.stored === true, tag, name };
   }
 }
 

@@ -2,7 +2,7 @@
 
 import { computed, signal } from "@preact/signals";
 import type { Tensor } from "./tensors";
-import { Api, ApiError, type Capturable, type Dynamic, type Layers, type Message, type Probe, type Rule, type Sae, type Status, storedKeys, storeKeys, type Keys } from "./api";
+import { Api, ApiError, type Capturable, type Decision, type Dynamic, type Layers, type Message, type Probe, type Rule, type Sae, type Status, storedKeys, storeKeys, type Keys } from "./api";
 
 export interface Facts {
   model: string;
@@ -36,6 +36,9 @@ export interface Grid {
 /** Patterns of one layer: values are [queries][heads][keys]. */
 export interface Attention { layer: number; queries: number[]; numHeads: number; numKeys: number; values: Float32Array }
 
+/** What became of a request that was to be recorded only if a probe fired. */
+export interface Recorded { consumer: string; decision: Decision; isStored: boolean; tag: string; name: string }
+
 /** Strongest features of each row; ids and values are null where the row is not finite. */
 export interface Features { sae: string; positions: number[]; ids: (number[] | null)[]; values: (number[] | null)[]; labels: Record<string, string> }
 
@@ -61,6 +64,7 @@ export interface Run {
   meanNorms: Record<string, number>;
   /** The rows at the layer that is shown, in order of `positions`; in no recording. */
   streamRows: { site: string; positions: number[]; tensor: Tensor } | null;
+  recorded: Recorded | null;
   seconds: number;
 }
 
@@ -102,6 +106,9 @@ export const settings = signal({
   lensToken: "",
   sae: "",
   attentionLayer: -1,
+  recordProbe: "",
+  recordAbove: "",
+  recordReads: "layer" as "layer" | "all",
 });
 export const items = signal<Item[]>([]);
 export const gates = signal<GateSpec[]>([]);
@@ -188,6 +195,11 @@ export const lensName = computed(() => consumerOf("lens"));
 export const attentionName = computed(() => consumerOf("attention"));
 export const browsable = computed(() => (facts.value?.capture?.consumers ?? []).filter((each) => each.is_browsable).map((each) => each.name));
 export const featuresName = computed(() => consumerOf("features"));
+/** The consumer that records what a probe fires on, with its probes; null if none does. */
+export const recorder = computed(() => {
+  const found = facts.value?.capture?.consumers.find((each) => each.reads_client_spec && each.offers?.["if_probe"]?.length);
+  return found ? { name: found.name, probes: found.offers!["if_probe"]! } : null;
+});
 
 function consumerOf(kind: string): string | null {
   return facts.value?.capture?.consumers.find((each) => each.consumer === kind && each.reads_client_spec)?.name ?? null;
@@ -251,7 +263,7 @@ function settle(): void {
   const layers = sites.value[hook] ?? [];
   const layer = layers.includes(settings.value.readLayer) ? settings.value.readLayer : (layers[Math.floor(layers.length / 2)] ?? -1);
   const known = (kind: string, field: string, chosen: string) => (offered(kind, field).includes(chosen) ? chosen : "");
-  set({ readHook: hook, readLayer: layer, lens: known("lens", "lens", settings.value.lens), sae: known("features", "sae", settings.value.sae) });
+  set({ readHook: hook, readLayer: layer, lens: known("lens", "lens", settings.value.lens), sae: known("features", "sae", settings.value.sae), recordProbe: recorder.value?.probes.includes(settings.value.recordProbe) ? settings.value.recordProbe : "" });
   const modules = facts.value?.steering?.modules ?? {};
   const kept = items.value.filter((item) => item.kind !== "module" || item.name in modules);
   for (const module of Object.values(modules)) {

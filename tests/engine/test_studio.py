@@ -50,7 +50,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of the server's captures."""
+    return tmp_path_factory.mktemp("captures")
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path, files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("studio")
     keys = folder / "keys.json"
     alice = {"name": "alice", "sha256": digest_of(KEY), "roles": ["capture", "steer"]}
@@ -61,7 +67,8 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     probes.save(folder / "mood.safetensors", probes.from_direction(weight[0], at=f"{LAYER}.post_mlp", name="mood"))
     sae = save_sae(folder)
     consumers = ["inline:max_bytes=4000000", "attention", "lens", f"features:saes={json.dumps({'words': str(sae)})}"]
-    consumers.append(f"filesystem:root={folder / 'captures'}")
+    by_name = json.dumps({"mood": str(folder / "mood.safetensors")})
+    consumers.append(f"filesystem:root={files},probes={by_name}")
     files = ["--probes", f"mood={folder / 'mood.safetensors'}", "--saes", f"words={sae}"]
     flags = [*FLAGS, "--headgate-keys", str(keys), *files, "--capture-consumers", *consumers]
     with serving([*COMMAND, str(model_dir), *flags]) as running:
@@ -649,6 +656,67 @@ def test_captures_of_the_server_are_listed_filtered_opened_and_downloaded(
     expect(page.locator(".cell b")).to_have_text(f"{LAYER}.post_mlp")
     shown = page.locator('.cell [data-value="norm"] td').get_attribute("data-value")
     assert float(shown or "nan") == pytest.approx(float(stored[f"{LAYER}.post_mlp"][1].norm()), rel=1e-4)
+
+
+def scores_of(server: Server, text: str, **fields: Any) -> list[float]:
+    """The scores of all rows of a chat but the first, by the rows that the API returns."""
+    answer = chat(server, text, capture={"inline": {"hooks": {"post_mlp": [LAYER]}, "positions": "all"}}, **fields)
+    rows = rows_of(answer)[f"{LAYER}.post_mlp"].double().numpy()
+    weight = np.random.default_rng(3).normal(size=SIZE).astype(np.float32)
+    found: list[float] = (rows[1:] @ weight.astype(np.float64)).tolist()
+    return found
+
+
+def stored_names(server: Server) -> set[str]:
+    return {each["name"] for each in look(server, f"{CAPTURES}?probe=mood")["captures"]}
+
+
+def test_only_messages_on_which_a_probe_fires_are_recorded(page: Page, server: Server, files: Path) -> None:
+    by_text = {text: scores_of(server, text, max_tokens=8) for text in (QUESTION, "Name a colour.")}
+    quiet, loud = sorted(by_text, key=lambda text: max(by_text[text]))
+    scores = by_text[loud]
+    above = (max(scores) + max(by_text[quiet])) / 2
+    before = stored_names(server), sorted(files.rglob("*"))
+    prepare(page, tokens=8)
+    show(page, "Captures")
+    recording = page.get_by_label("Recording")
+    recording.get_by_label("Record messages on which fires").select_option("mood")
+    recording.get_by_label("Above").fill(repr(above))
+    show(page, "Chat")
+    (run,) = ask(page, quiet).all()
+    expect(run.locator("[data-stored]")).to_have_attribute("data-stored", "false")
+    left = stored_names(server), sorted(files.rglob("*"))
+    page.get_by_role("button", name="Edit").first.click()
+    page.get_by_label("Edit your message").fill(loud)
+    page.get_by_role("button", name="Send as a new branch").click()
+    run = page.locator(".run[data-status=done]")
+    expect(run.locator("[data-stored]")).to_have_attribute("data-stored", "true", timeout=patience(60) * 1000)
+    show(page, "Captures")
+    (name,) = stored_names(server) - before[0]
+    row = page.locator("tr[data-recorded=true]")
+    expect(row).to_contain_text(loud)
+    listed = page.locator(f'[data-capture="default/{name}"] [data-fired]')
+    row.get_by_role("button", name="Open").click()
+    expect(page.locator("[data-opened]")).to_be_visible()
+    fired = series_of(page.locator("[data-opened]"), "fired")
+
+    stored = look(server, f"{CAPTURES}/default/{name}")
+    decision = stored["metadata"]["if_probe"]
+    expected = [1 + at for at, score in enumerate(scores) if score > above]
+    assert left == before
+    assert decision["positions"] == expected
+    assert decision["highest"] == pytest.approx(max(scores), rel=1e-4)
+    positions = ",".join(map(str, expected))
+    assert row.locator("[data-positions]").get_attribute("data-positions") == positions
+    assert listed.get_attribute("data-fired") == positions
+    assert number(row.locator("[data-value]")) == decision["highest"]
+    assert [(at, score) for at, score in enumerate(fired) if not np.isnan(score)] == [
+        *zip(expected, decision["scores"], strict=True)
+    ]
+    (file,) = files.rglob(name)
+    rows = load_file(file)[f"{LAYER}.post_mlp"].double().numpy()
+    weight = np.random.default_rng(3).normal(size=SIZE).astype(np.float32)
+    assert (rows @ weight.astype(np.float64))[expected] == pytest.approx(decision["scores"], rel=1e-6)
 
 
 def test_captures_of_another_client_are_not_there(context: BrowserContext, server: Server) -> None:

@@ -2,12 +2,13 @@
 
 import { signal } from "@preact/signals";
 import { useEffect, useRef, useState } from "preact/hooks";
-import type { Json, Stored, StoredOne, StoredPage } from "../api";
-import { scaleOf } from "../colour";
+import type { Decision, Json, Stored, StoredOne, StoredPage } from "../api";
+import { scaleOf, shown } from "../colour";
 import { Choice, Field, Legend, Notice, Tokens } from "../parts";
+import { visible } from "../tokens";
 import { gridOf, newRun, placed, positionsOf, splitSite } from "../run";
 import { download } from "../share";
-import { addTurn, api, branches, browsable, facts, isRecorded, selected, set, tick, type Token, turns, view } from "../state";
+import { addTurn, api, branches, browsable, facts, isRecorded, type Run, type Recorded, recorder, selected, set, settings, tick, type Token, turns, view } from "../state";
 import { readSafetensors, rowNorms, type Tensors } from "../tensors";
 import { Line } from "./trace";
 
@@ -46,11 +47,94 @@ export function Captures() {
   const [opened, setOpened] = useState<Opened | null>(null);
   return (
     <>
+      {!isRecorded.value && facts.value?.capture && <Recording onOpen={setOpened} />}
       {!isRecorded.value && <OnServer onOpen={setOpened} />}
       {opened && <OpenedView key={opened.name} opened={opened} />}
       <OwnFile onOpen={setOpened} />
     </>
   );
+}
+
+// ---- only what a probe fires on
+
+function Recording({ onOpen }: { onOpen: (opened: Opened) => void }) {
+  void tick.value;
+  const [error, setError] = useState("");
+  const { recordProbe, recordAbove, recordReads, readHook, readLayer } = settings.value;
+  const found = turns.value.flatMap((turn) => turn.runs.filter((run) => run.recorded).map((run) => ({ run, recorded: run.recorded!, question: turns.value.find((other) => other.id === turn.parent)?.text ?? "" })));
+  if (!recorder.value)
+    return (
+      <section class="panel">
+        <h2>Record only what a probe fires on</h2>
+        <p>The server has no probes for this: name their files at its start, --capture-consumers 'filesystem:root=FOLDER,probes={`{"NAME": "FILE.safetensors"}`}'. Probes that are registered while it runs cannot be named here.</p>
+      </section>
+    );
+  const open = async ({ consumer, tag, name }: Recorded) => {
+    setError("");
+    try {
+      onOpen(await openStored(consumer, { tag, name }));
+    } catch (failed) {
+      setError(reason(failed));
+    }
+  };
+  return (
+    <section class="panel" aria-label="Recording">
+      <h2>Record only what a probe fires on</h2>
+      <div class="bar">
+        <Choice label="Record messages on which fires" value={recordProbe} options={[{ value: "", label: "nothing: record none" }, ...recorder.value.probes.map((name) => ({ value: name, label: `probe ${name}` }))]} onChange={(value) => set({ recordProbe: value })} />
+        {recordProbe && <Field label="Above" hint="empty: its own threshold"><input type="number" step="any" value={recordAbove} onInput={(event) => set({ recordAbove: event.currentTarget.value })} /></Field>}
+        {recordProbe && <Choice label="Rows" value={recordReads} options={[{ value: "layer", label: `of ${readLayer}.${readHook}` }, { value: "all", label: `${readHook} of all layers` }]} onChange={(value) => set({ recordReads: value })} />}
+      </div>
+      {recordProbe && <p>The next messages of this tab are recorded on the server, prompt and answer, if {recordProbe} fires on a token that the model reads; the first one of the prompt does not count. Of others nothing is left.</p>}
+      <Notice kind="error" text={error} />
+      {found.length > 0 && (
+        <div class="scroll" tabIndex={0} role="region" aria-label="Messages of this tab">
+          <table class="wide">
+            <thead><tr>{["message", "recorded", "fired", "highest", ""].map((name) => <th scope="col" key={name}>{name || <span class="hidden">open</span>}</th>)}</tr></thead>
+            <tbody>
+              {found.map(({ run, recorded, question }, i) => (
+                <tr key={i} data-recorded={recorded.isStored}>
+                  <th scope="row">{question.slice(0, 80)}{run.kind === "steered" ? " (steered)" : ""}</th>
+                  <td>{recorded.isStored ? "yes" : "no"}</td>
+                  <td data-positions={recorded.decision.positions.join(",")}>{firedText(recorded.decision, run)}</td>
+                  <td data-value={recorded.decision.highest}>{recorded.decision.highest === null ? "–" : `${shown(recorded.decision.highest)} at ${tokenAt(run, recorded.decision.at!)}`}</td>
+                  <td>{recorded.isStored && recorded.name && <button type="button" class="quiet" onClick={() => void open(recorded)} aria-label={`Open the recorded message ${i + 1}`}>Open</button>}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </section>
+  );
+}
+
+function tokenAt(run: Run | null, position: number): string {
+  const token = run && [...run.prompt, ...run.answer][position];
+  return token ? `${position} “${visible(token.text)}”` : String(position);
+}
+
+function firedText({ probe, num_fired, num_scored, positions }: Decision, run: Run | null): string {
+  const listed = positions.slice(0, 8).map((position) => tokenAt(run, position)).join(", ");
+  return `${probe} on ${num_fired} of ${num_scored}${listed ? `: ${listed}` : ""}${num_fired > 8 ? ", …" : ""}`;
+}
+
+/** What a capture's metadata say of its condition; those of a file are texts. Null if they say nothing. */
+function decisionOf(value: unknown): Decision | null {
+  try {
+    const found = (typeof value === "string" ? JSON.parse(value) : value) as Decision | null | undefined;
+    return Array.isArray(found?.positions) && Array.isArray(found.scores) ? found : null;
+  } catch {
+    return null;
+  }
+}
+
+/** One line under an answer: whether it was recorded. */
+export function RecordedLine({ run }: { run: Run }) {
+  if (!run.recorded) return null;
+  const { decision, isStored } = run.recorded;
+  const highest = decision.highest === null ? "no finite score" : `highest score ${shown(decision.highest)}, threshold ${shown(decision.above)}`;
+  return <span data-stored={isStored}>{isStored ? `recorded: ${firedText(decision, run)}` : `not recorded: ${decision.probe} did not fire (${highest})`}</span>;
 }
 
 // ---- the server's
@@ -60,7 +144,7 @@ function base(consumer: string): string {
 }
 
 function OnServer({ onOpen }: { onOpen: (opened: Opened) => void }) {
-  const [asked, setAsked] = useState({ tag: "", site: "", role: "" });
+  const [asked, setAsked] = useState({ tag: "", site: "", role: "", probe: "" });
   const [consumer, setConsumer] = useState("");
   const [found, setFound] = useState<StoredPage | null>(null);
   const [error, setError] = useState("");
@@ -98,6 +182,7 @@ function OnServer({ onOpen }: { onOpen: (opened: Opened) => void }) {
         <Field label="Tag"><input value={asked.tag} onInput={ask("tag")} /></Field>
         <Field label="Site"><input value={asked.site} placeholder="12.post_mlp" onInput={ask("site")} /></Field>
         <Field label="Role"><input value={asked.role} placeholder="user" onInput={ask("role")} /></Field>
+        <Field label="Probe that fired"><input value={asked.probe} onInput={ask("probe")} /></Field>
         <button type="submit">Look</button>
       </form>
       <Notice kind="error" text={error} />
@@ -117,7 +202,7 @@ function Listed({ list, onOpen }: { list: Stored[]; onOpen: (one: Stored) => voi
   return (
     <div class="scroll" tabIndex={0} role="region" aria-label="List of captures">
       <table class="wide">
-        <thead><tr>{["request", "tag", "written", "rows", "sites", "roles", "MB", ""].map((name) => <th scope="col" key={name}>{name || <span class="hidden">open</span>}</th>)}</tr></thead>
+        <thead><tr>{["request", "tag", "written", "rows", "sites", "roles", "fired", "MB", ""].map((name) => <th scope="col" key={name}>{name || <span class="hidden">open</span>}</th>)}</tr></thead>
         <tbody>
           {list.map((one) => (
             <tr key={`${one.tag}/${one.name}`} data-capture={`${one.tag}/${one.name}`}>
@@ -127,6 +212,7 @@ function Listed({ list, onOpen }: { list: Stored[]; onOpen: (one: Stored) => voi
               <td>{one.num_rows}{one.dropped_rows ? ` (${one.dropped_rows} dropped)` : ""}</td>
               <td>{sitesText(one.sites)}</td>
               <td>{one.roles?.join(", ") ?? "–"}</td>
+              <td data-fired={one.if_probe?.positions.join(",")}>{one.if_probe ? firedText(one.if_probe, null) : "–"}</td>
               <td>{(one.num_bytes / 1e6).toFixed(2)}</td>
               <td><button type="button" class="quiet" onClick={() => onOpen(one)} aria-label={`Open ${one.request_id}`}>Open</button></td>
             </tr>
@@ -137,7 +223,7 @@ function Listed({ list, onOpen }: { list: Stored[]; onOpen: (one: Stored) => voi
   );
 }
 
-async function openStored(consumer: string, { tag, name }: Stored): Promise<Opened> {
+async function openStored(consumer: string, { tag, name }: { tag: string; name: string }): Promise<Opened> {
   const path = `${base(consumer)}/${encodeURIComponent(tag)}/${encodeURIComponent(name)}`;
   const one = await api.value.get<StoredOne>(path);
   const read = async (sites: string[]) => {
@@ -228,7 +314,8 @@ function OpenedView({ opened }: { opened: Opened }) {
   const save = () => during(async () => download(`${opened.name.replace(/[^\w.-]+/g, "_")}.safetensors`, await api.value.bytes(opened.path!), "application/octet-stream"));
   useEffect(() => { if (site) void plot(); }, [site]);
   const label = norms ? `norm at ${norms.site}` : "";
-  const series = norms ? { norm: { label, values: norms.values } } : {};
+  const fired = decisionOf(opened.metadata["if_probe"]);
+  const series = { ...(norms ? { norm: { label, values: norms.values } } : {}), ...(fired ? { fired: { label: `probe ${fired.probe} fired`, values: placed(fired.scores, fired.positions, tokens.length) } } : {}) };
   const scale = norms ? scaleOf(norms.values) : null;
   const share = opened.bytes === null ? "" : ` (${((opened.bytes * ofHook.length) / Math.max(1, sites.length) / 1e6).toFixed(1)} MB)`;
   return (

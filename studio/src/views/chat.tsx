@@ -6,6 +6,7 @@ import { Choice, ColourChoice, Field, Legend, Notice, rowAt, Tokens } from "../p
 import { answer, isSteering, stop, watchable } from "../run";
 import { addTurn, branches, changed, facts, featuresName, inlineName, isRecorded, offered, path, pinned, type Run, selected, set, settings, siblings, sites, tick, turns, type Turn, view, watched } from "../state";
 import { cosineOf } from "../tensors";
+import { RecordedLine } from "./captures";
 import { LiveTrace } from "./trace";
 
 /** Whether an answer is still being read; its comparison with the plain model may follow. */
@@ -278,6 +279,7 @@ function RunView({ run, turn, index, scale, difference }: { run: Run; turn: Turn
       <LiveTrace run={run} />
       <p class="figures">
         {run.answer.length > 0 && <span>{run.answer.length} tokens{run.seconds > 0 ? `, ${shown(run.answer.length / run.seconds)} per second` : ""}</span>}
+        <RecordedLine run={run} />
         {isCompared && difference >= 0 && run.kind === "steered" && <span>differs from token {difference + 1} on</span>}
         {differences.length > 0 && <span title="Mean over the answer of the log-probability of each token with steering, less its log-probability without, after the same tokens">steering made its tokens {shown(differences.reduce((a, b) => a + b, 0) / differences.length)} nats likelier on average</span>}
       </p>
