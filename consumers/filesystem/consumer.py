@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
@@ -387,13 +387,13 @@ class FilesystemConsumer(StreamingConsumer):
         self._columns: Mapping[Site, Columns] = {}
         self._writers = WritersOfRequests(sizes.threads)
         self._outstanding: set[Outcome] = set()
-        self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
+        self._outstanding_lock = threading.Lock()  # guards both, which writer threads change
+        self._decided = Counter[bool]()  # requests with a condition, by whether they were recorded
         self._request_writers = [self._new_request_writer() for _ in range(sizes.threads)]
-        queue_bytes = sizes.memory // 4 // sizes.threads
         self._threads = [
             WriterThread(
                 f"headgate-{context.instance_name}-{index}",
-                queue_bytes=queue_bytes,
+                queue_bytes=sizes.memory // 4 // sizes.threads,
                 after_batch=writer.sync_stored,
                 ended=writer.close,
             )
@@ -497,8 +497,24 @@ class FilesystemConsumer(StreamingConsumer):
         self._threads[index].submit(partial(self._request_writers[index].abandon, request))
 
     def figures(self) -> Sequence[Figure]:
-        """Return what waits in the spool and was uploaded, of a root in an object store."""
-        return () if self._remote is None else self._remote.figures()
+        """Return how conditions were decided, and what waits in the spool and was uploaded to an object store."""
+        remote = () if self._remote is None else self._remote.figures()
+        if not self._probes:
+            return remote
+        with self._outstanding_lock:
+            decided = [
+                ("recorded", "recorded", self._decided[True]),
+                ("discarded", "not recorded", self._decided[False]),
+            ]
+        return (
+            *remote,
+            *(
+                Figure(
+                    name=f"if_probe_{name}", kind="counter", about=f"Requests with if_probe that were {what}.", value=n
+                )
+                for name, what, n in decided
+            ),
+        )
 
     def close(self, timeout_s: float) -> None:
         """Write all queued rows within `timeout_s` seconds; requests left over end with an error. Any thread."""
@@ -588,10 +604,13 @@ class FilesystemConsumer(StreamingConsumer):
             raise
 
     def _stored(self, ticket: int, num_files: int, outcome: Outcome) -> None:
+        payload = {} if outcome.exception() is not None else outcome.result()
+        is_stored = bool(payload.get("paths"))
         with self._outstanding_lock:
             self._outstanding.discard(outcome)
-        is_stored = outcome.exception() is None and outcome.result()["paths"]
-        self._quota.settle(ticket, outcome.result()["num_bytes"] + num_files * FILE_BYTES if is_stored else 0)
+            if IF_PROBE in payload:
+                self._decided[is_stored] += 1
+        self._quota.settle(ticket, payload["num_bytes"] + num_files * FILE_BYTES if is_stored else 0)
 
 
 def _fitting_probes(params: Mapping[str, Any], context: ConsumerContext) -> dict[str, Probe]:

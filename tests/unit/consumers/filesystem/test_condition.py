@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from headgate.capture.monitoring.stats import figures_of
 from headgate.capture.probe import Probe, save
 from headgate.capture.schema.consumer import RequestLengths
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError
@@ -147,6 +148,8 @@ def test_requests_decide_for_themselves_and_leave_others_alone(root: Path, probe
             files.feed.step(dict.fromkeys(everybody, (start, start + 4)), sites_per_block=2)
         payloads = [files.feed.finish(one) for one in everybody]
 
+    figures = {figure.name: figure.value for figure in figures_of(files.feed.consumer)}
+    assert figures == {"if_probe_recorded": 1, "if_probe_discarded": 1}
     assert [payload.get("stored") for payload in payloads] == [index == loud for index in range(2)] + [None]
     captures = {capture.name: capture for capture in open_captures(root)}
     assert set(captures) == {f"a-{loud}", "plain"}
