@@ -145,13 +145,13 @@ export function link(): string {
   return `${location.href.replace(/#.*$/, "")}#${encode(linked())}`;
 }
 
-/** Restores what a link says; one that is damaged restores nothing. Values of a link are texts and numbers, never code or HTML. */
+/** Restores what a link says, but that messages are recorded; one that is damaged restores nothing. Values of a link are texts and numbers, never code or HTML. */
 export function restore(hash: string): boolean {
   if (hash.length < 2) return false;
   try {
     const found = decode(hash.slice(1)) as Linked;
     const known = { ...settings.value } as Record<string, unknown>;
-    for (const [name, value] of Object.entries(found.s ?? {})) if (typeof value === typeof known[name]) known[name] = value;
+    for (const [name, value] of Object.entries(found.s ?? {})) if (typeof value === typeof known[name] && name !== "recordProbe") known[name] = value;
     settings.value = known as typeof settings.value;
     gates.value = (found.g ?? []).filter((gate) => typeof gate.name === "string" && gate.reads && gate.then);
     watched.value = (found.w ?? []).filter((each) => typeof each.name === "string");

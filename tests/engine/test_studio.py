@@ -844,6 +844,8 @@ def test_a_link_and_a_reload_restore_the_view(page: Page, context: BrowserContex
     prepare(page, tokens=4, layer=7)
     ask(page, "Name a colour.")
     page.get_by_label("Colour by").select_option("norm")
+    record_above(page, 1e9)
+    expect(page.get_by_role("button", name="Stop recording")).to_be_visible()
     show(page, "Dynamic")
     begins = base64.urlsafe_b64encode(b'{"v":"dynamic","').decode().rstrip("=")[:-2]
     expect(page).to_have_url(re.compile(f"#{begins}"))  # the address follows the view
@@ -856,6 +858,7 @@ def test_a_link_and_a_reload_restore_the_view(page: Page, context: BrowserContex
         )
         show(opened, "Chat")
         expect(opened.locator(".turn.user .text")).to_have_text("Name a colour.")
+        expect(opened.get_by_role("button", name="Stop recording")).to_have_count(0)  # no link has messages recorded
         expect(opened.locator(".turn.assistant .text")).to_be_visible()
 
 

@@ -129,6 +129,13 @@ function decisionOf(value: unknown): Decision | null {
   }
 }
 
+/** Reminds in the chat that messages are recorded. */
+export function RecordingNote() {
+  const { recordProbe } = settings.value;
+  if (!recordProbe || !recorder.value || isRecorded.value) return null;
+  return <span><small>Messages on which {recordProbe} fires are recorded.</small> <button type="button" class="quiet" onClick={() => set({ recordProbe: "" })}>Stop recording</button></span>;
+}
+
 /** One line under an answer: whether it was recorded. */
 export function RecordedLine({ run }: { run: Run }) {
   if (!run.recorded) return null;

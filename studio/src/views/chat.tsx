@@ -6,7 +6,7 @@ import { Choice, ColourChoice, Field, Legend, Notice, rowAt, Tokens } from "../p
 import { answer, isSteering, stop, watchable } from "../run";
 import { addTurn, branches, changed, facts, featuresName, inlineName, isRecorded, offered, path, pinned, type Run, selected, set, settings, siblings, sites, tick, turns, type Turn, view, watched } from "../state";
 import { cosineOf } from "../tensors";
-import { RecordedLine } from "./captures";
+import { RecordedLine, RecordingNote } from "./captures";
 import { LiveTrace } from "./trace";
 
 /** Whether an answer is still being read; its comparison with the plain model may follow. */
@@ -37,6 +37,7 @@ export function Chat() {
         <Reading />
         <FeaturesOf />
         <Sampling />
+        <RecordingNote />
         {path.value.length > 0 && !isRecorded.value && (
           <button type="button" class="quiet" onClick={() => { stop(); turns.value = []; branches.value = {}; selected.value = null; }}>
             New conversation
