@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -206,8 +208,7 @@ class GateSlots:
         None of them loses its slot to another.
         """
         self._num_calls += 1
-        found = [self._slots.get(req_id, NO_SLOT) for req_id in req_ids]
-        slots = np.array(found, np.int32)
+        slots = np.array([*map(self._slots.get, req_ids, repeat(NO_SLOT))], np.int32)
         is_new: BoolArray = slots == NO_SLOT
         self._last_taken[slots] = self._num_calls
         for at in is_new.nonzero()[0].tolist():
@@ -269,6 +270,9 @@ def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32
     return flags
 
 
+_NUM_PROMPT, _EARLY, _IS_COUNTED = map(attrgetter, ("num_prompt", "early", "is_counted"))
+
+
 class GatedBatch:
     """The requests with gates of one batch, while its composition stays.
 
@@ -280,14 +284,16 @@ class GatedBatch:
 
     def __init__(self, req_ids: tuple[str, ...], requests: dict[str, GatedRequest], slots: GateSlots) -> None:
         self.req_ids = req_ids
-        places = [at for at, req_id in enumerate(req_ids) if req_id in requests]
-        self.gated_ids = tuple(req_ids[at] for at in places)
+        found = [*map(requests.get, req_ids)]
+        places = range(len(found)) if all(found) else [at for at, request in enumerate(found) if request is not None]
+        self.gated_ids = req_ids if len(places) == len(found) else tuple([req_ids[at] for at in places])
         self._places = np.array(places, np.int64)
         self.slots, self._is_new = slots.take(self.gated_ids)
-        self.requests = tuple(requests[req_id] for req_id in self.gated_ids)
-        self._num_prompt = np.array([request.num_prompt for request in self.requests], np.int64)
-        self.has_early = any(request.early for request in self.requests)
-        at = [place for place, request in enumerate(self.requests) if not request.is_counted]
+        self.requests = tuple([request for request in found if request is not None])
+        self._num_prompt = np.array([*map(_NUM_PROMPT, self.requests)], np.int64)
+        self.has_early = any(map(_EARLY, self.requests))
+        is_counted = [*map(_IS_COUNTED, self.requests)]
+        at = [] if all(is_counted) else [place for place, counts in enumerate(is_counted) if not counts]
         self.reported_at = np.array(at, np.int64)
         """Places of the requests whose rows are sent to the host."""
         self.reported_requests = tuple(self.requests[place] for place in at)

@@ -9,7 +9,7 @@ Letters in shape comments: B requests of the step, T batch rows, S sites of this
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
@@ -107,21 +107,31 @@ class RowMap:
         self._free = list(range(1, num_rows))
         self._dirty: set[int] = set()
 
-    def bind(self, needed: Collection[PooledSum]) -> None:
-        """Give every needed sum a row, at the expense of sums that are not needed.
+    def bind(self, sums: Iterable[PooledSum], needed: Callable[[], Collection[PooledSum]]) -> bool:
+        """Give sums rows, at the expense of sums that are not needed.
+
+        Args:
+            sums: Sums of the batch; some may have rows.
+            needed: Returns all sums of the batch.
+
+        Returns:
+            Whether sums that are not needed have lost theirs.
 
         Raises:
-            AssertionError: If there are more than rows.
+            AssertionError: If more are needed than there are rows.
         """
-        for found in needed:
+        has_freed = False
+        for found in sums:
             if found.row == UNSTEERED_ROW:
                 if not self._free:
-                    self._free_all_but(needed)
+                    self._free_all_but(needed())
+                    has_freed = True
                 found.row = heappop(self._free)
                 self._bound[found.row] = found
                 self.slots[:, found.row] = found.column
                 self._programs.bind(found.row, found.programs, found.column[self._op_sites])
                 self._dirty.add(found.row)
+        return has_freed
 
     def unbind(self, bound: PooledSum) -> None:
         """Free the row of a sum, if it has one."""
@@ -166,12 +176,65 @@ class _Holder:
     selection: Selection = None
     driven: frozenset[int] = frozenset()
     """Columns in which controllers drive a request."""
+    line: int = 0
+    """Its line in the table of `_BatchTable`; 0 for modules."""
 
     @property
     def own(self) -> Phases:
         """Its own vectors of both phases; one object for all holders with equal vectors."""
         prefill, decode = self.sums
         return (prefill.own if prefill else None), (decode.own if decode else None)
+
+
+_NUM_PROMPT, _ROWS, _IS_BOUND = 0, slice(1, 3), 3
+"""Columns of `_BatchTable.table`."""
+
+
+class _BatchTable:
+    """The length and the rows of each request, in one array: a crowd's batch changes in nearly every step, and a loop
+    over its 256 requests takes longer than everything else that steering does there.
+
+    Attributes:
+        table: int64 ``[L, 4]``: a line for each request: tokens of its prompt, rows of both phases, and whether the
+            rows are bound. Rows that are not bound are `UNSTEERED_ROW`.
+    """
+
+    def __init__(self) -> None:
+        self.table: Int64Array = np.zeros((64, 4), dtype=np.int64)
+        self._free = list(range(len(self.table) - 1, 0, -1))
+        self._lines: dict[str, int] = {}
+
+    def add(self, req_id: str, request: _Holder) -> None:
+        """Give a request a line."""
+        if not self._free:
+            size = len(self.table)
+            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        request.line = self._lines[req_id] = self._free.pop()
+        self.table[request.line] = request.num_prompt, UNSTEERED_ROW, UNSTEERED_ROW, False
+
+    def remove(self, req_id: str) -> None:
+        """Free the line of a request."""
+        self._free.append(self._lines.pop(req_id))
+
+    def unbind(self, request: _Holder) -> None:
+        """Note that the sums of a request have changed."""
+        self.table[request.line, 1:] = UNSTEERED_ROW
+
+    def unbind_all(self) -> None:
+        """Note that any sum may have changed or lost its row."""
+        self.table[:, 1:] = UNSTEERED_ROW
+
+    def of(self, req_ids: Sequence[str]) -> Int64Array:
+        """Return the lines of requests, int64 ``[B]``.
+
+        Raises:
+            AssertionError: If a request is not known.
+        """
+        try:
+            return np.array([*map(self._lines.__getitem__, req_ids)], dtype=np.int64)
+        except KeyError as error:
+            raise AssertionError(f"request {error.args[0]!r} is in a batch, but was never added") from None
 
 
 class RowTable:
@@ -211,6 +274,9 @@ class RowTable:
         self._pool = pool
         self._sums = PooledSums(sites, pool, max(num_rows, MAX_UNUSED), self._rows.unbind, op_sites)
         self._requests: dict[str, _Holder] = {}
+        self._lines = _BatchTable()
+        self._num_grouped = 0
+        """Requests that have position groups."""
         self._modules: dict[str, _Holder] = {}
         self._new_modules: dict[str, Phases] = {}
         self._new_global: Phases | None = None
@@ -249,13 +315,17 @@ class RowTable:
         sums = self._sums.acquire((prefill, decode), acting_of(self._rules, selection))
         request = _Holder(num_prompt, sums, groups, selection)
         self._requests[req_id] = request
+        self._lines.add(req_id, request)
         self._num_steered += request.sums != NO_SUMS
+        self._num_grouped += groups != _NO_GROUPS
         self.version += 1
 
     def remove(self, req_id: str) -> None:
         """Remove a request that was added."""
         request = self._requests.pop(req_id)
+        self._lines.remove(req_id)
         self._num_steered -= request.sums != NO_SUMS
+        self._num_grouped -= request.groups != _NO_GROUPS
         self._sums.release(request.sums)
         self.version += 1
 
@@ -269,6 +339,7 @@ class RowTable:
         self._num_steered -= request.sums != NO_SUMS
         self._sums.release(request.sums)
         request.sums = self._sums.acquire(request.own, acting_of(self._rules, request.selection, columns))
+        self._lines.unbind(request)
         self._num_steered += request.sums != NO_SUMS
         self.version += 1
 
@@ -325,6 +396,7 @@ class RowTable:
             for at, (holder, own) in enumerate(holders):
                 rules = () if at < len(modules) else acting_of(self._rules, holder.selection, holder.driven)
                 holder.sums = self._sums.acquire(own, rules)
+            self._lines.unbind_all()
             self._num_steered = self._sums.has_global + sum(one.sums != NO_SUMS for one in self._requests.values())
         while self._new_modules:
             name, vectors = self._new_modules.popitem()
@@ -339,18 +411,32 @@ class RowTable:
         self.apply_changes()
         if self.is_idle:
             return None
-        try:
-            requests = [self._requests[req_id] for req_id in req_ids]
-        except KeyError as error:
-            raise AssertionError(f"request {error.args[0]!r} is in a batch, but was never added") from None
-        needed = dict.fromkeys(found for request in requests for found in request.sums if found is not None)
-        if not needed:
+        lines = self._lines.of(req_ids)
+        unbound = np.flatnonzero(self._lines.table[lines, _IS_BOUND] == 0).tolist()
+        if unbound:
+            self._bind([self._requests[req_ids[at]] for at in unbound], req_ids)
+        found = self._lines.table[lines]
+        rows = found[:, _ROWS].astype(np.int32)
+        if not rows.any():
             return None
-        self._rows.bind(needed)
-        flat = [UNSTEERED_ROW if found is None else found.row for request in requests for found in request.sums]
-        num_prompt = np.array([request.num_prompt for request in requests], dtype=np.int64)
-        groups = {at: request.groups for at, request in enumerate(requests) if request.groups != _NO_GROUPS}
-        return BatchRows(num_prompt, np.array(flat, dtype=np.int32).reshape(-1, 2), groups)
+        groups: dict[int, PhaseGroups] = {}
+        if self._num_grouped:
+            of_all = enumerate(self._requests[req_id].groups for req_id in req_ids)
+            groups = {at: of_one for at, of_one in of_all if of_one != _NO_GROUPS}
+        return BatchRows(found[:, _NUM_PROMPT], rows, groups)
+
+    def _bind(self, requests: Sequence[_Holder], req_ids: Sequence[str]) -> None:
+        """Bind rows to requests of a batch that lack some."""
+
+        def needed() -> dict[PooledSum, None]:
+            return dict.fromkeys(_sums_of(self._requests[req_id] for req_id in req_ids))
+
+        if self._rows.bind(_sums_of(requests), needed):
+            self._lines.unbind_all()  # what the others of the batch have is laid out anew as well
+            requests = [self._requests[req_id] for req_id in req_ids]
+        for request in requests:
+            rows = [UNSTEERED_ROW if found is None else found.row for found in request.sums]
+            self._lines.table[request.line, 1:] = *rows, True
 
     def take_writes(self) -> TableWrites | None:
         """Return the changes that the device lacks, which count as written from here on; None if it lacks none.
@@ -365,6 +451,10 @@ class RowTable:
     def checksum(self) -> int:
         """Return the state as a number, equal on tensor-parallel ranks. For debugging; see `SlotPool.checksum`."""
         return self._rows.checksum(self._pool.checksum())
+
+
+def _sums_of(requests: Iterable[_Holder]) -> Iterator[PooledSum]:
+    return (found for request in requests for found in request.sums if found is not None)
 
 
 def _groups_of(acting: Vectors | None, num_prompt: int) -> tuple[PositionSelector, ...]:
