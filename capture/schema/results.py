@@ -123,14 +123,11 @@ class SupportsSummary(Protocol):
         ...
 
 
-_PLAIN = frozenset((dict, list, str, int, float, bool, type(None)))
-
-
 def plain_payload(payload: Any) -> Any:
     """Return a payload's summary if it is a live object that has one; else the payload itself."""
-    # Asking the protocol takes 6 µs, for each prompt of a call, on the event loop.
-    is_live = type(payload) not in _PLAIN and isinstance(payload, SupportsSummary)
-    return payload.summary() if is_live else payload
+    # As `SupportsSummary` has it: asking the protocol takes 20 µs, for each prompt of a call, on the event loop.
+    summary = getattr(payload, "summary", None)
+    return summary() if callable(summary) else payload
 
 
 class FetchedRows(Protocol):

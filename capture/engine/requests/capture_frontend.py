@@ -41,7 +41,6 @@ from headgate.capture.schema.results import (
     CaptureResults,
     KeptRequest,
     RowKeeper,
-    StreamedResults,
     join_key,
     with_messages,
 )
@@ -240,12 +239,14 @@ class FrontEnd:
     def streamed(self, ask: CaptureRequest) -> Callable[[int, int], Mapping[str, object]] | None:
         """Return what takes new parts of a running request's results, by sample and rows; None if nothing streams."""
         drivers = {} if self._drivers_here is None else self._drivers_here.consumers
-        found = {name: drivers[name] for name in ask.specs if isinstance(drivers.get(name), StreamedResults)}
+        # As `StreamedResults` has it: asking the protocol takes 20 µs, for each request.
+        takers = {name: getattr(drivers.get(name), "take_new", None) for name in ask.specs}
+        found = {name: taker for name, taker in takers.items() if taker is not None}
         if not found:
             return None
 
         def take_new(sample_index: int, num_rows: int) -> Mapping[str, object]:
-            new = {name: each.take_new(ask.key, sample_index, num_rows) for name, each in found.items()}  # type: ignore[union-attr]
+            new = {name: taker(ask.key, sample_index, num_rows) for name, taker in found.items()}
             return {name: {"payload": payload} for name, payload in new.items() if payload is not None}
 
         return take_new
