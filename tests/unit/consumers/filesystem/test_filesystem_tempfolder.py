@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
+import random
 import shutil
 import socket
 import stat
@@ -13,7 +15,7 @@ import pytest
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.consumers.filesystem.storage import local_store
-from headgate.consumers.filesystem.storage.local_store import LocalStore, TempFolder
+from headgate.consumers.filesystem.storage.local_store import BLOCK_BYTES, LocalStore, TempFolder, write_file
 from headgate.consumers.filesystem.storage.store import slug
 
 HOST = slug(socket.gethostname())
@@ -153,3 +155,94 @@ def test_a_root_without_temporary_folder_is_not_the_one_that_was_opened(tmp_path
         temp.new_path()
 
     temp.close()
+
+
+LONG = 2 * BLOCK_BYTES + 12345
+
+
+def pieces(num_bytes: int, length: int) -> list[memoryview]:
+    """Views of random bytes, `length` each but for the last."""
+    whole = memoryview(random.Random(num_bytes).randbytes(num_bytes))
+    return [whole[start : start + length] for start in range(0, num_bytes, length)]
+
+
+def flags_while_writing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each write went past the page cache, as they come."""
+    found: list[bool] = []
+    write = os.pwritev
+
+    def pwritev(file: int, buffers: list[memoryview], offset: int) -> int:
+        found.append(bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT))
+        return write(file, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "length"),
+    [(BLOCK_BYTES, BLOCK_BYTES), (BLOCK_BYTES + 1, 5120), (LONG, 999_983), (2 * BLOCK_BYTES, 3 * BLOCK_BYTES)],
+)
+def test_long_files_that_are_synced_hold_every_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, length: int
+) -> None:
+    monkeypatch.setattr(local_store, "_is_on_disk", lambda file: True)  # also where this test runs in memory
+    views = pieces(num_bytes, length)
+    assert write_file(tmp_path / "long", [views[0][:0], *views], fsync=True) == num_bytes
+    assert (tmp_path / "long").read_bytes() == b"".join(views)
+
+
+def test_long_files_go_past_the_page_cache_if_they_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_direct = flags_while_writing(monkeypatch)
+    write_file(tmp_path / "short", pieces(BLOCK_BYTES - 1, 5120), fsync=True)
+    write_file(tmp_path / "unsynced", pieces(LONG, 5120), fsync=False)
+    assert not any(is_direct)
+    if os.major(tmp_path.stat().st_dev) == 0:
+        pytest.skip("this folder is on no disk")
+    is_direct.clear()
+    write_file(tmp_path / "long", pieces(LONG, 5120), fsync=True)
+    assert len(is_direct) == 3
+    assert all(is_direct)
+
+
+@pytest.mark.parametrize("refused", ["flag", "write"])
+def test_a_file_system_without_direct_writes_gets_long_files_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    change, write = fcntl.fcntl, os.pwritev
+    is_direct = dict[int, bool]()
+
+    def refuse(file: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL:
+            is_direct[file] = bool(argument & os.O_DIRECT)
+            if is_direct[file] and refused == "flag":
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return change(file, command, argument)
+
+    def pwritev(file: int, buffers: list[memoryview], offset: int) -> int:
+        if is_direct[file] and refused == "write":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return write(file, buffers, offset)
+
+    monkeypatch.setattr(local_store, "_is_on_disk", lambda file: True)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    views = pieces(LONG, 5120)
+    assert write_file(tmp_path / "long", views, fsync=True) == LONG
+    assert (tmp_path / "long").read_bytes() == b"".join(views)
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_long_file_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwritev
+
+    def pwritev(file: int, buffers: list[memoryview], offset: int) -> int:
+        if offset >= BLOCK_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, buffers, offset)
+
+    monkeypatch.setattr(local_store, "_is_on_disk", lambda file: True)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    with pytest.raises(OSError, match="No space left"):
+        write_file(tmp_path / "long", pieces(LONG, 5120), fsync=True)
