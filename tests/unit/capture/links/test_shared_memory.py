@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -187,3 +191,26 @@ def test_a_way_that_loses_rows_is_refused(copier: _Copier, what: str, monkeypatc
     with pytest.raises(UnsupportedError, match=rf"copied into shared memory.*brought {what}; set capture.processes"):
         staging.prove(copier)
     staging.close()
+
+
+IN_SMALL_CONTAINER = """
+mount -t tmpfs -o size=1m headgate-test /dev/shm && exec {python} -c '
+import shutil, torch
+from headgate.capture.links.shared_memory import SharedStaging
+assert shutil.disk_usage("/dev/shm").total == 1 << 20
+staging = SharedStaging(16384, 1024, torch.bfloat16, torch.device("cpu"))
+staging.rows_AD.fill_(1)
+assert float(staging.rows_AD.float().mean()) == 1
+print(staging.rows_AD.nbytes >> 20, "MiB")
+'
+"""
+"""Docker gives a container a ``/dev/shm`` of 64 MiB, whatever its memory is."""
+
+
+def test_staging_memory_takes_no_room_in_dev_shm() -> None:
+    namespaces = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    if shutil.which("unshare") is None or subprocess.run([*namespaces, "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets no process mount its own /dev/shm")
+    script = IN_SMALL_CONTAINER.format(python=sys.executable)
+    done = subprocess.run([*namespaces, "sh", "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout) == (0, "32 MiB\n"), done.stderr
