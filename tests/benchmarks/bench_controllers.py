@@ -164,9 +164,9 @@ class Engine:
 
     def _open_core(self, config: Any, mode: Mode) -> None:
         self.scheduler: Any = SimpleNamespace(requests={}, hash_block_size=16)
-        call: Callable[..., Any] = lambda method, args: self.hooks.headgate_call(  # noqa: E731
-            part="steering", method=args[1], args=args[2]
-        )
+        call: Callable[..., Any] = lambda method, args: [  # noqa: E731
+            self.hooks.headgate_call(part="steering", method=args[1], args=args[2])
+        ]
         core: Any = SimpleNamespace(
             scheduler=self.scheduler,
             step_fn=None,

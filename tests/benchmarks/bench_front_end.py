@@ -67,7 +67,7 @@ class Body:
     def to_sampling_params(self) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(max_tokens=128, temperature=0)
+        return SamplingParams(max_tokens=128, temperature=0, skip_clone=True)  # as vLLM's routes make it
 
 
 class Engine:

@@ -104,6 +104,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, help="folder for stacks and logs")
     parser.add_argument("--modes", nargs="*", default=["1 layer", "16 configs"], help=f"of {', '.join(MODES)}")
     parser.add_argument("--shapes", nargs=1, default=["chat"], help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--servers", nargs="*", default=[], help=f"of {', '.join(FEATURES)}; default: any")
     parser.add_argument("--requests", type=int, default=96, help="of one run of a mode; it is repeated")
     parser.add_argument("--files", type=Path, default=Path("/tmp"), help="folder for captures")
     parser.add_argument("--kv-gib", type=float, default=4, help="KV cache of each server; 0: as vLLM has it")
@@ -113,6 +114,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.tp = options.pp = 1
     try:
         options.modes = pick(options.modes, MODES, "--modes")
+        options.servers = pick(options.servers, FEATURES, "--servers")
     except ValueError as error:
         parser.error(str(error))
     if shutil.which("py-spy") is None:
@@ -124,11 +126,13 @@ def main() -> int:
     """Start the servers, profile; returns the exit status."""
     options = read_options()
     options.out.mkdir(parents=True, exist_ok=True)
-    names = dict.fromkeys(server_of(MODES[name], FEATURES) for name in options.modes)
+    has = {name: FEATURES[name] for name in options.servers}
+    names = dict.fromkeys(server_of(MODES[name], has) for name in options.modes)
     size, others = size_of(options.model), other_consumers(options.modes)
+    most = SHAPES[options.shapes[0]].in_flight
     with Load(4) as load:
         started = [
-            start(name, shared_flags(options), options.out, options.files, size, 64, others)
+            start(name, shared_flags(options), options.out, options.files, size, most, others)
             for name in names
             if name is not None
         ]

@@ -79,10 +79,12 @@ SHAPES = {
     "decode-512": Shape(in_flight=64, requests=64, prompt=128, tokens=512),
     "crowd": Shape(in_flight=256, requests=512, prompt=256, tokens=128),
     **{f"open-{part}": Shape(256, 512, prompt=256, tokens=128, share=part / 100) for part in (50, 70, 90)},
+    "small crowd": Shape(in_flight=256, requests=1024, prompt=32, tokens=32),
     "short": Shape(in_flight=16, requests=48, prompt=256, tokens=128),
     "tiny": Shape(in_flight=2, requests=4, prompt=24, tokens=4),
 }
 """``chat`` is the landscape's, but for the lengths; ``short`` is that in short turns, as ``decode-512`` is ``decode``;
+``small crowd`` is for CPU milliseconds a request on a machine without a GPU (a tiny model, `--kv-gib 0`);
 ``tiny`` tries the benchmark."""
 
 
