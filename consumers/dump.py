@@ -200,14 +200,17 @@ def _fired(decision: Mapping[str, Any]) -> str:
 
 
 def _statistics_table(capture: StoredCapture) -> Table:
+    """Return a line for each site, such as ``3.hook_z[0:4][8:12]`` where only these columns were kept."""
     table = Table(box=None, header_style="bold", pad_edge=False)
+    columns = capture.metadata.get("columns") or {}
     table.add_column("site")
     for title in ("rows", "mean norm", "max norm", "min", "max", "NaN", "inf"):
         table.add_column(title, justify="right")
     for line in statistics(capture):
         bad = [f"[red]{line[key]:,}[/red]" if line[key] else "0" for key in ("num_nan", "num_inf")]
         numbers = ["-" if line[key] is None else f"{line[key]:.4g}" for key in ("mean_norm", "max_norm", "min", "max")]
-        table.add_row(line["site"], f"{line['rows']:,}", *numbers, *bad)
+        kept = "".join(f"[{start}:{stop}]" for start, stop in columns.get(line["site"], ()))
+        table.add_row(escape(line["site"] + kept), f"{line['rows']:,}", *numbers, *bad)
     return table
 
 

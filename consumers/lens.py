@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -43,7 +42,7 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.results import CHUNK_VALUES
-from headgate.capture.schema.sites import HookPoint, Site, parse_configured
+from headgate.capture.schema.sites import HookPoint, Site, parse_layers
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.schema.vocabulary import Vocabulary, read_token, word_like
 
@@ -179,18 +178,24 @@ def _name(given: object, settings: _Settings, field: str) -> str:
 
 
 def _sites(layers: object, name: str, settings: _Settings, context: SpecContext) -> tuple[Site, ...]:
-    hook, field = HookPoint.POST_MLP.value, f"{context.field}.layers"
     readable = [site.layer for site in _readable(context.model)]
     if name in settings.lenses:
         readable = [layer for layer in readable if layer in settings.lenses[name].layers]
-    if layers == "all":
-        layers = readable
-    parse = partial(parse_configured, num_layers=context.model.num_layers, sites=context.model.sites)
-    found: tuple[Site, ...] = context.parsed_once({hook: layers}, "layers", parse)
-    missing = [site.layer for site in found if site.layer not in readable]
-    if missing:
-        raise RequestError(field, f"the lens {name!r} has no layers {missing}; it has {readable}")
-    return found
+    chosen: tuple[int, ...] = tuple(readable)
+    if layers != "all":
+        chosen = context.parsed_once(
+            layers, "layers", lambda raw, path: parse_layers(raw, context.model.num_layers, path)
+        )
+    missing = [layer for layer in chosen if layer not in readable]
+    if missing or not chosen:
+        first = context.model.first_head_layer
+        stage = f", and the last pipeline stage, which has the model's head, begins at layer {first}" if first else ""
+        raise RequestError(
+            f"{context.field}.layers",
+            f"the lens {name!r} reads no layers {missing} here, but {readable}: those that it has and whose "
+            f"post_mlp is captured (setting: capture.sites){stage}",
+        )
+    return tuple(Site(layer, HookPoint.POST_MLP) for layer in chosen)
 
 
 def _top(given: object, most: int, field: str) -> int:
@@ -212,7 +217,9 @@ def _tokens(given: object, most: int, context: SpecContext) -> list[int]:
 
 
 def _readable(model: ModelInfo) -> list[Site]:
-    return [site for site in model.sites if site.hook is HookPoint.POST_MLP]
+    """Return the sites whose rows are where the model's head is."""
+    first = model.first_head_layer
+    return [site for site in model.sites if site.hook is HookPoint.POST_MLP and site.layer >= first]
 
 
 class _Words:
@@ -445,7 +452,8 @@ class LensConsumer(StreamingConsumer):
                 raise ConfigError(f"lens: lenses.{name}: {error}") from error
         sites = _readable(model)
         if not sites:
-            raise ConfigError("lens: reads post_mlp, which is not captured here; add it to capture.sites")
+            first = f" of layer {model.first_head_layer} or later" if model.first_head_layer else ""
+            raise ConfigError(f"lens: reads post_mlp{first}, which is not captured here; add it to capture.sites")
         return {
             site: LensReadout(
                 site.layer,

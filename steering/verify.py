@@ -71,7 +71,7 @@ class SteeringChecks:
                 label=f"{role} {site.name}",
                 prompt=plain.prompt,
                 max_tokens=plain.max_tokens,
-                fields=_fields(role, site, vector(index, stage.hidden_size)),
+                fields=_fields(role, site, vector(index, stage.width(site))),
                 captures=True,
             )
             for index, (plain, role) in enumerate(zip(stage.plain, cycle(ROLES), strict=False))
@@ -104,9 +104,9 @@ def _next(site: Site) -> Site | None:
     return Site(site.layer + 1, HookPoint.PRE_ATTN) if site.hook is HookPoint.POST_MLP else None
 
 
-def vector(index: int, hidden_size: int, strength: float = STRENGTH) -> Float32Rows:
-    """Return the vector ``[hidden]`` of one request; another one for each index."""
-    return np.random.default_rng(index).normal(0, strength, hidden_size).astype(np.float32)
+def vector(index: int, width: int, strength: float = STRENGTH) -> Float32Rows:
+    """Return the vector ``[width]`` of one request; another one for each index."""
+    return np.random.default_rng(index).normal(0, strength, width).astype(np.float32)
 
 
 def _fields(role: str, site: Site, values: Float32Rows) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _sites_scenes(stage: Stage, steerable: Sequence[Site]) -> Iterator[Scene]:
     ):
         requests = []
         for index, site in enumerate(steerable):
-            values = vector(index, stage.hidden_size, SITE_STRENGTH)
+            values = vector(index, stage.width(site), SITE_STRENGTH)
             prompt = list(islice(cycle(tokens), SITE_PROMPT * index, SITE_PROMPT * (index + 1)))
             fields = {field: _nested(site, values)} if field else {}
             requests.append(SceneRequest(label=site.name, prompt=prompt, max_tokens=SITE_TOKENS, fields=fields))
@@ -142,6 +142,9 @@ def judge_sites(
 ) -> Verdict:
     """Judge requests that are each steered at one site: the `step`-th token must change, and no earlier one.
 
+    One vector that is added to all keys of a prompt changes only rounding there, since attention compares them with
+    each other: the token after the first must change, whose own key is another.
+
     Args:
         check: The statement that is checked.
         idle: Answers without steering.
@@ -151,10 +154,13 @@ def judge_sites(
     """
     silent, early, wrong = [], [], 0
     for before, after in zip(idle, steered, strict=True):
-        start = difference([_cut(before, step)], [_cut(after, step)])
+        are_all_keys = step == 0 and Site.parse(before.label).hook is HookPoint.K
+        at, start = int(are_all_keys) or step, difference([_cut(before, step)], [_cut(after, step)])
         if start.largest > 2 * noise:
             early.append(before.label)
-        elif start.num_other == 0 and not step_difference(before.logprobs[step], after.logprobs[step]) > 2 * noise:
+        elif difference([_cut(before, at)], [_cut(after, at)]).num_other == 0 and not (
+            step_difference(before.logprobs[at], after.logprobs[at]) > 2 * noise
+        ):
             silent.append(before.label)
         wrong += before.prompt != after.prompt
     if silent or early or wrong or not idle:
@@ -246,7 +252,7 @@ def _gain(index: int, answer: RequestAnswer, sites: tuple[str, str], dtype: str)
     """Compare the gain of one request's stream between two sites with the vectors of its tokens."""
     assert answer.rows is not None  # noqa: S101  (judge_tokens has looked)
     before, behind = (answer.rows.at(site) for site in sites)
-    wanted = _wanted(answer, vector(index, answer.rows.hidden_size))
+    wanted = _wanted(answer, vector(index, before.shape[1]))
     if not before.shape == behind.shape == wanted.shape:
         return _Gain(problem=f"{len(before)} and {len(behind)} rows of {len(wanted)} tokens")
     missed, length = np.linalg.norm(behind - before - wanted, axis=1), np.linalg.norm(wanted, axis=1)

@@ -23,6 +23,8 @@ from headgate.capture.schema.sites import Site
 from headgate.consumers.reader import open_captures
 from headgate.steering import load
 from headgate.steering.features.importing import open_coder
+from tests.engine.byte_tokenizer import with_tokenizer
+from tests.engine.tiny_models import tiny_model
 from tests.fakes.saes import TinySae
 from tests.fresh_python import run_python
 
@@ -210,6 +212,22 @@ def test_a_lens_shows_when_a_token_rises_and_steers_toward_another(model_dir: Pa
     assert "as it is:              ' Tokyo" in printed
     assert "steered toward Paris:  ' Paris" in printed
     assert len((ROOT / "examples/lens.py").read_text().splitlines()) < 80
+
+
+@pytest.mark.engine
+def test_an_expert_is_banned_for_one_language_alone(tmp_path: Path) -> None:
+    printed = run_example("examples/experts.py", str(with_tokenizer(tiny_model("qwen3_moe"), tmp_path / "model")))
+
+    german, english = re.findall(r"(\d+)% of (?:German tokens|English ones)", printed)
+    assert int(german) > int(english)
+    kept, banned = re.findall(
+        r"^(\w+), banned for German: (\d+)% of tokens, .* (-[0-9.]+) -> (-[0-9.]+)$", printed, re.M
+    )
+    assert kept[:2] == ("English", english)
+    assert kept[2] == kept[3]
+    assert banned[:2] == ("German", "0")
+    assert banned[2] != banned[3]
+    assert len((ROOT / "examples/experts.py").read_text().splitlines()) < 80
 
 
 @pytest.mark.engine

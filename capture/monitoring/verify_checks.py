@@ -8,7 +8,7 @@ So judging is pure: it never sees an engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -178,7 +178,7 @@ class Stage:
         llm: vLLM's `LLM`, with the handles of parts such as ``llm.steering``.
         plain: The requests of the scene `PLAIN`.
         sites: Those open for capture.
-        hidden_size: Width of the stream.
+        width: Returns the numbers of a row at a site of the model.
         earlier: What `SERVED` recorded, for `EAGER`.
     """
 
@@ -186,7 +186,7 @@ class Stage:
     llm: Any
     plain: Sequence[SceneRequest]
     sites: Sequence[Site]
-    hidden_size: int
+    width: Callable[[Site], int]
     earlier: Recording | None = None
 
 

@@ -373,6 +373,7 @@ class ModelInfo:
         attention: What attention does, of each layer of this worker whose queries and keys can be captured; a text
             where `AttentionFacts` cannot say it. Empty elsewhere than in workers and their capture processes.
         has_drafts: Whether drafts of speculative decoding are verified; False in workers and capture processes.
+        first_head_layer: The first layer of the last pipeline stage: a `HeadReadout` reads this layer and later ones.
     """
 
     name: str
@@ -384,6 +385,7 @@ class ModelInfo:
     shapes: Mapping[Site, SiteShape] = field(default_factory=dict, repr=False, hash=False)
     attention: Mapping[int, AttentionFacts | str] = field(default_factory=dict, repr=False, hash=False)
     has_drafts: bool = False
+    first_head_layer: int = 0
 
     @property
     def stream(self) -> SiteShape:

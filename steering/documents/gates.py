@@ -35,7 +35,7 @@ from headgate.steering.documents.operations import (
     read_site,
 )
 from headgate.steering.documents.schema import Name, one_of
-from headgate.steering.documents.vectors import check_scale, read_rows, read_tier
+from headgate.steering.documents.vectors import check_in_stream, check_scale, read_rows, read_tier
 from headgate.steering.gates.gate import (
     COLUMNS_PER_GATE,
     FIELD,
@@ -227,6 +227,7 @@ class ConditionReader:
             raise RequestError(inner, "is missing: a vector, or the name of a module that has one")
         if is_reference(value):
             return read_reference(value, site, inner)
+        check_in_stream(value, (site,), inner)
         row = self._vectors.read(value, self._steerable.width(site), inner)
         if not row.any():
             raise RequestError(inner, "is zero in float32, so every row would have one score")

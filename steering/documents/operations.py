@@ -46,6 +46,7 @@ from headgate.steering.documents.vectors import (
     PackedVector,
     Row,
     TokenDirection,
+    check_in_stream,
     check_scale,
     is_as_long,
     packed_rows,
@@ -473,6 +474,8 @@ def _vectors_by_site(
 ) -> dict[Site, Mapping[str, Float32Row | ModuleVector]]:
     """Return the vectors of an operation at each site; one object for all sites where they are the same."""
     named, width = _named_vectors(given, where), steerable.width(sites[0])
+    for key, value in named:
+        check_in_stream(value, sites, f"{where}.{key}")
     read = {
         key: None if is_reference(value) else vectors.read(value, width, f"{where}.{key}", columns)
         for key, value in named

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ import pybase64
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import (
     COLUMN_KEYS,
+    NOT_OF_STREAM,
     Columns,
     HookPoint,
     Site,
@@ -597,6 +598,19 @@ def _directions(values: list[Any], steerable: Steerable, field: str) -> list[Fie
 def is_direction(value: object) -> bool:
     """Whether a vector is given as the direction of a token by a lens."""
     return isinstance(value, Mapping) and "lens" in value
+
+
+def check_in_stream(value: object, sites: Iterable[Site], where: str) -> None:
+    """Refuse the direction of a token where rows are not of the residual stream, though they may be as wide.
+
+    Raises:
+        RequestError: Naming the first such site.
+    """
+    if is_direction(value) and (others := [site for site in sites if site.hook in NOT_OF_STREAM]):
+        raise RequestError(
+            where,
+            f"is a direction of the residual stream, by a lens; rows of {others[0].name} are no rows of the stream",
+        )
 
 
 def read_direction(value: object, directions: Directions | None, where: str) -> tuple[Site, Float32Rows, float]:

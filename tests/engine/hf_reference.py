@@ -407,6 +407,25 @@ def reference_logits(
     return [[model.read(rows, tokens) for rows in several] for tokens, several in requests]
 
 
+LENS_ERROR = 1e-4
+
+
+def check_lens(read: Mapping[str, Any], logits: Tensor, top: int, named: list[int]) -> None:
+    """Compare what a lens read in rows of one layer with logits ``[rows, vocabulary]``."""
+    expected = logits.log_softmax(-1)
+    ids, logprobs = torch.tensor(read["ids"]), torch.tensor(read["logprobs"])
+    best = expected.topk(top)
+    assert torch.allclose(logprobs, best.values, rtol=0, atol=LENS_ERROR)
+    assert torch.allclose(expected.gather(1, ids), best.values, rtol=0, atol=LENS_ERROR), "ties alone may differ"
+    given = expected[:, named]
+    assert torch.allclose(torch.tensor(read["token_logprobs"]).view_as(given), given, rtol=0, atol=LENS_ERROR)
+    for column, token in enumerate(named):
+        ranks = torch.tensor(read["token_ranks"])[:, column]
+        least = (expected > expected[:, token, None] + LENS_ERROR).sum(1)
+        most = (expected > expected[:, token, None] - LENS_ERROR).sum(1)
+        assert ((least <= ranks) & (ranks <= most)).all()
+
+
 @contextmanager
 def own_process() -> Iterator[ProcessPoolExecutor]:
     """A process for `reference_rows`: an engine in this one may have decorated Hugging Face's classes for vLLM."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from headgate.capture import lens
 from headgate.capture.monitoring.step_log import STEP_LOG, compact
 from headgate.capture.probe import HiddenLayer, Probe, save
 from headgate.capture.schema.errors import RequestError
@@ -24,7 +25,7 @@ from headgate.consumers.reader import open_captures
 from tests.conftest import ENGINE_DEFAULTS, start_llm, stop_llm
 from tests.deadlines import patience
 from tests.engine import gate_making, gate_runs
-from tests.engine.hf_reference import HFReference, Steering, own_process, relative_error
+from tests.engine.hf_reference import HFReference, Steering, check_lens, own_process, relative_error
 from tests.engine.steering_cases import (
     OP_LAYER,
     TRANSCODERS,
@@ -38,7 +39,7 @@ from tests.engine.steering_cases import (
     sites_of,
     vectors,
 )
-from tests.engine.tiny_models import HIDDEN, tiny_model
+from tests.engine.tiny_models import HIDDEN, LAYERS, tiny_model
 from tests.fakes.far_host import FarHost, free_port, node_command, second_host
 
 HOOKS = ("pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp")
@@ -72,6 +73,10 @@ STEERING = [
 ]
 WITHIN, *_, ACROSS, _ = TRANSCODERS
 RNG = np.random.default_rng(11)
+MATRIX = RNG.normal(size=(HIDDEN, HIDDEN)).astype(np.float32) / HIDDEN**0.5
+NAMED = [9, 300, 511]
+LAST_STAGE = 2
+"""The layer at which the second of two pipeline stages begins."""
 UNITS = HiddenLayer(weight=RNG.normal(size=(6, HIDDEN)), bias=RNG.normal(size=6), activation="gelu")
 PROBES = {
     "near": Probe(site=Site.parse("0.post_attn"), weight=RNG.normal(size=(1, HIDDEN)), bias=[0.5]),
@@ -117,6 +122,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         {"name": "filesystem", "instance_name": "far", "location": "driver", "params": {"root": str(far_root)}},
         {"name": "probe", "params": {"probes": probes}},
         {"name": "probe", "instance_name": "far_probe", "location": "driver", "params": {"probes": probes}},
+        {"name": "lens", "params": {"lenses": saved_lens(tmp_path_factory.mktemp("lens") / "jacobian.safetensors")}},
     ]
     config = {
         "capture": {"consumers": consumers, "sites": steering["sites"]},
@@ -141,6 +147,11 @@ def saved_probes(folder: Path) -> dict[str, str]:
     for name, path in files.items():
         save(path, PROBES[name])
     return {name: str(path) for name, path in files.items()}
+
+
+def saved_lens(path: Path) -> dict[str, str]:
+    lens.save(path, lens.LensKind.JACOBIAN, {OP_LAYER: MATRIX})
+    return {"jacobian": str(path)}
 
 
 def on_two_hosts(
@@ -276,6 +287,44 @@ def test_scores_are_computed_on_the_stage_of_their_site(served, reference):
                 expected = PROBES[name].scores(rows[PROBES[name].site].float().numpy())
                 scores = np.array(one["scores"]).reshape(expected.shape)
                 assert np.abs(scores - expected).max() <= 1e-4 * np.abs(expected).max(), name
+
+
+def read_by(output: Any) -> list[int]:
+    """The tokens whose forward gave the rows."""
+    return [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]
+
+
+def test_a_lens_reads_the_whole_vocabulary_where_the_head_is(served, reference):
+    """With tensor parallelism each rank has half of the head; of a pipeline, only the last stage has one."""
+    first = 0 if served.num_stages == 1 else LAST_STAGE
+    layers = list(range(first, LAYERS))
+    params = sampling(capture={"lens": {"top": 7, "tokens": NAMED}})
+    mapped = sampling(capture={"lens": {"lens": "jacobian", "top": 7, "tokens": NAMED}})
+
+    outputs = generate(served.llm, PROMPTS, params)
+    (moved,) = generate(served.llm, PROMPTS[:1], mapped) if first <= OP_LAYER else (None,)
+
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        rows, tokens = whole(reference.run(prompt, list(output.outputs[0].token_ids)).rows), read_by(output)
+        result = output.capture_results["lens"]
+        assert (result.status, list(result.payload["layers"])) == ("ok", [str(layer) for layer in layers])
+        for layer in layers:
+            logits = reference.read(rows[Site(layer, HookPoint.POST_MLP)], tokens)
+            check_lens(result.payload["layers"][str(layer)], logits, 7, NAMED)
+    if moved is not None:
+        rows = whole(reference.run(PROMPTS[0], list(moved.outputs[0].token_ids)).rows)
+        mapped_rows = rows[Site(OP_LAYER, HookPoint.POST_MLP)].float() @ torch.from_numpy(MATRIX).T
+        logits = reference.read(mapped_rows, read_by(moved))
+        check_lens(moved.capture_results["lens"].payload["layers"][str(OP_LAYER)], logits, 7, NAMED)
+
+
+def test_a_lens_before_the_last_stage_is_refused(served):
+    if served.num_stages == 1:
+        pytest.skip("one stage")
+    begins = rf"last pipeline stage, which has the model's head, begins at layer {LAST_STAGE}"
+    with pytest.raises(RequestError, match=begins) as refused:
+        generate(served.llm, PROMPTS[:1], sampling(capture={"lens": {"layers": [0]}}))
+    assert refused.value.field == "capture.lens.layers"
 
 
 def test_a_cable_that_is_pulled_for_a_while_loses_nothing(served, reference):

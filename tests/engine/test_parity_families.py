@@ -26,6 +26,7 @@ from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import (
     Reference,
     Steering,
+    check_lens,
     own_process,
     reference_logits,
     reference_rows,
@@ -63,7 +64,6 @@ ENGINE = {
     "max_logprobs": -1,
     "enable_prefix_caching": False,
 }
-LENS_ERROR = 1e-4
 ROUTED = ("mixtral", "qwen3_moe")
 EVERY_EXPERT = ("mixtral_all", "qwen3_moe_all")
 """All experts take every token: where a router chooses, a rounding of bf16 can choose another expert."""
@@ -267,22 +267,7 @@ def check_lenses(served: Served, references: ProcessPoolExecutor) -> None:
     found = references.submit(reference_logits, folder, served.family, served.dtype, asked).result()
     for number, (payload, several) in enumerate(zip(results, found, strict=True)):
         for read, logits in zip(payload["layers"].values(), several, strict=True):
-            check_lens(read, logits, NAMED if number % 2 == 0 else NAMED[: number // 2])
-
-
-def check_lens(read: dict[str, Any], logits: torch.Tensor, named: list[int]) -> None:
-    expected = logits.log_softmax(-1)
-    ids, logprobs = torch.tensor(read["ids"]), torch.tensor(read["logprobs"])
-    best = expected.topk(TOP)
-    assert torch.allclose(logprobs, best.values, rtol=0, atol=LENS_ERROR)
-    assert torch.allclose(expected.gather(1, ids), best.values, rtol=0, atol=LENS_ERROR), "ties alone may differ"
-    given = expected[:, named]
-    assert torch.allclose(torch.tensor(read["token_logprobs"]).view_as(given), given, rtol=0, atol=LENS_ERROR)
-    for column, token in enumerate(named):
-        ranks = torch.tensor(read["token_ranks"])[:, column]
-        least = (expected > expected[:, token, None] + LENS_ERROR).sum(1)
-        most = (expected > expected[:, token, None] - LENS_ERROR).sum(1)
-        assert ((least <= ranks) & (ranks <= most)).all()
+            check_lens(read, logits, TOP, NAMED if number % 2 == 0 else NAMED[: number // 2])
 
 
 def generate(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[Any]:

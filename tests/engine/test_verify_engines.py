@@ -27,6 +27,14 @@ FLAGS = [
     *("--dtype", "float32", "--skip-tokenizer-init", "--max-model-len", "128", "--max-num-batched-tokens", "64"),
     *("--max-num-seqs", "16", "--block-size", "32"),
 ]
+EACH_KIND = ("q_pre", "k_pre", "q", "k", "v", "hook_z", "mlp_act", "attn_out", "mlp_out")
+SECTIONS = {
+    "capture": {
+        "sites": {**{hook: [1] for hook in EACH_KIND}, "post_mlp": [0, 1], "pre_attn": [1], "final_norm": "all"}
+    },
+    "steering": {"sites": {**{hook: [1] for hook in EACH_KIND}, "post_mlp": "all", "pre_attn": "all"}},
+}
+"""Sites of every width of the model."""
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 TIMEOUT_S = patience(400)
 
@@ -43,9 +51,14 @@ def install():
 
 
 def record(folder: Path, env: dict[str, str]) -> Recording:
-    """What the engine in use records of the tiny model."""
+    """What the engine in use records of a tiny model whose heads and neurons have widths of their own."""
     out, file, log = folder / "out.msgpack", folder / "job.json", folder / "log"
-    job = {"kind": SERVED, "arguments": ["--model", str(tiny_model("llama")), *FLAGS], "sections": {}, "out": str(out)}
+    job = {
+        "kind": SERVED,
+        "arguments": ["--model", str(tiny_model("qwen3")), *FLAGS],
+        "sections": SECTIONS,
+        "out": str(out),
+    }
     file.write_text(json.dumps(job))
     status = run_engine(file, log, {**environment(SERVED, os.environ), **SETTINGS, **env}, TIMEOUT_S)
     assert status == 0, log.read_text()[-4000:]

@@ -183,7 +183,7 @@ class ToyEngine:
         if self.kind in (SERVED, EAGER):
             llm = SimpleNamespace(steering=SimpleNamespace(steerable=SimpleNamespace(sites=STEERABLE)))
             stage = Stage(
-                kind=self.kind, llm=llm, plain=plain, sites=CAPTURED, hidden_size=HIDDEN, earlier=self.earlier
+                kind=self.kind, llm=llm, plain=plain, sites=CAPTURED, width=lambda site: HIDDEN, earlier=self.earlier
             )
             for part in PARTS.values():
                 yield from part.scenes(stage)

@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -56,7 +56,7 @@ from headgate.capture.monitoring.verify_checks import (
 from headgate.capture.schema.batch import Document
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.schema.sites import site_map
+from headgate.capture.schema.sites import READ_ONLY, Site, site_map
 
 CAPTURED = "captured"
 SITES: Document = {"post_mlp": [0, 1, -1], "pre_attn": [1], "final_norm": "all"}
@@ -154,7 +154,7 @@ def judge_rows(found: Sequence[RequestAnswer], eager: Sequence[RequestAnswer], d
     measures = [
         (_relative_errors if is_exact else _cosines)(*pair)
         for one, other in zip(found, eager, strict=True)
-        for pair in _pairs(one.rows, other.rows)
+        for pair in _pairs(one.rows, other.rows, is_exact=is_exact)
     ]
     values = np.concatenate(measures)
     is_off = ~(values <= MAX_RELATIVE_ERROR) if is_exact else ~(values >= MIN_ROW_COSINE)
@@ -179,15 +179,23 @@ def judge_rows(found: Sequence[RequestAnswer], eager: Sequence[RequestAnswer], d
 def _smallest_mean(found: Sequence[RequestAnswer], eager: Sequence[RequestAnswer]) -> float:
     """The mean cosine of the site where it is smallest."""
     by_answer = [
-        [_cosines(*pair) for pair in _pairs(one.rows, other.rows)] for one, other in zip(found, eager, strict=True)
+        [_cosines(*pair) for pair in _pairs(one.rows, other.rows, is_exact=False)]
+        for one, other in zip(found, eager, strict=True)
     ]
     return min(float(np.concatenate(of_site).mean()) for of_site in zip(*by_answer, strict=True))
 
 
-def _pairs(found: AnswerRows | None, eager: AnswerRows | None) -> Iterator[tuple[Float32Rows, Float32Rows]]:
+def _judged(sites: Iterable[str], *, is_exact: bool) -> list[str]:
+    """The sites whose rows are compared: where numbers are rounded, a token may be sent to other experts."""
+    return [site for site in sites if is_exact or Site.parse(site).hook not in READ_ONLY]
+
+
+def _pairs(
+    found: AnswerRows | None, eager: AnswerRows | None, *, is_exact: bool
+) -> Iterator[tuple[Float32Rows, Float32Rows]]:
     assert found is not None  # noqa: S101  (both are complete)
     assert eager is not None  # noqa: S101
-    for site in found.values:
+    for site in _judged(found.values, is_exact=is_exact):
         one, other = found.at(site), eager.at(site) if site in eager.values else np.zeros((0, 1), np.float32)
         yield one, other if one.shape == other.shape else np.full_like(one, np.nan)
 
@@ -324,7 +332,7 @@ class VerifiedEngine:
             llm=self._llm,
             plain=self._plain,
             sites=info.sites,
-            hidden_size=info.hidden_size,
+            width=lambda site: info.shape(site).width,
             earlier=self._earlier,
         )
 

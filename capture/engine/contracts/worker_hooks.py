@@ -46,7 +46,7 @@ class WorkerFacts:
         actions: Where the actions of consumers go.
         network_keys: To reach front ends on other hosts; None if all are on this one.
         head: Finds the model's head, before actions are put into the forward; raises `UnsupportedError` if this worker
-            has none that takes rows of any layer.
+            has none that takes rows of any layer. All tensor-parallel ranks call it at the same point.
     """
 
     model: ModelInfo

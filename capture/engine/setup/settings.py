@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.setup.site_shapes import declared_shapes
 from headgate.capture.engine.vllm_types import VllmConfig
 from headgate.capture.schema.batch import Document
@@ -142,5 +143,12 @@ def model_info(vllm_config: VllmConfig) -> ModelInfo:
         context_length=model.max_model_len,
         shapes=declared_shapes(vllm_config, num_layers, stream),
         has_drafts=vllm_config.speculative_config is not None,
+        first_head_layer=_first_head_layer(vllm_config, num_layers),
     )
     return kept.model
+
+
+def _first_head_layer(vllm_config: VllmConfig, num_layers: int) -> int:
+    """Return the first layer of the last pipeline stage, which has the model's final norm and head."""
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    return vllm_names.PIPELINE_LAYERS.get()(num_layers, num_stages - 1, num_stages)[0] if num_stages > 1 else 0

@@ -32,7 +32,7 @@ from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.monitoring.machine_memory import available_memory, share_of_memory
 from headgate.capture.schema.batch import BatchView, Document, FinalState, NewRequest
 from headgate.capture.schema.config import HELD_STEPS, MIB, CaptureConsumersConfig
-from headgate.capture.schema.consumer import ReadoutSite
+from headgate.capture.schema.consumer import HeadReadout, ReadoutSite
 from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.registry import load_configured, load_readouts
 from headgate.capture.schema.sites import HookPoint, Site
@@ -236,8 +236,11 @@ class CapturePart(WorkerHooks):
     def headgate_allocate(self, facts: WorkerFacts) -> int:
         """Allocate the staging ring of this worker's sites, and pinned host memory."""
         self._sites = tuple(site for site in facts.model.sites if facts.owns(site))
+        before = _allocated(facts.device)
+        self._readouts, bound = bind_readouts(self._config, facts, self._sites)
+        readout_bytes = _allocated(facts.device) - before
         if facts.tp_rank == 0:
-            self._allocate_ring(facts)
+            self._allocate_ring(facts, bound)
         split = {site: shape for site in self._sites if (shape := facts.model.shape(site)).shard == "columns"}
         if split:
             places = {site: index for index, site in enumerate(self._sites)}
@@ -255,14 +258,14 @@ class CapturePart(WorkerHooks):
                 facts.device.type,
                 len(split),
             )
-        return sum(found.device_bytes for found in (self._staging, self._columns) if found is not None)
+        parts = (self._staging, self._columns)
+        return readout_bytes + sum(found.device_bytes for found in parts if found is not None)
 
-    def _allocate_ring(self, facts: WorkerFacts) -> None:
+    def _allocate_ring(self, facts: WorkerFacts, bound: Sequence[BoundReadout]) -> None:
         num_rows = self._num_rows(facts)
         ring = self._check_memory(facts, num_rows)
         staging_bytes = self._config.staging_bytes or self._default_staging_bytes(facts)
         num_readers = deal_out(self._config).num_readers
-        self._readouts, bound = bind_readouts(self._config, facts, self._sites)
         self._staging = StagingRing(
             sites=self._sites,
             num_rows=num_rows,
@@ -435,14 +438,23 @@ class CapturePart(WorkerHooks):
 def bind_readouts(
     config: CaptureConsumersConfig, facts: WorkerFacts, sites: Sequence[Site]
 ) -> tuple[tuple[ReadoutSite, ...], list[BoundReadout]]:
-    """Bring the readouts that consumers declare for sites of this worker to its device.
+    """Bring the readouts that consumers declare for sites of this worker to its device, if it captures.
+
+    Every tensor-parallel rank calls this at the same point: if a readout uses the model's head, they share it.
 
     Raises:
         ConfigError: If one cannot be made, or fails there.
     """
-    classes = [load_configured(spec) for spec in config.consumers]
-    found = load_readouts(config, classes, facts.model, sites)
+    found = []
+    if facts.tp_rank == 0:
+        classes = [load_configured(spec) for spec in config.consumers]
+        found = load_readouts(config, classes, facts.model, sites)
     bound, head = [], cache(facts.head)
+    if facts.tp_size > 1:
+        uses_head = any(isinstance(readout, HeadReadout) for _, readout in found)
+        flag = torch.tensor([uses_head], dtype=torch.float32, device=facts.device)  # what every gather takes
+        if bool(facts.gather(flag).any()) and facts.tp_rank > 0:
+            head()
     for (bit, site, _), readout in found:
         name = f"consumer {config.consumers[bit].instance!r}: {site.name}"
         place, width = sites.index(site), facts.model.shape(site).width
@@ -451,6 +463,11 @@ def bind_readouts(
         names = ", ".join(dict.fromkeys(each.site.name for each, _ in found))
         logger.info("capture: readouts on %s, of %s", facts.device.type, names)
     return tuple(each for each, _ in found), bound
+
+
+def _allocated(device: torch.device) -> int:
+    """Return the bytes of device memory that torch has allocated; 0 for a CPU."""
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
 BURST_STEPS = 4

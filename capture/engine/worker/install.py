@@ -125,10 +125,8 @@ def install(worker: Worker) -> InstalledWorker:
     parts = {name: part for name, part in reversed(opened.items()) if part is not None}
     model = worker.model_runner.get_model()
     parent, stack_name, layers = find_decoder_stack(model)
-    facts = replace(
-        _facts(worker, model_info(config), [index for index, _ in layers], reapplies_mid(layers)),
-        head=partial(find_head, config, model, parent, torch.device(worker.device)),
-    )
+    facts = _facts(worker, model_info(config), [index for index, _ in layers], reapplies_mid(layers))
+    facts = replace(facts, head=partial(find_head, config, model, parent, facts.device, facts.gather, facts.tp_rank))
     device_bytes = sum(part.headgate_allocate(facts) for part in parts.values())
     actions = _collect_actions(parts, facts)
     attention = attention_facts(layers, actions, facts.model, config.model_config, facts.gather)

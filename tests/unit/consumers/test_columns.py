@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext, parse_client_spec
 from headgate.capture.schema.errors import CaptureFileError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site, SiteShape
+from headgate.consumers import dump
 from headgate.consumers.datasets import open_dataset
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
 from headgate.consumers.inline import InlineConsumer, fetch_rows
@@ -99,6 +101,7 @@ def test_files_and_data_sets_have_the_columns_alone_and_say_which(tmp_path: Path
         assert capture.metadata["format_version"] == 3
         assert capture.metadata["columns"] == {"3.post_mlp": ((2, 5) if number < 2 else (7, 10),)}
         assert torch.equal(capture.tensor("3.post_mlp"), request.expected().rows[STREAM])
+    assert "3.post_mlp[7:10]" in CliRunner().invoke(dump.app, ["show", str(tmp_path), "r2"]).stdout
     with pytest.raises(CaptureFileError, match="rows of different kinds: ") as refused:
         next(open_dataset(tmp_path, sites="3.post_mlp").batches("3.post_mlp", batch_size=4))
     assert all(f"width 3, columns {columns}" in str(refused.value) for columns in ("[[2, 5]]", "[[7, 10]]"))

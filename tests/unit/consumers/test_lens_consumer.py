@@ -256,7 +256,12 @@ def test_the_event_loop_asks_no_tokenizer_for_texts(params: dict[str, Any]) -> N
         (3, r"capture\.lens: expected an object"),
         ({"head": 1}, r"capture\.lens\.head: unknown field; known: lens, layers"),
         ({"lens": "x"}, r"capture\.lens\.lens: no such lens 'x'; configured: logit, j, t"),
-        ({"lens": "j", "layers": [0, 1]}, r"capture\.lens\.layers: the lens 'j' has no layers \[1\]; it has \[0, 2\]"),
+        (
+            {"lens": "j", "layers": [0, 1]},
+            r"capture\.lens\.layers: the lens 'j' reads no layers \[1\] here, but \[0, 2\]",
+        ),
+        ({"layers": [0, 9]}, r"capture\.lens\.layers: .*9"),
+        ({"layers": "some"}, r"capture\.lens\.layers: expected \"all\", a layer"),
         ({"layers": [4]}, r"capture\.lens\.layers.*4"),
         ({"top": 21}, r"capture\.lens\.top: expected a number from 0 to 20 \(parameter max_top\), got 21"),
         ({"top": True}, r"capture\.lens\.top"),

@@ -12,7 +12,7 @@ import pytest
 from headgate.capture.lens import LensKind, save
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, RequestError, UnsupportedError
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import Site, sort_sites
 from headgate.steering.documents.gates import read_gate_fields
 from headgate.steering.documents.request import BASE, read_steering
 from headgate.steering.documents.vectors import read_tier
@@ -77,13 +77,11 @@ def test_operations_and_gates_take_a_direction_for_a_vector(steerable: Steerable
     assert read_steering({"steering_ops": ops}, steerable)[0] == read_steering({"steering_ops": plain}, steerable)[0]
 
     def gate(vector: Any) -> Any:
-        effect = {"steer": {"at": "2.post_mlp", "vector": row, "scale": 1.0}}
-        return {"gates": [{"when": {"cosine": vector, "at": "2.post_mlp", "above": 0.5}, "then": effect}]}
+        effect = {"vectors": {"post_mlp": {2: row}}}
+        return {"steering_gates": [{"when": {"cosine": vector, "at": "2.post_mlp", "above": 0.5}, "then": effect}]}
 
-    try:
-        read = [read_gate_fields(gate(vector), steerable) for vector in (direction("b"), row)]
-    except RequestError as error:  # the form of the fake gate
-        pytest.fail(str(error))
+    read = [read_gate_fields(gate(vector), steerable) for vector in (direction("b"), row)]
+    assert len(read[0]) == 1
     assert repr(read[0]) == repr(read[1])
 
 
@@ -130,3 +128,17 @@ def test_a_lens_of_another_model_is_refused_at_the_start(steerable: Steerable, t
         LensDirections({"logit": "x"}, MODEL, Tokens(30))
     with pytest.raises(ConfigError, match=r"steering\.lenses\.x: nowhere: no such file"):
         LensDirections({"x": "nowhere"}, MODEL, Tokens(30))
+
+
+def test_a_direction_is_refused_where_rows_are_as_wide_and_not_of_the_stream(steerable: Steerable) -> None:
+    heads = Site.parse("1.hook_z")
+    sites = tuple(sort_sites((heads, *SITES)))
+    steerable = replace(steerable, sites=sites, op_sites=sites)
+    with pytest.raises(RequestError, match=r"rows of 1\.hook_z are no rows of the stream") as refused:
+        read_steering({"steering_ops": [{"at": "1.hook_z", "method": "ablate", "vector": direction("b")}]}, steerable)
+    assert refused.value.field == "steering_ops[0].vector"
+    effect = {"vectors": {"post_mlp": {2: [1.0] * HIDDEN}}}
+    when = {"at": "1.hook_z", "cosine": direction("b"), "above": 0.5}
+    with pytest.raises(RequestError, match="no rows of the stream") as refused:
+        read_gate_fields({"steering_gates": [{"when": when, "then": effect}]}, steerable)
+    assert refused.value.field == "steering_gates[0].when.cosine"

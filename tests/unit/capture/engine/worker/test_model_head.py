@@ -15,21 +15,117 @@ from headgate.capture.schema.errors import UnsupportedError
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "lora", "message"),
-    [
-        (2, 1, None, "--tensor-parallel-size 1 and --pipeline-parallel-size 1, not 2 and 1"),
-        (1, 2, None, "not 1 and 2"),
-        (1, 1, object(), "start the server without LoRA"),
-        (1, 1, None, r"no final norm was found in Linear\.forward"),
-    ],
-    ids=["tensor", "pipeline", "lora", "norm"],
+    ("lora", "message"),
+    [(object(), "start the server without LoRA"), (None, r"no final norm was found in Linear\.forward")],
+    ids=["lora", "norm"],
 )
-def test_a_worker_without_a_whole_head_says_why(tensor: int, pipeline: int, lora: object, message: str) -> None:
-    parallel = SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+def test_a_worker_without_a_head_for_every_row_says_why(lora: object, message: str) -> None:
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
     config: Any = SimpleNamespace(parallel_config=parallel, lora_config=lora)
 
     with pytest.raises(UnsupportedError, match=message):
         find_head(config, nn.Linear(2, 2), nn.Linear(2, 2), torch.device("cpu"))
+
+
+VOCABULARY, HIDDEN, RANKS = 10, 4, 2
+"""Six rows of the head on each rank: two of the last one's are padding."""
+WHOLE = torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(1))
+PARTS = WHOLE.view(RANKS, 6, HIDDEN)
+BIASES = torch.randn(RANKS, 6, generator=torch.Generator().manual_seed(2))
+
+
+class RankProcessor(nn.Module):
+    """As vLLM's `LogitsProcessor` on a rank that has a part of the vocabulary."""
+
+    org_vocab_size = VOCABULARY
+
+    def forward(self, head: nn.Module, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.tanh(self._get_logits(rows, head, bias)) * 3
+
+    def _get_logits(self, rows: torch.Tensor, head: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        logits = nn.functional.linear(rows, head.weight, bias)
+        return (self._gather_logits(logits) if head.tp_size > 1 else logits)[..., : self.org_vocab_size]
+
+    def _gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the other ranks take no part")
+
+
+class RankModel(nn.Module):
+    def __init__(self, rank: int, *, is_quantized: bool = False, is_biased: bool = False) -> None:
+        super().__init__()
+        self.head, self.processor, self.norm = nn.Module(), RankProcessor(), nn.Identity()
+        self.head.weight = nn.Parameter(PARTS[rank].clone(), requires_grad=False)
+        self.head.tp_size = RANKS  # type: ignore[assignment]
+        self.bias = BIASES[rank] if is_biased else None
+        if is_quantized:
+            self.head.scales = nn.Parameter(torch.ones(1))
+
+    def compute_logits(self, rows: torch.Tensor) -> Any:
+        return self.processor(self.head, rows, self.bias)
+
+    def load_weights(self, weights: list[float]) -> int:
+        return len(weights)
+
+
+def gather(own: torch.Tensor) -> torch.Tensor:
+    """What both ranks give: their weights, or their biases."""
+    return PARTS if own.ndim == 2 else BIASES
+
+
+def rank_head(model: nn.Module, rank: int = 0) -> VllmHead:
+    model_config = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN)
+    config: Any = SimpleNamespace(model_config=model_config)
+    return VllmHead(config, model, model.norm, torch.device("cpu"), (gather, rank))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_biased", [False, True])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_one_rank_reads_the_whole_vocabulary(rank: int, is_biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_names.LOGITS_PROCESSOR, "get", lambda: RankProcessor)
+    rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(3))
+
+    head = rank_head(RankModel(rank, is_biased=is_biased), rank)
+
+    assert head.vocab_size == VOCABULARY
+    expected = rows @ WHOLE.T + (BIASES.flatten() if is_biased else 0)
+    torch.testing.assert_close(head.logits(rows), 3 * torch.tanh(expected[:, :VOCABULARY]))
+
+
+def test_the_parts_of_other_ranks_are_not_used_once_the_model_has_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_names.LOGITS_PROCESSOR, "get", lambda: RankProcessor)
+    model = RankModel(0)
+    head = rank_head(model)
+
+    assert model.load_weights([1.0, 2.0]) == 2
+
+    with pytest.raises(UnsupportedError, match="new weights"):
+        head.logits(torch.ones(1, HIDDEN))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (RankModel(0, is_quantized=True), "cannot use a quantized head"),
+        (RankModel(1), "stored in a form that is not known"),
+        (nn.Sequential(nn.Identity()), r"cannot follow Other\.compute_logits"),
+    ],
+    ids=["quantized", "packed", "unknown"],
+)
+def test_a_head_that_ranks_cannot_share_is_refused(
+    model: nn.Module, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of this rank's part must give what its own module gives."""
+
+    class Other(nn.Module):
+        norm = nn.Identity()
+
+        def compute_logits(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows
+
+    monkeypatch.setattr(vllm_names.LOGITS_PROCESSOR, "get", lambda: RankProcessor)
+
+    with pytest.raises(UnsupportedError, match=message):
+        rank_head(model if isinstance(model, RankModel) else Other())
 
 
 class Processor(nn.Module):
