@@ -5,8 +5,10 @@ Each batch row of a dummy step is a request of its own and is steered at one sit
 names the site whose code did not run: because of a stale graph from a compile cache, or a module that is bypassed.
 Op sites are driven twice: with a vector, and with a program that adds one.
 
-Attention has no keys and values to look at in a dummy step, so its output says nothing about its input: what is not
-seen of `attn_in` is said, and is no error.
+Attention has no keys and values to look at in a dummy step, so its output says nothing about its input, and may be
+memory that nobody has written, other in each step. What is not seen of `attn_in` is said, and is no error. In families
+with post-norms a vector in front of one changes the stream by no more than the norm's gain, however long it is, and so
+does attention's output: what such noise hides is said, too.
 """
 
 from __future__ import annotations
@@ -43,8 +45,11 @@ SCRATCH_SLOT = 1
 MIN_RESPONSE = 1e-3
 """Smallest change of a steered row's output that counts, relative to the largest value in it."""
 
-UNSEEN = {*BEFORE_KERNEL, HookPoint.ROUTER_LOGITS}
-"""Hook points that dummy steps need not show: attention looks at nothing in them, and every row may be the same."""
+UNSEEN = {*BEFORE_KERNEL, HookPoint.ROUTER_LOGITS, HookPoint.ATTN_OUT_PRE}
+"""Hook points that dummy steps need not show: attention looks at nothing in them, and every row may be the same; or its
+output, which may be of any size, goes through a norm with the vector."""
+BOUNDED = {HookPoint.HOOK_Z, HookPoint.MLP_ACT, HookPoint.MLP_OUT_PRE}
+"""Hook points in front of a post-norm, in some families: dummy steps show them where equal steps give equal output."""
 
 Run = Callable[[int], Sequence[Tensor]]
 
@@ -64,9 +69,9 @@ def check_steering(
     Raises:
         SelfTestError: Naming the sites that did not respond.
     """
-    silent, is_seen = _silent_sites(sites, max_rows, run, partial(_add_vectors, tables))
-    silent_ops, is_op_seen = _silent_sites(op_sites, max_rows, run, partial(_add_programs, tables))
-    unseen = {site for site in (*silent, *silent_ops) if site.hook in UNSEEN}
+    silent, hidden, is_seen = _silent_sites(sites, max_rows, run, partial(_add_vectors, tables))
+    silent_ops, hidden_ops, is_op_seen = _silent_sites(op_sites, max_rows, run, partial(_add_programs, tables))
+    unseen = {site for site in (*silent, *silent_ops) if site.hook in UNSEEN} | hidden | hidden_ops
     names = [site.name for site in silent if site not in unseen]
     names += [f"{site.name} (operations)" for site in silent_ops if site not in unseen]
     if names:
@@ -81,8 +86,8 @@ def check_steering(
         return
     if unseen:
         logger.info(
-            "steering: %d sites in front of attention or of experts are not checked: dummy steps do not show them. "
-            "headgate verify checks attn_in with real requests",
+            "steering: %d sites in front of attention, of experts or of post-norms are not checked: dummy steps do not "
+            "show them. headgate verify --steering-sites checks them with real requests",
             len(unseen),
         )
     num_sites, num_op_sites = len({*sites} - unseen), len({*op_sites} - unseen)
@@ -91,9 +96,11 @@ def check_steering(
 
 def _silent_sites(
     sites: Sequence[Site], max_rows: int, run: Run, steer: Callable[[range], None]
-) -> tuple[list[Site], bool]:
-    """Return the sites that do not respond to `steer`, and whether all steps showed their output."""
+) -> tuple[list[Site], set[Site], bool]:
+    """Return the sites that do not respond to `steer`, those whose response noise may hide, and whether all steps
+    showed their output."""
     silent: list[Site] = []
+    hidden: set[Site] = set()
     is_seen = True
     for start in range(0, len(sites), max_rows):
         chunk = range(start, min(start + max_rows, len(sites)))
@@ -109,8 +116,10 @@ def _silent_sites(
                 continue
             # Mamba's dummy steps hand on memory that was never written, until the vector outweighs it.
             rows = _silent_rows(before, again, after) & _silent_rows(after, after_again, before)
-            silent += [sites[chunk[row]] for row in sorted(rows)]
-    return silent, is_seen
+            noisy = _noisy_rows(before, again) | _noisy_rows(after, after_again)
+            hidden |= {site for row in rows & noisy if (site := sites[chunk[row]]).hook in BOUNDED}
+            silent += [site for row in sorted(rows) if (site := sites[chunk[row]]) not in hidden]
+    return silent, hidden, is_seen
 
 
 def _add_vectors(tables: DeviceTables, chunk: range) -> None:
@@ -159,6 +168,12 @@ def _silent_rows(before: Tensor, again: Tensor, after: Tensor) -> set[int]:
     scale = before.abs().amax(dim=1)
     has_changed = (change > MIN_RESPONSE * scale) & (change > 4 * noise)
     return set(torch.nonzero(~has_changed & after.isfinite().all(dim=1)).flatten().tolist())
+
+
+def _noisy_rows(before: Tensor, again: Tensor) -> set[int]:
+    """Return the rows that change between two equal steps."""
+    noise = torch.nan_to_num(again - before, posinf=torch.inf).abs().amax(dim=1)
+    return set(torch.nonzero(noise > MIN_RESPONSE * before.abs().amax(dim=1)).flatten().tolist())
 
 
 PART = "steering"

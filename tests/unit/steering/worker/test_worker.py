@@ -273,21 +273,32 @@ class Dummy:
         deaf: The site that is left out.
         first: The stream at the beginning.
         is_noisy: Each site adds other values in each run, as a layer that hands on memory that nobody has written.
+        normed: The site behind which a post-norm is, as in Gemma 3.
     """
 
     def __init__(
-        self, tables: DeviceTables, deaf: int | None = None, first: float = 1.0, *, is_noisy: bool = False
+        self,
+        tables: DeviceTables,
+        deaf: int | None = None,
+        first: float = 1.0,
+        *,
+        is_noisy: bool = False,
+        normed: int | None = None,
     ) -> None:
-        self._tables, self._deaf, self._first = tables, deaf, first
+        self._tables, self._deaf, self._first, self._normed = tables, deaf, first, normed
         self._noise = torch.Generator().manual_seed(0) if is_noisy else None
 
     def __call__(self, num_tokens: int) -> tuple[torch.Tensor]:
         stream = torch.full((num_tokens + 2, HIDDEN), self._first)
         for site in range(2):
+            branch = torch.zeros_like(stream) if self._normed is None else torch.ones_like(stream)
             if self._noise is not None:
-                stream = stream + 10 * torch.randn(stream.shape, generator=self._noise)
+                branch = branch + 10 * torch.randn(stream.shape, generator=self._noise)
             if site != self._deaf:
-                stream = stream + self._tables.pool[self._tables.slots[site, : len(stream)]]
+                branch = branch + self._tables.pool[self._tables.slots[site, : len(stream)]]
+            if site == self._normed:
+                branch = torch.nn.functional.rms_norm(branch, (HIDDEN,))
+            stream = stream + branch
         return (torch.nn.functional.rms_norm(stream, (HIDDEN,)),)
 
 
@@ -334,10 +345,31 @@ def test_the_self_test_says_that_dummy_attention_hides_its_input(tables, caplog)
 
     with caplog.at_level("INFO", logger="headgate"):
         check_steering(tables, [SITES[0], hidden], 2, Dummy(tables, deaf=1))
-    assert "1 sites in front of attention or of experts are not checked" in caplog.text
+    assert "1 sites in front of attention, of experts or of post-norms are not checked" in caplog.text
     assert "1 sites respond" in caplog.text
     with pytest.raises(SelfTestError, match=f"at {SITES[0].name} did"):
         check_steering(tables, [SITES[0], hidden], 2, Dummy(tables, deaf=0))
+
+
+IN_FRONT_OF_NORM = (SITES[0], Site(1, HookPoint.MLP_OUT_PRE))
+
+
+def test_noise_may_hide_what_is_in_front_of_a_post_norm(tables, caplog):
+    """A vector of any length changes the stream there by the norm's gain, as unwritten memory does."""
+    with caplog.at_level("INFO", logger="headgate"):
+        check_steering(tables, IN_FRONT_OF_NORM, 2, Dummy(tables, is_noisy=True, normed=1))
+    assert "1 sites in front of attention, of experts or of post-norms are not checked" in caplog.text
+    assert "1 sites respond" in caplog.text
+    with pytest.raises(SelfTestError, match=f"at {SITES[0].name} did"):
+        check_steering(tables, IN_FRONT_OF_NORM, 2, Dummy(tables, deaf=0, is_noisy=True, normed=1))
+
+
+@pytest.mark.parametrize("deaf", [None, 1])
+def test_without_noise_what_is_in_front_of_a_post_norm_is_tested(tables, deaf, caplog):
+    expected = nullcontext() if deaf is None else pytest.raises(SelfTestError, match=r"at 1\.mlp_out_pre did")
+    with caplog.at_level("INFO", logger="headgate"), expected:
+        check_steering(tables, IN_FRONT_OF_NORM, 2, Dummy(tables, deaf=deaf, normed=1))
+    assert ("2 sites respond" in caplog.text) == (deaf is None)
 
 
 @pytest.mark.parametrize("run", [lambda count: (), None], ids=["no-output", "not-finite"])
