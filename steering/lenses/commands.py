@@ -1,4 +1,4 @@
-"""``headgate lens``: imports lenses of other tools, and checks lenses on a model.
+"""``headgate lens``: imports lenses of other tools, checks lenses on a model, and fits one by steered requests.
 
 Lenses as other tools write them: Jacobian lenses, and tuned lenses. Nothing of a file is run.
 
@@ -13,20 +13,23 @@ Lenses as other tools write them: Jacobian lenses, and tuned lenses. Nothing of 
 from __future__ import annotations
 
 import re
+import time
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import typer
 
 from headgate.capture.engine.setup.cli_flags import named_path
 from headgate.capture.files.reading import read_text, refusing
 from headgate.capture.files.tensors import LazyTensor
 from headgate.capture.lens import LOGIT, Lens, LensError, LensKind, Matrix, load, save
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.features.tensors import FeatureFileError, TorchFile
 
 PARAMS, CONFIG = "params.pt", "config.json"
@@ -161,7 +164,7 @@ _ROUNDING = {"float32": 1e-3, "float16": 0.04, "bfloat16": 0.25}
 
 @app.callback()
 def lens() -> None:
-    """Import lenses, and check them on a model."""
+    """Import lenses, check them on a model, and fit one."""
 
 
 @app.command("import")
@@ -259,3 +262,116 @@ def _overlap(own: dict[int, Any], ids: list[int], logprobs: list[float], roundin
     best = sorted((one.logprob for one in own.values()), reverse=True)[:TOP]
     hits = [token in own or abs(logprob - best[-1]) <= rounding for token, logprob in zip(ids, logprobs, strict=True)]
     return float(sum(hits)) / TOP
+
+
+SKIPPED = 16
+"""Positions at the beginning of a prompt that are left out: attention sinks are there."""
+LENGTH = 0.1
+"""Length of an added vector, relative to the rows: shorter ones drown in bfloat16, longer ones are not small."""
+_AT_A_TIME = 256
+"""Requests whose rows are in memory together."""
+
+
+@app.command()
+def fit(
+    model: Annotated[str, typer.Argument(help="The model: a folder or a name, as vLLM takes it.")],
+    text: Annotated[Path, typer.Argument(help="A file of ordinary text, which is cut into prompts.")],
+    target: Annotated[Path, typer.Argument(help="File to write: NAME.safetensors.")],
+    layers: Annotated[list[int] | None, typer.Option("--layer", help="May be repeated; all but the last.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to take at most.")] = 100,
+    num_tokens: Annotated[int, typer.Option(min=SKIPPED + 2, help="Tokens of a prompt.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Prompts that each direction is added in.")] = 1,
+    dtype: Annotated[str, typer.Option(help="As of vLLM.")] = "auto",
+) -> None:
+    """Fit a Jacobian lens by steered requests alone, without backward passes.
+
+    A layer takes 2 * hidden size * rounds prompts.
+    """
+    from headgate.capture import LLM
+
+    sites = {"post_mlp": "all"}
+    llm = LLM(
+        model,
+        dtype=dtype,
+        capture_consumers=["memory"],
+        capture_sites=sites,
+        steering={"op_sites": sites},
+        max_model_len=num_tokens + 1,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+    )
+    ids = llm.get_tokenizer().encode(text.read_text(encoding="utf-8"))
+    starts = range(0, len(ids) - num_tokens + 1, num_tokens)
+    prompts = [ids[start : start + num_tokens] for start in starts][:num_prompts]
+    if not prompts:
+        typer.secho(f"{text}: has {len(ids)} tokens, and a prompt takes {num_tokens}", err=True, fg="red")
+        raise typer.Exit(1)
+    num_layers = llm.llm_engine.model_config.hf_text_config.num_hidden_layers
+    fitted = {}
+    for layer in layers or range(num_layers - 1):
+        began = time.monotonic()
+        fitted[layer] = fit_layer(llm, prompts, layer, rounds).astype(np.float16)
+        typer.echo(f"layer {layer}: {time.monotonic() - began:.0f} s")
+    save(target, LensKind.JACOBIAN, fitted, model=model, source=text.name)
+    typer.echo(f"{target}: {_described(load(target))}")
+
+
+def fit_layer(llm: Any, prompts: Sequence[list[int]], layer: int, rounds: int = 1) -> npt.NDArray[np.float64]:
+    """Fit a Jacobian lens' matrix of one layer.
+
+    It says how the last layer's rows of a prompt change, all together, if a small vector is added to each of its rows
+    after the layer; by row, and as the mean over prompts. Rows are those from `SKIPPED` on, but for the last. Each
+    direction of the stream is added with both signs, so what is not linear cancels to the second order.
+
+    Args:
+        llm: vLLM's, with the consumer ``memory``, and ``post_mlp`` of the layer for operations and of both captured.
+        prompts: Token ids, more than `SKIPPED` + 1 of each.
+        layer: The layer.
+        rounds: Prompts that each direction is added in; prompts take turns.
+
+    Returns:
+        ``[hidden, hidden]``.
+
+    Raises:
+        LensError: If a row is missing.
+    """
+    config = llm.llm_engine.model_config
+    width, last = config.get_hidden_size(), config.hf_text_config.num_hidden_layers - 1
+    plain = _rows(llm, prompts, layer, [None] * len(prompts))
+    length = LENGTH * float(np.mean([np.linalg.norm(rows, axis=1).mean() for rows in plain]))
+    jobs = [
+        (direction, (direction * rounds + number) % len(prompts), sign)
+        for direction in range(width)
+        for number in range(rounds)
+        for sign in (1.0, -1.0)
+    ]
+    matrix = np.zeros((width, width))
+    for start in range(0, len(jobs), _AT_A_TIME):
+        chunk = jobs[start : start + _AT_A_TIME]
+        vectors = [length * sign * np.eye(1, width, direction, dtype=np.float32)[0] for direction, _, sign in chunk]
+        acting = [{"at": f"{layer}.post_mlp", "method": "additive", "vector": vector} for vector in vectors]
+        found = _rows(llm, [prompts[prompt] for _, prompt, _ in chunk], last, acting)
+        for (direction, _, sign), rows in zip(chunk, found, strict=True):
+            matrix[:, direction] += sign * rows.mean(axis=0) / (2 * length * rounds)
+    return matrix
+
+
+def _rows(
+    llm: Any, prompts: Sequence[list[int]], layer: int, acting: Sequence[dict[str, Any] | None]
+) -> list[npt.NDArray[np.float64]]:
+    """Return the rows after a layer at the positions that count, with an operation at those in each prompt."""
+    from headgate.capture import SamplingParams
+
+    params = []
+    for prompt, operation in zip(prompts, acting, strict=True):
+        counted = {"start": SKIPPED, "stop": len(prompt) - 1}
+        wanted = {"memory": {"hooks": {"post_mlp": [layer]}, "positions": counted}}
+        steered = None if operation is None else [{**operation, "positions": counted}]
+        params.append(SamplingParams(max_tokens=1, temperature=0, capture=wanted, steering_ops=steered))
+    found = []
+    for output in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False):
+        result = output.capture_results["memory"]
+        if result.status != "ok":
+            raise LensError(f"a prompt's rows are missing: {result.error}")
+        found.append(result.payload.rows[Site(layer, HookPoint.POST_MLP)].double().numpy())
+    return found

@@ -6,7 +6,7 @@ names the site whose code did not run: because of a stale graph from a compile c
 Op sites are driven twice: with a vector, and with a program that adds one.
 
 Attention has no keys and values to look at in a dummy step, so its output says nothing about its input, and may be
-memory that nobody has written, other in each step. What is not seen of `attn_in` is said, and is no error. In families
+memory that was never written, other in each step. What is not seen of `attn_in` is said, and is no error. In families
 with post-norms a vector in front of one changes the stream by no more than the norm's gain, however long it is, and so
 does attention's output: what such noise hides is said, too.
 """

@@ -12,6 +12,7 @@ import torch
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering import ops
+from headgate.steering.lenses.commands import SKIPPED, fit_layer
 from tests.conftest import start_llm, stop_llm
 from tests.engine.tiny_models import tiny_model
 
@@ -152,3 +153,35 @@ def test_rows_that_are_not_there_are_refused_by_their_field(llm: Any, source: di
         generate(llm, [CORRUPT], {"steering_ops": [{"at": "1.post_mlp", "method": "replace", "source": source}]})
 
     assert refusal.value.field == f"steering_ops[0].source.{field}"
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_lens_fitted_by_steered_requests_is_the_jacobian(llm, reference, layer):
+    """Each prompt has each direction once, so the mean over prompts is that of autograd, but for curvature."""
+    prompts = [CLEAN[:24], CORRUPT[5:29]]
+
+    fitted = torch.from_numpy(fit_layer(llm, prompts, layer, rounds=len(prompts)))
+
+    expected = sum(jacobian(reference, prompt, layer) for prompt in prompts) / len(prompts)
+    assert torch.cosine_similarity(fitted.flatten(), expected.flatten(), dim=0) > 0.999
+    assert (fitted - expected).norm() < 0.03 * expected.norm()
+    assert (expected - torch.eye(len(expected))).norm() > 0.1 * expected.norm()  # the identity would not pass
+
+
+def jacobian(model: Any, prompt: list[int], layer: int) -> torch.Tensor:
+    """The derivative of the sum of the last layer's rows by what is added to each row after `layer`, by row."""
+    valid = slice(SKIPPED, len(prompt) - 1)
+
+    def last_rows(added: torch.Tensor) -> torch.Tensor:
+        def change(rows: torch.Tensor) -> torch.Tensor:
+            return torch.cat([rows[:SKIPPED], rows[valid] + added, rows[valid.stop :]])
+
+        kept = []
+        with at(model, Site(layer, HookPoint.POST_MLP), change):
+            handle = model.model.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+            model(torch.tensor([prompt]))
+            handle.remove()
+        return kept[0][0, valid].mean(dim=0)
+
+    width = model.config.hidden_size
+    return torch.autograd.functional.jacobian(last_rows, torch.zeros(width)).double()

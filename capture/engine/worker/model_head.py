@@ -42,7 +42,7 @@ class HeadParts:
         processors: Its modules of vLLM's class `LogitsProcessor`.
         normed: One normed row, ``[1, hidden]``.
         gather: Collective: from a tensor of each rank, ``[...]``, to those of all, ``[ranks, ...]``.
-        rank: Of this worker, among those that share the head.
+        rank: Of this worker, among the ranks that share the head.
 
     Raises:
         UnsupportedError: If logits are computed in a way that is not known, or the head is quantized.
