@@ -280,7 +280,7 @@ def fit(
     layers: Annotated[list[int] | None, typer.Option("--layer", help="May be repeated; all but the last.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to take at most.")] = 100,
     num_tokens: Annotated[int, typer.Option(min=SKIPPED + 2, help="Tokens of a prompt.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Prompts that each direction is added in.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Prompts that each direction is added in.")] = 4,
     dtype: Annotated[str, typer.Option(help="As of vLLM.")] = "auto",
 ) -> None:
     """Fit a Jacobian lens by steered requests alone, without backward passes.
