@@ -43,10 +43,10 @@ import numpy as np
 
 
 def install():
-    from headgate.steering.worker.rows import row_table
+    from headgate.steering.worker.rows import step_rows
 
-    right = row_table._spread
-    row_table._spread = lambda view, batch: np.roll(right(view, batch), 1)
+    right = step_rows._spread
+    step_rows._spread = lambda view, batch: np.roll(right(view, batch), 1)
 """
 
 
