@@ -26,7 +26,7 @@ def config(num_ranks: int = 1, *, has_drafts: bool = False, **server: Any) -> An
         get_num_attention_heads=lambda parallel: 2 // parallel.tensor_parallel_size,
     )
     ours = {"capture": SECTION, "server": server, "compiler": {"rewrites": False}}
-    parallel = Namespace(tensor_parallel_size=num_ranks)
+    parallel = Namespace(tensor_parallel_size=num_ranks, pipeline_parallel_size=1)
     return Namespace(
         additional_config={"headgate": ours},
         model_config=model,
@@ -85,3 +85,13 @@ def test_nothing_is_kept_of_a_config_that_is_gone() -> None:
     gc.collect()
 
     assert len(settings._kept) == before
+
+
+def test_the_last_stage_has_the_head() -> None:
+    """vLLM gives the first of two stages the layer that is left over."""
+    made = config()
+    made.parallel_config.pipeline_parallel_size = 2
+    made.model_config.hf_text_config.num_hidden_layers = 3
+
+    assert settings.model_info(made).first_head_layer == 2
+    assert settings.model_info(config()).first_head_layer == 0
