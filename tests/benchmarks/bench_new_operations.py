@@ -59,7 +59,7 @@ from tests.benchmarks.operations import encoded_gate, encoded_operations, encode
 from tests.benchmarks.saes import FEATURES_OF, SIZES, encoded_features, write_sae
 
 SIZE = ModelSize(num_layers=34, hidden=2560, vocabulary=262208)
-NUM_SETS, NUM_OPS, NUM_FEATURES, IN_FLIGHT, PROMPT = 256, 4, 16, 64, 256
+NUM_SETS, NUM_OPS, NUM_FEATURES, IN_FLIGHT, PROMPT = 400, 4, 16, 256, 256
 STEP_S, MAX_TOKENS = 5.8e-3, 8192
 STEADY_STEPS = 3
 """Behind each step in which a request joins."""
