@@ -311,6 +311,8 @@ UNREGISTER_PROBE = _unregistered("probe", "anger")
 _RULE_EXAMPLE = {
     "name": "calm-down",
     "applies_to": "all",
+    "when": {"probe": "anger", "above": 0.5},
+    "then": {"module": "calm", "scale": 2.0},
     "scope": "rest_of_request",
     "strength": "binary",
     "probes": ["anger"],

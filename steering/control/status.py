@@ -291,6 +291,8 @@ class RuleStatus:
     Attributes:
         name: Its name in requests and traces.
         applies_to: ``all``, ``opt_in`` or ``opt_out``.
+        when: Its condition as clients write it; None stands for a vector that the rule itself brought.
+        then: Its effect as clients write it, without vectors: of operations and features only where they act.
         scope: On which rows it acts: ``this_token``, ``next_token`` or ``rest_of_request``.
         strength: ``"binary"``, ``{"proportional": gain}``, ``{"sigmoid": sharpness}`` or ``{"pid": {...}}``.
         probes: Names of the scores that it reads, as in traces.
@@ -301,6 +303,8 @@ class RuleStatus:
 
     name: str
     applies_to: Whom
+    when: str | dict[str, Any]
+    then: str | dict[str, Any]
     scope: RuleScope
     strength: Strength
     probes: tuple[str, ...]

@@ -46,6 +46,7 @@ from headgate.steering.gates.gate import (
     ConditionGroup,
     FeatureReading,
     Gate,
+    GatePhase,
     InlineProbe,
     Leaf,
     ModuleThen,
@@ -59,6 +60,7 @@ from headgate.steering.gates.gate import (
     check_this_token,
     fields_of_rule,
     layout_of,
+    num_columns,
 )
 from headgate.steering.programs.codes import (
     GATE_COLUMNS,
@@ -82,7 +84,8 @@ MAX_DEPTH = 8
 """Conditions in each other: a comparison alone has the depth 1."""
 
 CONDITION_FORM = (
-    '"always", {"probe": name or {"at", "weight", "bias"}, "above" or "below", "hysteresis", "pool"}, '
+    '"always", "prompt", "generated", {"probe": name or {"at", "weight", "bias"}, "above" or "below", "hysteresis", '
+    '"pool"}, '
     '{"sae", "feature", "above" or "below"}, {"cosine": vector, "at", "above" or "below"}, {"any": [...]}, '
     '{"all": [...]} or {"not": ...}'
 )
@@ -99,6 +102,7 @@ _CONDITION_KEYS: dict[str, tuple[str, ...]] = {
 """The keys of each kind of condition, by the key that names the kind."""
 
 _KNOWN = frozenset(key for keys in _CONDITION_KEYS.values() for key in keys)
+_PHASES = {phase.value: phase for phase in GatePhase}
 _GROUPS = {"any": Combine.ANY, "all": Combine.ALL}
 _POOLS = {"token": Pool.TOKEN, "last_prompt": Pool.LAST_PROMPT, "prompt_mean": Pool.PROMPT_MEAN}
 _PROBE_KEYS = ("at", "weight", "bias")
@@ -131,9 +135,10 @@ class ConditionReader:
         Raises:
             RequestError: Naming the field that is wrong.
         """
-        if isinstance(value, str) and value == "always" and not is_controlled:
-            self._take(NODE_COLUMNS, where)
-            return Always()
+        if isinstance(value, str) and value in _PHASES and not is_controlled:
+            always = Always(_PHASES[value])
+            self._take(num_columns(always), where)
+            return always
         kind, document = _kind_of(value, where)
         if is_controlled:
             _check_controlled(document, kind, where)

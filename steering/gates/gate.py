@@ -104,6 +104,14 @@ class Leaf:
     where: str = "steering_gates"
 
 
+class GatePhase(str, Enum):
+    """Rows on which a condition holds that reads nothing, as clients write it."""
+
+    BOTH = "always"
+    PROMPT = "prompt"
+    GENERATED = "generated"
+
+
 class ConditionGroup(NamedTuple):
     """Several conditions: the largest strength of them (`Combine.ANY`), or the smallest (`Combine.ALL`)."""
 
@@ -118,7 +126,9 @@ class Negation(NamedTuple):
 
 
 class Always(NamedTuple):
-    """A condition of strength 1, which fires on every row."""
+    """A condition of strength 1, which fires on every row; on rows of another phase than `phase` it has strength 0."""
+
+    phase: GatePhase = GatePhase.BOTH
 
 
 Condition = Leaf | ConditionGroup | Negation | Always
@@ -421,7 +431,7 @@ def num_columns(condition: Condition) -> int:
         return sum(map(num_columns, condition.conditions)) + NODE_COLUMNS * (len(condition.conditions) - 1)
     if isinstance(condition, Negation):
         return num_columns(condition.condition) + NODE_COLUMNS
-    return NODE_COLUMNS
+    return NODE_COLUMNS if condition.phase is GatePhase.BOTH else 2 * NODE_COLUMNS
 
 
 def _named_readings(gate: Gate) -> list[tuple[str, Reading]]:
@@ -560,7 +570,7 @@ def _condition(condition: Condition) -> list[Any]:
         return ["group", int(condition.combine), [_condition(each) for each in condition.conditions]]
     if isinstance(condition, Negation):
         return ["not", _condition(condition.condition)]
-    return ["always"]
+    return ["always", condition.phase.value]
 
 
 def _read_condition(wire: Sequence[Any]) -> Condition:
@@ -578,7 +588,7 @@ def _read_condition(wire: Sequence[Any]) -> Condition:
         )
     if kind == "group":
         return ConditionGroup(Combine(given[0]), tuple(_read_condition(each) for each in given[1]))
-    return Negation(_read_condition(given[0])) if kind == "not" else Always()
+    return Negation(_read_condition(given[0])) if kind == "not" else Always(GatePhase(given[0]))
 
 
 def _reading(reading: Reading) -> list[Any]:

@@ -27,6 +27,7 @@ from headgate.steering.gates.gate import (
     Gate,
     GateColumn,
     GateLayout,
+    GatePhase,
     InlineProbe,
     Leaf,
     ModuleThen,
@@ -317,9 +318,9 @@ def lower_gates(
         _check_stages(placed, written, content)
         if attenuating and attenuating[-1].gate is placed.gate:
             attenuating[-1] = placed
-        evaluation = _Evaluation(placed, layout, scores)
-        root = evaluation.put(placed.gate.when)
-        made.evaluate(evaluation.finish(root, latched.get(placed.gate.name, math.nan), zeros))
+        kept = latched.get(placed.gate.name, math.nan)
+        evaluations = [_Evaluation(placed, layout, scores, phase).all(kept, zeros) for phase in (PREFILL, DECODE)]
+        made.evaluate(*evaluations)
         made.write(placed, effects)
     if attenuating:
         made.attenuate(attenuating, own, dtype, content.width)
@@ -485,16 +486,21 @@ def _sites_of(vectors: PhaseVectors | None, program: Program | None) -> tuple[Si
 
 
 class _Evaluation:
-    """Makes the entries that evaluate a gate at its decision site, in their order."""
+    """Makes the entries that evaluate a gate in one phase at its decision site, in their order."""
 
-    def __init__(self, placed: _Placed, layout: GateLayout, scores: Mapping[int, Score]) -> None:
+    def __init__(self, placed: _Placed, layout: GateLayout, scores: Mapping[int, Score], phase: int) -> None:
         self.entries: list[Entry] = []
+        self._phase = phase
         self._placed = placed
         self._layout = layout
         self._scores = scores
         self._next = placed.column.first
 
-    def put(self, condition: Condition) -> int:
+    def all(self, latched: float, zeros: Rows) -> list[Entry]:
+        """Return all entries; `latched` is the strength that the conversation has latched, or NaN."""
+        return self._finish(self._put(self._placed.gate.when), latched, zeros)
+
+    def _put(self, condition: Condition) -> int:
         """Add the entries of a condition; return its first column."""
         if isinstance(condition, Leaf):
             column, score = self._take(condition), self._layout.score_column(condition.reading)
@@ -502,15 +508,19 @@ class _Evaluation:
             self.entries.append(entry)
             return column
         if isinstance(condition, Always):
-            return self._node(Combine.ALWAYS, 0, 0)
+            always = self._node(Combine.ALWAYS, 0, 0)
+            if condition.phase is GatePhase.BOTH:
+                return always
+            holds = self._phase == (PREFILL if condition.phase is GatePhase.PROMPT else DECODE)
+            return self._node(Combine.ANY if holds else Combine.NOT, always, always)
         if isinstance(condition, Negation):
-            return self._node(Combine.NOT, self.put(condition.condition), 0)
-        found = self.put(condition.conditions[0])
+            return self._node(Combine.NOT, self._put(condition.condition), 0)
+        found = self._put(condition.conditions[0])
         for other in condition.conditions[1:]:
-            found = self._node(condition.combine, found, self.put(other))
+            found = self._node(condition.combine, found, self._put(other))
         return found
 
-    def finish(self, root: int, latched: float, zeros: Rows) -> list[Entry]:
+    def _finish(self, root: int, latched: float, zeros: Rows) -> list[Entry]:
         """Add the entry of the gate, whose condition is at column `root`; return all.
 
         It writes `zeros`, a stored row: a program has rows.
@@ -583,10 +593,11 @@ class _Entries:
         for phase in self.phases:
             phase.entries.append(entry)
 
-    def evaluate(self, entries: Sequence[Entry]) -> None:
+    def evaluate(self, prefill: Sequence[Entry], decode: Sequence[Entry]) -> None:
         """Add the evaluation of a gate to both phases: states of one go on in the other."""
-        for entry in entries:
-            self.add(entry)
+        self.are_alike &= all(one.code == other.code for one, other in zip(prefill, decode, strict=True))
+        for phase, entries in zip(self.phases, (prefill, decode), strict=True):
+            phase.entries += entries
 
     def write(self, placed: _Placed, effects: tuple[_Effect, _Effect]) -> None:
         """Add what a gate turns on."""

@@ -54,7 +54,7 @@ def plain(found: Any) -> Any:
     if isinstance(found, Gate | Leaf | InlineProbe) or hasattr(found, "__dataclass_fields__"):
         return [type(found).__name__, *(plain(getattr(found, name)) for name in found.__dataclass_fields__)]
     if isinstance(found, Always):
-        return ["always"]
+        return [found.phase.value]
     if isinstance(found, ConditionGroup | Negation):
         return [type(found).__name__, *map(plain, found)]
     if isinstance(found, dict):
@@ -68,7 +68,7 @@ def shape(condition: Condition) -> Any:
         return [condition.combine.name.lower(), *map(shape, condition.conditions)]
     if isinstance(condition, Negation):
         return ["not", shape(condition.condition)]
-    return "always" if isinstance(condition, Always) else None
+    return condition.phase.value if isinstance(condition, Always) else None
 
 
 _numbers = st.floats(-1e6, 1e6, width=32)
@@ -91,7 +91,7 @@ _leaves = st.builds(
     st.fixed_dictionaries({}, optional={"hysteresis": st.floats(0, 1e6, width=32), "pool": _pools}),
 )
 conditions: st.SearchStrategy[Any] = st.recursive(
-    st.just("always") | _leaves,
+    st.sampled_from(["always", "prompt", "generated"]) | _leaves,
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=2).map(lambda listed: {"any": listed}),
         st.lists(inner, min_size=1, max_size=2).map(lambda listed: {"all": listed}),

@@ -62,6 +62,8 @@ def test_a_rule_is_registered_in_every_engine_core_replaced_and_forgotten(starte
         False,
     )
     assert (told["probes"], told["sites"]) == (["calm"], ["2.post_mlp"])
+    assert told["when"] == {"probe": {"at": "2.post_mlp", "weight": None, "bias": 0.0}, "above": 0.5}
+    assert told["then"] == {"ops": [{"at": "2.post_mlp", "method": "additive"}]}
     replaced = server.post(REGISTER, **{**CALM, "applies_to": "opt_in", "then": "observe", "strength": {"sigmoid": 2}})
     assert (replaced.json()["observes"], replaced.json()["strength"]) == (True, {"sigmoid": 2.0})
     assert replaced.json()["sha256"] != told["sha256"]

@@ -11,9 +11,25 @@ import msgspec
 
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load
-from headgate.steering.gates.gate import WHO_KNOWS_RULES, Gate, GateLayout, Rule, layout_of, rule_key
+from headgate.steering.gates.gate import (
+    WHO_KNOWS_RULES,
+    Always,
+    Condition,
+    ConditionGroup,
+    FeatureReading,
+    Gate,
+    GateLayout,
+    NamedProbe,
+    Negation,
+    Reading,
+    Rule,
+    Then,
+    layout_of,
+    rule_key,
+)
 from headgate.steering.gates.trace import GateSource
-from headgate.steering.programs.codes import GateScope, Mode
+from headgate.steering.programs.codes import GateScope, Mode, Pool
+from headgate.steering.programs.operations import ModuleVector
 from headgate.steering.programs.program import Program
 
 _PREFIX = b"headgate rule\n"
@@ -107,6 +123,8 @@ class KeptRule:
         return {
             "name": self.name,
             "applies_to": self.rule.applies_to.value,
+            "when": _when(gate.when),
+            "then": _then(gate.then),
             "scope": _SCOPES[gate.scope],
             "strength": _strength(gate),
             "probes": [score.name for score in self.layout.scores],
@@ -293,6 +311,45 @@ class RuleRegistry:
         pairs = [pair for each in acting if (pair := each.block_keys(request.num_prompt)) is not None]
         has_state = any(each.rule.gate.has_state for each in acting)
         return RuleKeys(_joined(one for one, _ in pairs), _joined(other for _, other in pairs), has_state)
+
+
+def _when(condition: Condition) -> Any:
+    """Return a condition as clients write it; of a vector that a client wrote, its place is None."""
+    if isinstance(condition, Always):
+        return condition.phase.value
+    if isinstance(condition, Negation):
+        return {"not": _when(condition.condition)}
+    if isinstance(condition, ConditionGroup):
+        return {condition.combine.name.lower(): [_when(each) for each in condition.conditions]}
+    found = _read(condition.reading)
+    if condition.threshold is not None:
+        found["below" if condition.is_below else "above"] = condition.threshold
+    if condition.hysteresis:
+        found["hysteresis"] = condition.hysteresis
+    if condition.pool is not Pool.TOKEN:
+        found["pool"] = {"ema": condition.alpha} if condition.pool is Pool.EMA else condition.pool.name.lower()
+    return found
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    if isinstance(reading, NamedProbe):
+        return {"probe": reading.name}
+    if isinstance(reading, FeatureReading):
+        return {"sae": reading.sae, "feature": reading.feature}
+    vector = reading.weight.module if isinstance(reading.weight, ModuleVector) else None
+    at = {"at": reading.site.name}
+    return {"cosine": vector, **at} if reading.is_cosine else {"probe": {**at, "weight": vector, "bias": reading.bias}}
+
+
+def _then(then: Then) -> Any:
+    """Return an effect as clients write it, without vectors and numbers of operations and features."""
+    if then.observes:
+        return "observe"
+    if then.module is not None:
+        return {"module": then.module.name, "scale": then.module.scale}
+    if then.features:
+        return {"features": [{"sae": edit.sae, "feature": edit.feature} for edit in then.features]}
+    return {"ops": [{"at": each.site.name, "method": each.method.value} for each in then.operations]}
 
 
 def _strength(gate: Gate) -> str | dict[str, Any]:

@@ -175,9 +175,9 @@ def test_a_feature_is_read() -> None:
 
 
 def test_conditions_stand_in_each_other() -> None:
-    found = one(when={"any": [{"all": [PROBE, {"not": {"probe": "joy", "above": 1}}]}, "always"]})
+    found = one(when={"any": [{"all": [PROBE, {"not": {"probe": "joy", "above": 1}}]}, "always", "generated"]})
 
-    assert shape(found.when) == ["any", ["all", None, ["not", None]], "always"]
+    assert shape(found.when) == ["any", ["all", None, ["not", None]], "always", "generated"]
     assert [each.where for each in found.leaves] == [
         "steering_gates[0].when.any[0].all[0]",
         "steering_gates[0].when.any[0].all[1].not",

@@ -15,6 +15,7 @@ from headgate.steering.gates.gate import (
     Condition,
     ConditionGroup,
     Gate,
+    GatePhase,
     InlineProbe,
     Leaf,
     NamedProbe,
@@ -40,7 +41,7 @@ def gate(name: str, when: Condition) -> Gate:
     return Gate(name=name, when=when, then=Then(observes=True))
 
 
-leaves = st.sampled_from([None, "anger", "joy"]).map(leaf) | st.just(Always())
+leaves = st.sampled_from([None, "anger", "joy"]).map(leaf) | st.sampled_from(GatePhase).map(Always)
 conditions = st.recursive(
     leaves,
     lambda inner: (

@@ -17,6 +17,7 @@ from headgate.steering.gates.gate import (
     Always,
     ConditionGroup,
     Gate,
+    GatePhase,
     InlineProbe,
     Leaf,
     Negation,
@@ -139,6 +140,9 @@ conditions = (
     leaves
     | st.builds(lambda one, other: ConditionGroup(Combine.ANY, (one, other)), leaves, leaves)
     | st.builds(lambda one, other: ConditionGroup(Combine.ALL, (one, Negation(other))), leaves, leaves)
+    | st.builds(
+        lambda phase, one: ConditionGroup(Combine.ALL, (Always(phase), one)), st.sampled_from(GatePhase), leaves
+    )
 )
 modes = st.sampled_from([Mode.BINARY, Mode.PROPORTIONAL, Mode.SIGMOID])
 
@@ -250,3 +254,20 @@ def test_what_only_observes_adds_nothing_and_always_acts_on_every_row():
 
     assert run([observing], [1.0, 1.0], 1, [1, 1]).abs().sum() == 0
     assert run([observing, acting], [1.0, 1.0], 1, [1, 1])[[0, 2]].tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("scope", "prompt", "generated"),
+    [
+        (GateScope.THIS, [1, 1, 0, 0], [0, 0, 1, 0]),
+        (GateScope.NEXT, [0, 1, 1, 0], [0, 0, 0, 1]),
+        (GateScope.REST, [1, 1, 1, 1], [0, 0, 1, 1]),
+    ],
+)
+def test_a_condition_of_a_phase_lets_a_gate_fire_there_alone(scope, prompt, generated):
+    def when(phase):
+        return ConditionGroup(Combine.ALL, (Always(phase), leaf()))
+
+    for phase, expected in ((GatePhase.PROMPT, prompt), (GatePhase.GENERATED, generated)):
+        gate = Gate(name="g", when=when(phase), then=adding(LATE), scope=scope)
+        assert run([gate], [1.0, 1.0, 1.0, -1.0], 2, [2, 1, 1])[2].tolist() == expected
