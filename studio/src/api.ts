@@ -9,8 +9,12 @@ export interface Module { name: string; prefill: Content; decode: Content; versi
 export interface Status { global: { tiers: Record<string, string[]>; prefill: Content; decode: Content }; modules: Record<string, Module>; slots: { capacity: number; reserved: number; waiting: number }[]; is_consistent: boolean }
 export interface Probe { name: string; at: string; kind: string; classes: string[]; threshold: number | null; pooling: string }
 export interface Sae { name: string; site: string; num_features: number; activation: string; decision: string }
-export interface Rule { name: string; applies_to: string; scope: string; strength: unknown; probes: string[]; sites: string[]; observes: boolean }
-export interface Dynamic { rules: { name: string; applies_to: string; observes: boolean; rows: number }[]; gates: Record<string, number>; requests_with_gates: number; controllers: { name: string }[] }
+/** A condition as clients write it; null stands for a vector that the rule itself brought. */
+export type Condition = string | { any: Condition[] } | { all: Condition[] } | { not: Condition } | ({ above?: number; below?: number; pool?: string | { ema: number } } & ({ probe: string | { at: string } } | { cosine: string | null; at: string } | { sae: string; feature: number }));
+export type Effect = string | { module: string; scale: number } | { features: { sae: string; feature: number }[] } | { ops: { at: string; method: string }[] };
+export interface Rule { name: string; applies_to: string; when: Condition; then: Effect; scope: string; strength: unknown; observes: boolean }
+export interface Controller { name: string; applies_to: string; probes: string[]; steps: number; actions: Record<string, number>; error: string | null }
+export interface Dynamic { rules: { name: string; applies_to: string; observes: boolean; rows: number }[]; gates: Record<string, number>; requests_with_gates: number; controllers: Controller[] }
 export interface Stored { tag: string; name: string; request_id: string; layout: string; written_at: string; model: string; status: string; num_rows: number; num_prompt_tokens: number; num_bytes: number; dropped_rows: number; sites: Record<string, number[]>; roles: string[] | null; if_probe: Decision | null; stage: [number, number] }
 /** Why a request with a condition was recorded, or was not. */
 export interface Decision { probe: string; site: string; above: number; pool: string; num_scored: number; num_not_finite: number; num_fired: number; highest: number | null; at: number | null; positions: number[]; scores: number[] }

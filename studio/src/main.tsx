@@ -6,7 +6,7 @@ import { render } from "preact";
 import { useState } from "preact/hooks";
 import { Dialog, Field, Notice } from "./parts";
 import { keepHash, openRecording, restore } from "./share";
-import { branches, changed, facts, attentionName, featuresName, gates, isRecorded, items, keys, loadFacts, setKeys, settings, turns, unreachable, type View, view, watched } from "./state";
+import { branches, changed, facts, attentionName, featuresName, followed, gates, isRecorded, items, keys, loadFacts, setKeys, settings, turns, unreachable, type View, view, watched } from "./state";
 import { TakeHome } from "./takehome";
 import { AttentionView } from "./views/attention";
 import { Captures } from "./views/captures";
@@ -87,7 +87,7 @@ function start(): void {
   if (!isRecorded.value) {
     restore(location.hash);
     effect(() => {
-      void [view.value, settings.value, items.value, gates.value, watched.value, turns.value, branches.value];
+      void [view.value, settings.value, items.value, gates.value, watched.value, followed.value, turns.value, branches.value];
       keepHash();
     });
     void loadFacts();

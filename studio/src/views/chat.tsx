@@ -4,9 +4,10 @@ import { useState } from "preact/hooks";
 import { scaleOf, shown } from "../colour";
 import { Choice, ColourChoice, Field, Legend, Notice, rowAt, Tokens } from "../parts";
 import { answer, isSteering, stop, watchable } from "../run";
-import { addTurn, branches, changed, facts, featuresName, inlineName, isRecorded, offered, path, pinned, type Run, selected, set, settings, siblings, sites, tick, turns, type Turn, view, watched } from "../state";
+import { addTurn, branches, changed, facts, featuresName, inlineName, isRecorded, offered, path, picked, pinned, type Run, selected, set, settings, siblings, sites, tick, turns, type Turn, view, watched } from "../state";
 import { cosineOf } from "../tensors";
 import { RecordedLine, RecordingNote } from "./captures";
+import { Restored } from "./restored";
 import { LiveTrace } from "./trace";
 
 /** Whether an answer is still being read; its comparison with the plain model may follow. */
@@ -39,7 +40,7 @@ export function Chat() {
         <Sampling />
         <RecordingNote />
         {path.value.length > 0 && !isRecorded.value && (
-          <button type="button" class="quiet" onClick={() => { stop(); turns.value = []; branches.value = {}; selected.value = null; }}>
+          <button type="button" class="quiet" onClick={() => { stop(); turns.value = []; branches.value = {}; selected.value = null; picked.value = []; }}>
             New conversation
           </button>
         )}
@@ -50,6 +51,7 @@ export function Chat() {
           <TurnView key={turn.id} turn={turn} />
         ))}
       </ol>
+      <Picked />
       {!isRecorded.value && (
         <form class="ask" onSubmit={(event) => { event.preventDefault(); send(); }}>
           <textarea aria-label="Your message" rows={2} value={text} placeholder="Ask the model; Enter sends, Shift+Enter begins a line" onInput={(event) => setText(event.currentTarget.value)} onKeyDown={(event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); } }} />
@@ -167,7 +169,7 @@ function TurnView({ turn }: { turn: Turn }) {
           <button type="submit">Send as a new branch</button> <button type="button" class="quiet" onClick={() => setEditing(false)}>Cancel</button>
         </form>
       )}
-      {turn.role === "assistant" && turn.runs.length === 0 && <p class="text faint">{turn.text} <small>(restored; “Answer again” reads it anew)</small></p>}
+      {turn.role === "assistant" && turn.runs.length === 0 && <p class="text faint">{turn.text} <Restored turn={turn} /></p>}
       {turn.role === "assistant" && turn.runs.length > 0 && <Runs turn={turn} />}
     </li>
   );
@@ -209,7 +211,12 @@ function Runs({ turn }: { turn: Turn }) {
           <RunView key={i} run={run} turn={turn} index={i} scale={scale} difference={difference} />
         ))}
       </div>
-      {turn.runs.length === 2 && <Compared turn={turn} />}
+      {turn.runs.length === 2 && (
+        <details class="compared">
+          <summary>Compare both answers</summary>
+          <Compared runs={turn.runs as [Run, Run]} titles={["plain", "steered"]} />
+        </details>
+      )}
       <div class="under">
         {scale && <span class="legend-line">{label} <Legend scale={scale} label={label} /></span>}
         <label class="check"><input type="checkbox" checked={settings.value.showsPrompt} onChange={() => set({ showsPrompt: !settings.value.showsPrompt })} />Show the prompt’s tokens</label>
@@ -219,33 +226,66 @@ function Runs({ turn }: { turn: Turn }) {
 }
 
 /** Means over both answers, and how alike their mean rows are. */
-function Compared({ turn }: { turn: Turn }) {
+function Compared({ runs, titles }: { runs: [Run, Run]; titles: [string, string] }) {
   void tick.value;
-  const [plain, steered] = turn.runs as [Run, Run];
-  if (plain.status !== "done" || steered.status !== "done") return null;
+  const [one, other] = runs;
+  if (one.status !== "done" || other.status !== "done") return null;
   const mean = (run: Run, name: string) => meanOf((run.series[name]?.values ?? []).slice(run.prompt.length).filter(Number.isFinite));
-  const names = Object.keys(steered.series).filter((name) => plain.series[name] && Number.isFinite(mean(plain, name) - mean(steered, name)));
-  const rows = [plain, steered].map(meanRow);
-  const cosine = rows[0] && rows[1] && plain.streamRows?.site === steered.streamRows?.site ? cosineOf(rows[0], rows[1]) : NaN;
+  const names = Object.keys(other.series).filter((name) => one.series[name] && Number.isFinite(mean(one, name) - mean(other, name)));
+  const rows = runs.map(meanRow);
+  const cosine = rows[0] && rows[1] && one.streamRows?.site === other.streamRows?.site ? cosineOf(rows[0], rows[1]) : NaN;
   return (
-    <details class="compared">
-      <summary>Compare both answers</summary>
-      <table>
-        <thead><tr><th scope="col">mean over the answer</th><th scope="col">plain</th><th scope="col">steered</th><th scope="col">difference</th></tr></thead>
-        <tbody>
-          {names.map((name) => (
-            <tr key={name} data-mean={name}>
-              <th scope="row">{steered.series[name]!.label}</th>
-              <td data-value={mean(plain, name)}>{shown(mean(plain, name))}</td>
-              <td data-value={mean(steered, name)}>{shown(mean(steered, name))}</td>
-              <td data-value={mean(steered, name) - mean(plain, name)}>{shown(mean(steered, name) - mean(plain, name))}</td>
-            </tr>
-          ))}
-          {Number.isFinite(cosine) && <tr data-mean="cosine"><th scope="row">cosine of the mean rows at {plain.streamRows!.site}</th><td colSpan={3} data-value={cosine}>{shown(cosine)}</td></tr>}
-        </tbody>
-      </table>
-    </details>
+    <table>
+      <thead><tr><th scope="col">mean over the answer</th><th scope="col">{titles[0]}</th><th scope="col">{titles[1]}</th><th scope="col">difference</th></tr></thead>
+      <tbody>
+        {names.map((name) => (
+          <tr key={name} data-mean={name}>
+            <th scope="row">{other.series[name]!.label}</th>
+            <td data-value={mean(one, name)}>{shown(mean(one, name))}</td>
+            <td data-value={mean(other, name)}>{shown(mean(other, name))}</td>
+            <td data-value={mean(other, name) - mean(one, name)}>{shown(mean(other, name) - mean(one, name))}</td>
+          </tr>
+        ))}
+        {Number.isFinite(cosine) && <tr data-mean="cosine"><th scope="row">cosine of the mean rows at {one.streamRows!.site}</th><td colSpan={3} data-value={cosine}>{shown(cosine)}</td></tr>}
+      </tbody>
+    </table>
   );
+}
+
+/** Two answers of any branches that were picked, side by side. */
+function Picked() {
+  void tick.value;
+  const found = picked.value;
+  if (!found.length) return null;
+  const runs = found.map((each) => each.run);
+  const name = settings.value.colourBy;
+  const scale = scaleOf(runs.flatMap((run) => (run.series[name]?.values ?? []).slice(run.prompt.length)));
+  return (
+    <section class="panel picked" aria-label="Compared answers">
+      <h3>Compared answers <button type="button" class="quiet" onClick={() => (picked.value = [])}>Clear</button></h3>
+      {found.length < 2 && <p class="faint">“{found[0]!.title}” is picked. Pick another answer, of this branch or another one.</p>}
+      <div class={`runs n${found.length}`}>
+        {found.map(({ run, title }) => (
+          <section class="run" key={title} aria-label={title}>
+            <h3>{title}</h3>
+            <Tokens tokens={run.answer} first={run.prompt.length} series={run.series} colourBy={name} scale={scale} label={title} mark={firstDifference(runs)} run={run} />
+          </section>
+        ))}
+      </div>
+      {found.length === 2 && <Compared runs={runs as [Run, Run]} titles={[found[0]!.title, found[1]!.title]} />}
+    </section>
+  );
+}
+
+/** Picks an answer for comparison, or lays it back. */
+function Pick({ run, turn }: { run: Run; turn: Turn }) {
+  const isPicked = picked.value.some((each) => each.run === run);
+  const pick = () => {
+    const number = turns.value.filter((other) => other.role === "assistant").indexOf(turn) + 1;
+    const title = `answer ${number}${turn.runs.length > 1 ? `, ${run.kind}` : ""}`;
+    picked.value = isPicked ? picked.value.filter((each) => each.run !== run) : [...picked.value.slice(-1), { run, title }];
+  };
+  return <button type="button" class="quiet" aria-pressed={isPicked} onClick={pick}>{isPicked ? "Do not compare it" : "Compare it"}</button>;
 }
 
 function meanOf(values: number[]): number {
@@ -284,10 +324,11 @@ function RunView({ run, turn, index, scale, difference }: { run: Run; turn: Turn
         {isCompared && difference >= 0 && run.kind === "steered" && <span>differs from token {difference + 1} on</span>}
         {differences.length > 0 && <span title="Mean over the answer of the log-probability of each token with steering, less its log-probability without, after the same tokens">steering made its tokens {shown(differences.reduce((a, b) => a + b, 0) / differences.length)} nats likelier on average</span>}
       </p>
-      {run.status === "done" && !isRecorded.value && (
+      {run.status === "done" && (
         <p class="actions">
+          <Pick run={run} turn={turn} />
           <button type="button" class="quiet" onClick={() => { selected.value = { turn: turn.id, run: index }; view.value = "grid"; }}>Layer by layer</button>
-          {isCompared && turn.chosen !== index && <button type="button" class="quiet" onClick={() => { turn.chosen = index; turn.text = run.text; turns.value = [...turns.value]; }}>Go on from this answer</button>}
+          {isCompared && !isRecorded.value && turn.chosen !== index && <button type="button" class="quiet" onClick={() => { turn.chosen = index; turn.text = run.text; turns.value = [...turns.value]; }}>Go on from this answer</button>}
           {isCompared && turn.chosen === index && <small>the conversation goes on from this answer</small>}
         </p>
       )}

@@ -1,14 +1,16 @@
 // Gates of the next request and rules of the operator, as sentences, and what fired.
 
 import { signal } from "@preact/signals";
-import { useEffect, useState } from "preact/hooks";
-import type { Dynamic, Json, Rule } from "../api";
+import { useState } from "preact/hooks";
+import type { Condition, Dynamic, Effect, Json, Rule } from "../api";
 import { shown } from "../colour";
 import { Choice, Field, Notice } from "../parts";
-import { gateOf, splitSite } from "../run";
-import { api, facts, type GateSpec, gates, isRecorded, items, loadFacts } from "../state";
+import { gateOf, isOpSite } from "../run";
+import { api, facts, type GateSpec, gates, isRecorded, items, loadFacts, type Phase } from "../state";
+import { useLooks } from "./looks";
 
 const POOLS: Record<GateSpec["pool"], string> = { token: "at a token", ema: "in its moving average", last_prompt: "at the prompt’s last token", prompt_mean: "in the mean over the prompt" };
+const PHASES: Record<Phase, string> = { both: "anywhere", prompt: "in the prompt", answer: "in the answer" };
 const SCOPES: Record<GateSpec["scope"], string> = { this_token: "at that token", next_token: "at the next token", rest_of_request: "for the rest of the request" };
 
 /** The last body that registered a rule, for its code. */
@@ -18,9 +20,44 @@ export const lastRule = signal<Json | null>(null);
 export function sentenceOf(gate: GateSpec): string {
   const { reads, then } = gate;
   const what = reads.kind === "probe" ? `the probe ${reads.name}` : `the cosine to ${reads.name} at ${reads.site}`;
-  const when = reads.kind === "always" ? "At every token" : `When ${what} is ${gate.compare} ${gate.threshold} ${POOLS[gate.pool]}`;
+  const where = gate.phase === "both" ? "" : ` ${PHASES[gate.phase]}`;
+  const when = reads.kind === "always" ? `At every token${where}` : `When ${what} is ${gate.compare} ${gate.threshold} ${POOLS[gate.pool]}${where}`;
   const effect = then.kind === "observe" ? "only note it" : `add ${then.name} × ${then.scale}`;
   return `${when}, ${effect} ${SCOPES[gate.scope]}.`;
+}
+
+/** A registered condition in words. */
+function wordsOf(when: Condition): string {
+  if (typeof when === "string") return { always: "anywhere", prompt: "in the prompt", generated: "in the answer" }[when] ?? when;
+  if ("any" in when) return when.any.map(inner).join(" or ");
+  if ("all" in when) {
+    const [phases, others] = [when.all.filter((each) => typeof each === "string"), when.all.filter((each) => typeof each !== "string")];
+    return [others.map(inner).join(" and "), ...phases.map(wordsOf)].join(" ").trim();
+  }
+  if ("not" in when) return `not ${inner(when.not)}`;
+  const what = "probe" in when ? (typeof when.probe === "string" ? `the probe ${when.probe}` : `a probe of its own at ${when.probe.at}`) : "cosine" in when ? `the cosine to ${when.cosine ?? "a vector of its own"} at ${when.at}` : `feature ${when.feature} of ${when.sae}`;
+  const bound = when.above !== undefined ? ` is above ${shown(when.above)}` : when.below !== undefined ? ` is below ${shown(when.below)}` : " is above its own threshold";
+  const pool = typeof when.pool === "object" ? "ema" : ((when.pool ?? "token") as GateSpec["pool"]);
+  return `${what}${bound} ${POOLS[pool]}`;
+}
+
+function inner(when: Condition): string {
+  return typeof when === "object" && ("any" in when || "all" in when) ? `(${wordsOf(when)})` : wordsOf(when);
+}
+
+function effectOf(then: Effect): string {
+  if (typeof then === "string") return "only note it";
+  if ("module" in then) return `add ${then.module} × ${shown(then.scale)}`;
+  if ("features" in then) return `change ${then.features.map(({ sae, feature }) => `feature ${feature} of ${sae}`).join(", ")}`;
+  const adds = then.ops.every(({ method }) => method === "additive");
+  return adds ? `add its own vectors at ${then.ops.map(({ at }) => at).join(", ")}` : then.ops.map(({ at, method }) => `${method.replaceAll("_", " ")} at ${at}`).join(", ");
+}
+
+/** A registered rule as a sentence. */
+export function sentenceOfRule(rule: Rule): string {
+  const when = rule.when === "always" ? "At every token" : typeof rule.when === "string" ? `At every token ${wordsOf(rule.when)}` : `When ${wordsOf(rule.when)}`;
+  const soft = rule.strength === "binary" ? "" : `, with the strength ${JSON.stringify(rule.strength).replace(/[{}"]/g, "").replaceAll(":", " ")}`;
+  return `${when}, ${effectOf(rule.then)} ${SCOPES[rule.scope as GateSpec["scope"]] ?? rule.scope}${soft}; for ${WHOM[rule.applies_to] ?? rule.applies_to}.`;
 }
 
 export function DynamicView() {
@@ -44,6 +81,7 @@ export function DynamicView() {
       </section>
       <div>
         <Rules />
+        <Controllers />
         <Probes />
       </div>
     </div>
@@ -58,6 +96,7 @@ function NewGate() {
   const [source, setSource] = useState("");
   const [compare, setCompare] = useState<GateSpec["compare"]>("above");
   const [threshold, setThreshold] = useState("0");
+  const [phase, setPhase] = useState<Phase>("both");
   const [pool, setPool] = useState<GateSpec["pool"]>("token");
   const [target, setTarget] = useState("observe");
   const [scale, setScale] = useState("2");
@@ -78,6 +117,7 @@ function NewGate() {
       reads: { kind, name, site: kind === "cosine" ? items.value.find((item) => item.kind === "module" && item.name === name)!.site : "" },
       compare,
       threshold: numbers[0]! || 0,
+      phase,
       pool,
       then: target === "observe" ? { kind: "observe", name: "", scale: 0 } : { kind: "module", name: target, scale: numbers[1]! || 0 },
       scope,
@@ -90,6 +130,7 @@ function NewGate() {
       {!chosen.startsWith("always") && <Choice label="is" value={compare} options={[{ value: "above", label: "above" }, { value: "below", label: "below" }]} onChange={setCompare} />}
       {!chosen.startsWith("always") && <Field label="Threshold"><input type="number" step="any" value={threshold} onInput={(event) => setThreshold(event.currentTarget.value)} /></Field>}
       {!chosen.startsWith("always") && <Choice label="read" value={pool} options={Object.entries(POOLS).map(([value, label]) => ({ value: value as GateSpec["pool"], label }))} onChange={setPool} />}
+      <Choice<Phase> label="where" value={phase} options={Object.entries(PHASES).map(([value, label]) => ({ value: value as Phase, label }))} onChange={setPhase} />
       <Choice label="then" value={target} options={[{ value: "observe", label: "only note it (shadow)" }, ...modules.map((item) => ({ value: item.name, label: `add ${item.name}` }))]} onChange={setTarget} />
       {target !== "observe" && <Field label="times"><input type="number" step="any" value={scale} onInput={(event) => setScale(event.currentTarget.value)} /></Field>}
       <Choice label="for" value={scope} options={Object.entries(SCOPES).map(([value, label]) => ({ value: value as GateSpec["scope"], label }))} onChange={setScope} />
@@ -98,13 +139,7 @@ function NewGate() {
   );
 }
 
-function isOpSite(site: string): boolean {
-  const [layer, hook] = splitSite(site);
-  return facts.value?.layers?.op_hook_points[hook]?.includes(layer) ?? false;
-}
-
-/** How often the counts are asked for while they are looked at, and how long they are remembered. */
-const EVERY_MS = 3000;
+/** How long counts are remembered. */
 const LATELY_MS = 120_000;
 
 interface Counted { at: number; counts: Record<string, number> }
@@ -112,23 +147,16 @@ interface Counted { at: number; counts: Record<string, number> }
 /** Rows by rule and gate, asked for again and again while the view is open. */
 function useCounts(): Counted[] {
   const [found, setFound] = useState<Counted[]>([]);
-  useEffect(() => {
-    let isOver = false;
-    const look = async () => {
-      try {
-        const dynamic = await api.value.get<Dynamic>("/v1/steering/dynamic");
-        if (isOver) return;
-        const counts = Object.fromEntries([...dynamic.rules.map((rule) => [`rule ${rule.name}`, rule.rows] as const), ...Object.entries(dynamic.gates).map(([name, rows]) => [`gate ${name}`, rows] as const)]);
-        const now = performance.now();
-        setFound((before) => [...before.filter((each) => now - each.at < LATELY_MS), { at: now, counts }]);
-      } catch {
-        // The reason stands in the view already: facts are asked by the same key.
-      }
-    };
-    if (!facts.value?.dynamic) return;
-    void look();
-    const timer = setInterval(() => { if (!document.hidden) void look(); }, EVERY_MS);
-    return () => { isOver = true; clearInterval(timer); };
+  useLooks(!!facts.value?.dynamic, async (isOver) => {
+    try {
+      const dynamic = await api.value.get<Dynamic>("/v1/steering/dynamic");
+      if (isOver()) return;
+      const counts = Object.fromEntries([...dynamic.rules.map((rule) => [`rule ${rule.name}`, rule.rows] as const), ...Object.entries(dynamic.gates).map(([name, rows]) => [`gate ${name}`, rows] as const)]);
+      const now = performance.now();
+      setFound((before) => [...before.filter((each) => now - each.at < LATELY_MS), { at: now, counts }]);
+    } catch {
+      // The reason stands in the view already: facts are asked by the same key.
+    }
   }, [facts.value?.dynamic, api.value]);
   return found;
 }
@@ -140,7 +168,7 @@ function Rules() {
   for (const [name, count] of Object.entries(found?.dynamic?.gates ?? {})) rows.set(`gate ${name}`, count);
   for (const [name, count] of Object.entries(counted.at(-1)?.counts ?? {})) rows.set(name, count);
   const lately = (name: string) => (counted[0] ? (rows.get(name) ?? 0) - (counted[0].counts[name] ?? 0) : 0);
-  const ofGates = [...rows].filter(([name]) => name.startsWith("gate "));
+  const ofGates = [...rows].filter(([name, count]) => name.startsWith("gate ") && count > 0);
   return (
     <section class="panel">
       <h2>Rules of the operator <button type="button" class="quiet" onClick={() => void loadFacts()}>Look again</button></h2>
@@ -176,11 +204,10 @@ function RuleView({ rule, rows, lately }: { rule: Rule; rows: number; lately: nu
       setError(failed instanceof Error ? failed.message : String(failed));
     }
   };
-  const does = rule.observes ? "only notes where it would act" : `acts at ${rule.sites.join(", ")}`;
   return (
     <li class="item" data-rule={rule.name}>
       <b>{rule.name}</b>
-      <span>{`Reads ${rule.probes.join(", ") || "nothing"}, ${does}, ${rule.scope.replaceAll("_", " ")}; for ${WHOM[rule.applies_to] ?? rule.applies_to}.`}</span>
+      <span>{sentenceOfRule(rule)}</span>
       <small data-rows={rows} data-lately={lately}>{rows} rows {rule.observes ? "it would have steered" : "steered"}{lately ? `, ${lately} of them lately` : ""}</small>
       <button type="button" class="quiet" onClick={() => void forget()} aria-label={`Unregister the rule ${rule.name}`}>Unregister</button>
       <Notice kind="error" text={error} />
@@ -218,6 +245,27 @@ function NewRule() {
       <button type="submit">Register the rule</button>
       <Notice kind="error" text={error} />
     </form>
+  );
+}
+
+/** Controllers that the operator configured, and what they did. */
+function Controllers() {
+  const list = facts.value?.dynamic?.controllers ?? [];
+  if (!list.length) return null;
+  return (
+    <section class="panel">
+      <h2>Controllers</h2>
+      <ul class="items">
+        {list.map((each) => (
+          <li class="item" key={each.name} data-controller={each.name}>
+            <b>{each.name}</b>
+            <span>{`Reads ${each.probes.join(", ") || "nothing"} in Python; for ${WHOM[each.applies_to] ?? each.applies_to}.`}</span>
+            <small>{each.steps} steps; actions: {Object.entries(each.actions).map(([outcome, count]) => `${count} ${outcome}`).join(", ") || "none"}</small>
+            <Notice kind="error" text={each.error ? `It was switched off: ${each.error}` : ""} />
+          </li>
+        ))}
+      </ul>
+    </section>
   );
 }
 

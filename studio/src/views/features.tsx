@@ -1,10 +1,11 @@
 // Features of SAEs: the strongest ones of an answer, searched by text, by token, with bars, and turned into steering.
 
 import { useState } from "preact/hooks";
-import { scaleOf, shown, tint } from "../colour";
+import { shown } from "../colour";
 import { Field, Notice } from "../parts";
-import { activationsOf } from "../run";
-import { currentRun, facts, type Features, isRecorded, items, type Run, set, tick, view } from "../state";
+import { Restored } from "./restored";
+import { activationsOf, addFollowed } from "../run";
+import { currentRun, facts, type Features, followed, isRecorded, items, type Run, set, settings, tick, turns, view } from "../state";
 import { visible } from "../tokens";
 import { tokensOf } from "./grid";
 
@@ -30,11 +31,11 @@ export function listed(found: Features): Found[] {
 
 export function FeaturesView() {
   void tick.value;
-  const [text, setText] = useState("");
+  const text = settings.value.featureText;
   const [token, setToken] = useState<number | null>(null);
   const found = currentRun.value;
   const features = found?.run.features;
-  if (!found || !features) return <section class="empty"><h2>Features</h2><p>Choose an SAE under “Features of” in the chat and ask; this view then lists the strongest features of the answer’s tokens.</p></section>;
+  if (!found || !features) return <section class="empty"><h2>Features</h2><p>Choose an SAE under “Features of” in the chat and ask; this view then lists the strongest features of the answer’s tokens.</p><Restored /></section>;
   const { run } = found;
   const words = text.toLowerCase();
   const only = token === null ? null : new Set(features.ids[features.positions.indexOf(token)] ?? []);
@@ -43,7 +44,7 @@ export function FeaturesView() {
   return (
     <section>
       <div class="bar">
-        <Field label="Search labels and ids"><input type="search" value={text} onInput={(event) => setText(event.currentTarget.value)} /></Field>
+        <Field label="Search labels and ids"><input type="search" value={text} onInput={(event) => set({ featureText: event.currentTarget.value })} /></Field>
         <Field label="At the token">
           <select value={token === null ? "" : String(token)} onChange={(event) => setToken(event.currentTarget.value === "" ? null : Number(event.currentTarget.value))}>
             <option value="">any</option>
@@ -63,16 +64,17 @@ export function FeaturesView() {
 
 function FeatureRow({ found, features, run }: { found: Found; features: Features; run: Run }) {
   const values = activationsOf(run, found.id);
-  const scale = scaleOf([0, found.most]);
   const canSteer = !isRecorded.value && !!facts.value?.saes.some((sae) => sae.name === features.sae);
   const colour = () => {
-    run.series[`feature:${found.id}`] = { label: `feature ${found.id}${found.label ? `: ${found.label}` : ""}`, values };
+    const feature = { sae: features.sae, id: found.id, label: found.label };
+    followed.value = [...followed.value.filter((other) => other.sae !== feature.sae || other.id !== feature.id), feature];
+    for (const turn of turns.value) for (const other of turn.runs) addFollowed(other, feature);
     set({ colourBy: `feature:${found.id}`, showsPrompt: true });
     view.value = "chat";
   };
   const steer = () => {
     const name = `feature ${found.id}${found.label ? ` (${found.label.slice(0, 40)})` : ""}`;
-    items.value = [...items.value.filter((item) => item.name !== name), { name, kind: "feature", isOn: true, scale: Math.max(1, Math.round(found.most)), phase: "both", site: "", row: null, about: `largest activation here ${shown(found.most)}`, sae: features.sae, feature: found.id }];
+    items.value = [...items.value.filter((item) => item.name !== name), { name, kind: "feature", isOn: true, how: "add", scale: Math.max(1, Math.round(found.most)), phase: "both", site: "", row: null, about: `largest activation here ${shown(found.most)}`, sae: features.sae, feature: found.id }];
     view.value = "steer";
   };
   return (
@@ -82,9 +84,17 @@ function FeatureRow({ found, features, run }: { found: Found; features: Features
       <span class="faint" data-most={found.most}>at most {shown(found.most)}, at “{visible(tokensOf(run)[found.at]?.text ?? "")}”; active at {found.tokens} tokens</span>
       <button type="button" class="quiet" onClick={colour}>Colour by it</button>
       {canSteer && <button type="button" class="quiet" onClick={steer}>Steer with it</button>}
-      <span class="strip" role="img" aria-label={`Feature ${found.id} by token, at most ${shown(found.most)}`}>
-        {values.map((value, i) => <i key={i} style={{ background: scale && value > 0 ? tint(value, scale) : "transparent" }} />)}
-      </span>
+      <Bars values={values} most={found.most} label={`Feature ${found.id} by token, at most ${shown(found.most)}`} />
     </li>
+  );
+}
+
+/** A bar for each token; the first one, whose row is many times as long, is cut off. */
+function Bars({ values, most, label }: { values: number[]; most: number; label: string }) {
+  const height = (value: number) => 20 * Math.min(1, value / (most || 1));
+  return (
+    <svg class="bars" viewBox={`0 0 ${Math.max(1, values.length)} 20`} preserveAspectRatio="none" role="img" aria-label={label}>
+      {values.map((value, i) => value > 0 && <rect key={i} x={i + 0.08} width={0.84} y={20 - height(value)} height={height(value)} data-bar={value} />)}
+    </svg>
   );
 }

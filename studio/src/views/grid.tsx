@@ -6,15 +6,17 @@ import { cellColour, scaleOf, type Scale, shown } from "../colour";
 import { Choice, Field, GridLegend, Notice } from "../parts";
 import { type ReadRow, readGrid, readRow } from "../run";
 import { currentRun, facts, type Grid, inlineName, isRecorded, type Item, items, lensName, offered, type Run, set, settings, sites, tick, type Token, view } from "../state";
+import { Restored } from "./restored";
 import { cosineOf, norm } from "../tensors";
 import { visible } from "../tokens";
 
-export type Shows = "norm" | "cosine" | "lens" | "rank";
+export type Shows = "norm" | "cosine" | "probe" | "lens" | "rank";
 
-/** The values of a grid, [layers][tokens]. */
-export function valuesOf(grid: Grid, shows: Shows): number[][] {
+/** The values of a grid, [layers][tokens]; scores are of one probe, or of the first one at each layer. */
+export function valuesOf(grid: Grid, shows: Shows, probe = ""): number[][] {
   if (shows === "norm") return grid.norms;
   if (shows === "cosine") return grid.cosines;
+  if (shows === "probe") return grid.layers.map((layer) => grid.probes.find((each) => each.layer === layer && (!probe || each.name === probe))?.values ?? new Array<number>(grid.numTokens).fill(NaN));
   const lens = grid.lens;
   if (!lens) return [];
   return grid.layers.map((layer) => {
@@ -30,6 +32,7 @@ export function valuesOf(grid: Grid, shows: Shows): number[][] {
 const LABELS: Record<Shows, string> = {
   norm: "norm of the stream",
   cosine: "cosine to the layer before",
+  probe: "score of a probe",
   lens: "probability of the lens’ first token",
   rank: "rank of the chosen token, log₁₀(1 + rank)",
 };
@@ -37,21 +40,23 @@ const LABELS: Record<Shows, string> = {
 export function GridView() {
   void tick.value;
   const found = currentRun.value;
-  const [shows, setShows] = useState<Shows>("norm");
   const [progress, setProgress] = useState("");
   const [error, setError] = useState("");
   const [cell, setCell] = useState<{ row: number; column: number } | null>(null);
   const [isHeld, setHeld] = useState(false); // a click holds a cell, so that the pointer can leave it
   const grid = found?.run.grid ?? null;
   const options: { value: Shows; label: string }[] = [{ value: "norm", label: LABELS.norm }, { value: "cosine", label: LABELS.cosine }];
+  if (grid?.probes.length) options.push({ value: "probe", label: LABELS.probe });
   if (grid?.lens) options.push({ value: "lens", label: LABELS.lens });
   if (grid?.lens?.tokens.length) options.push({ value: "rank", label: LABELS.rank });
-  const chosen = options.some((option) => option.value === shows) ? shows : "norm";
+  const chosen = options.find((option) => option.value === settings.value.gridShows)?.value ?? "norm";
+  const probe = grid?.probes.some((each) => each.name === settings.value.gridProbe) ? settings.value.gridProbe : "";
   const { values, scale } = useMemo(() => {
-    const all = grid ? valuesOf(grid, chosen) : [];
-    return { values: all, scale: scaleOf(all.flat()) };
-  }, [grid, chosen]);
-  if (!found) return <section class="empty"><h2>Grid</h2><p>Ask something under “Chat” first; this view then shows its tokens layer by layer.</p></section>;
+    const all = grid ? valuesOf(grid, chosen, probe) : [];
+    // The first token’s row is many times as long as any other, and so are its scores.
+    return { values: all, scale: scaleOf(chosen === "probe" ? all.flatMap((row) => row.slice(1)) : all.flat()) };
+  }, [grid, chosen, probe]);
+  if (!found) return <section class="empty"><h2>Grid</h2><p>Ask something under “Chat” first; this view then shows its tokens layer by layer.</p><Restored /></section>;
   const { run } = found;
   const read = async () => {
     setError("");
@@ -66,7 +71,8 @@ export function GridView() {
   return (
     <section class="grid-view">
       <div class="bar">
-        <Choice label="Shows" value={chosen} options={options} onChange={setShows} />
+        <Choice label="Shows" value={chosen} options={options} onChange={(gridShows) => set({ gridShows })} />
+        {chosen === "probe" && grid!.probes.length > 1 && <Choice label="Probe" value={probe} options={[{ value: "", label: "the first of each layer" }, ...grid!.probes.map(({ name }) => ({ value: name, label: name }))]} onChange={(gridProbe) => set({ gridProbe })} />}
         {!isRecorded.value && hooks.length > 0 && <Choice label="Hook point" value={settings.value.readHook} options={hooks.map((name) => ({ value: name, label: name }))} onChange={(readHook) => set({ readHook, readLayer: (sites.value[readHook] ?? [])[0] ?? -1 })} />}
         {!isRecorded.value && lensName.value && (
           <>
@@ -79,6 +85,8 @@ export function GridView() {
       </div>
       {run.kind === "steered" && !grid && <Notice text="These are the tokens of the steered answer. “Read all layers” reads them without steering; to see the steered stream, choose “Read rows: of all layers” in the chat and answer again." />}
       {!inlineName.value && !lensName.value && !isRecorded.value && <Notice text="This server sends no rows with its answers: it needs the consumer inline (--capture-consumers inline), and your key its permission." />}
+      {chosen === "probe" && grid!.probes.length < grid!.layers.length && <Notice text="A probe reads one layer: other layers have no score. Hold a cell to see its vectors, features and lens." />}
+      {chosen === "lens" && grid && !isWritten(grid) && <Notice text="So many tokens fit only as colours: point at a cell to read its tokens." />}
       <Notice text={progress} />
       <Notice kind="error" text={error} />
       {grid && scale && <Canvas grid={grid} run={run} values={values} scale={scale} cell={cell} onCell={setCell} isHeld={isHeld} onHold={setHeld} shows={chosen} />}
@@ -90,6 +98,13 @@ export function GridView() {
       )}
     </section>
   );
+}
+
+const TEXT_WIDTH = 64;
+
+/** Whether tokens can be written into the cells of a lens: a canvas is no wider than 32,000 pixels. */
+function isWritten(grid: Grid): boolean {
+  return grid.layers.length > 0 && TEXT_WIDTH * grid.numTokens + 60 <= 32_000;
 }
 
 export function tokensOf(run: Run): Token[] {
@@ -137,7 +152,7 @@ function SteerFrom({ found, token }: { found: ReadRow; token: string }) {
   const site = `${found.layer}.${found.hook}`;
   const steer = () => {
     const name = `row ${site} of token ${found.position} “${visible(token).slice(0, 20)}”`;
-    const item: Item = { name, kind: "local", isOn: true, scale: 0.5, phase: "both", site, row: found.row, about: `norm ${shown(norm(found.row))}` };
+    const item: Item = { name, kind: "local", isOn: true, how: "add", scale: 0.5, phase: "both", site, row: found.row, about: `norm ${shown(norm(found.row))}` };
     items.value = [...items.value.filter((other) => other.name !== name), item];
     view.value = "steer";
   };
@@ -200,8 +215,8 @@ function Canvas({ grid, run, values, scale, cell, onCell, isHeld, onHold, shows 
   const [width, setWidth] = useState(0);
   const tokens = tokensOf(run);
   const layers = grid.layers.length;
-  const isText = shows === "lens" && layers > 0;
-  const cellWidth = Math.max(isText ? 64 : 1, Math.min(isText ? 90 : 26, Math.floor((width - LEFT - 60) / Math.max(1, grid.numTokens))));
+  const isText = shows === "lens" && isWritten(grid);
+  const cellWidth = Math.max(isText ? TEXT_WIDTH : 2, Math.min(isText ? 90 : 26, Math.floor((width - LEFT - 60) / Math.max(1, grid.numTokens))));
   const cellHeight = isText ? 18 : Math.max(4, Math.min(18, Math.floor(520 / Math.max(1, layers))));
   useEffect(() => {
     const watcher = new ResizeObserver(() => setWidth(box.current?.clientWidth ?? 0));
@@ -322,6 +337,7 @@ function Cell({ grid, run, row, column }: { grid: Grid; run: Run; row: number; c
         <tbody>
           <tr data-value="norm"><th scope="row">norm</th><td data-value={grid.norms[row]?.[column]}>{shown(grid.norms[row]?.[column])}</td></tr>
           <tr data-value="cosine"><th scope="row">cosine to the layer before</th><td data-value={grid.cosines[row]?.[column]}>{shown(grid.cosines[row]?.[column])}</td></tr>
+          {grid.probes.filter((each) => each.layer === layer).map((each) => <tr key={each.name} data-probe-score={each.name}><th scope="row">probe {each.name}</th><td data-value={each.values[column]}>{shown(each.values[column])}</td></tr>)}
           {lens?.token_ranks && at >= 0 && grid.lens!.tokens.map((name, i) => <tr key={name} data-value="rank"><th scope="row">rank of “{visible(name)}”</th><td data-value={lens.token_ranks![at]?.[i]}>{lens.token_ranks![at]?.[i] ?? "–"}</td></tr>)}
         </tbody>
       </table>

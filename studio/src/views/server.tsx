@@ -1,10 +1,11 @@
-// The server's figures, from /metrics, every two seconds while they are looked at.
+// The server's figures, from /metrics, while they are looked at.
 
-import { useEffect, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 import { shown } from "../colour";
 import type { HookMemory } from "../api";
 import { Field, Notice } from "../parts";
 import { api, facts, isRecorded } from "../state";
+import { useLooks } from "./looks";
 
 export interface Sample { name: string; labels: Record<string, string>; value: number }
 
@@ -30,23 +31,16 @@ function sum(samples: Sample[], name: string, labels: Record<string, string> = {
 export function ServerView() {
   const [readings, setReadings] = useState<Reading[]>([]);
   const [error, setError] = useState("");
-  useEffect(() => {
-    if (isRecorded.value) return;
-    let isOver = false;
-    const look = async () => {
-      try {
-        const samples = parseMetrics(await api.value.text("/metrics"));
-        if (isOver) return;
-        setError("");
-        setReadings((before) => [...before.slice(-90), { at: performance.now() / 1000, samples }]);
-      } catch (failed) {
-        if (!isOver) setError(failed instanceof Error ? failed.message : String(failed));
-      }
-    };
-    void look();
-    const timer = setInterval(() => { if (!document.hidden) void look(); }, 2000);
-    return () => { isOver = true; clearInterval(timer); };
-  }, []);
+  useLooks(!isRecorded.value, async (isOver) => {
+    try {
+      const samples = parseMetrics(await api.value.text("/metrics"));
+      if (isOver()) return;
+      setError("");
+      setReadings((before) => [...before.slice(-90), { at: performance.now() / 1000, samples }]);
+    } catch (failed) {
+      if (!isOver()) setError(failed instanceof Error ? failed.message : String(failed));
+    }
+  }, [api.value]);
   if (isRecorded.value) return <section class="empty"><h2>Server</h2><p>A recording has no server.</p></section>;
   const last = readings.at(-1);
   const rate = (name: string): number[] => readings.slice(1).map((reading, i) => Math.max(0, (sum(reading.samples, name) - sum(readings[i]!.samples, name)) / (reading.at - readings[i]!.at || 1)));

@@ -5,9 +5,9 @@ import { useState } from "preact/hooks";
 import type { CaptureResult, Json } from "../api";
 import { shown } from "../colour";
 import { Choice, Field, Notice } from "../parts";
-import { rowsOf, splitSite } from "../run";
+import { isOpSite, rowsOf, splitSite, vectorSites } from "../run";
 import { download } from "../share";
-import { api, currentRun, facts, inlineName, isRecorded, type Item, items, loadFacts, offered, type Phase, set, settings, sites, tick } from "../state";
+import { api, currentRun, facts, type How, inlineName, isRecorded, type Item, items, loadFacts, offered, type Phase, set, settings, sites, tick } from "../state";
 import { dot, norm, packed, readSafetensors, writeSafetensors } from "../tensors";
 
 /** The last body that registered a vector, for its code. */
@@ -19,15 +19,18 @@ function change(item: Item, by: Partial<Item>): void {
 
 export function Steer() {
   void tick.value;
+  const [text, setText] = useState("");
   if (isRecorded.value) return <section class="empty"><h2>Steer</h2><p>A recording steers nothing.</p></section>;
+  const listed = items.value.filter((item) => item.isOn || item.name.toLowerCase().includes(text.toLowerCase()));
   return (
     <div class="columns">
       <section class="panel">
         <h2>What steers the next answer</h2>
         {facts.value?.steeringRefused && <Notice text={facts.value.steeringRefused} />}
         {items.value.length === 0 && !facts.value?.steeringRefused && <p>No module is registered. Make a vector of two lists of prompts, or open a file.</p>}
+        {items.value.length > 6 && <Field label="Search"><input type="search" value={text} onInput={(event) => setText(event.currentTarget.value)} /></Field>}
         <ul class="items">
-          {items.value.map((item) => <ItemView key={`${item.kind} ${item.name}`} item={item} />)}
+          {listed.map((item) => <ItemView key={`${item.kind} ${item.name}`} item={item} />)}
         </ul>
         {items.value.length > 0 && <label class="check"><input type="checkbox" checked={settings.value.compares} onChange={() => set({ compares: !settings.value.compares })} />Answer plain beside steered</label>}
         <OpenFile />
@@ -42,6 +45,7 @@ export function Steer() {
 
 /** ‖s v‖ / ‖h‖, with the mean norm of the stream over the answer that was read last: the largest over the sites that were read. */
 export function doseOf(item: Item): { site: string; value: number } | null {
+  if (item.how !== "add") return null;
   const means = currentRun.value?.run.meanNorms ?? {};
   const module = item.kind === "module" ? facts.value?.steering?.modules[item.name] : undefined;
   const content = item.phase === "prompt" ? module?.prefill : module?.decode;
@@ -53,12 +57,31 @@ export function doseOf(item: Item): { site: string; value: number } | null {
 /** Largest scale of a slider: activations of features, and rows of the head, which are short. */
 const RANGES: Record<Item["kind"], number> = { module: 10, local: 10, feature: 100, lens: 500 };
 
+/** What can be done with a direction v̂, whose part in a row h is p = h · v̂; the scale with which each begins. */
+const HOWS: Record<How, { label: string; number: string; begins: number }> = {
+  add: { label: "add it", number: "Scale", begins: 2 },
+  ablate: { label: "remove the part along it", number: "Share", begins: 1 },
+  "at most": { label: "limit p from above", number: "p at most", begins: 0 },
+  "at least": { label: "limit p from below", number: "p at least", begins: 0 },
+  set: { label: "set p", number: "p", begins: 0 },
+};
+
+/** The mean projection p of an answer's rows on an item's direction, where both are known. */
+function projectionOf(item: Item): number | null {
+  const found = currentRun.value?.run.streamRows;
+  if (!found || !item.row || found.site !== item.site || found.tensor.shape[1] !== item.row.length) return null;
+  const rows = found.positions.map((_, i) => (found.tensor.data as Float32Array).subarray(i * item.row!.length, (i + 1) * item.row!.length)).slice(currentRun.value!.run.prompt.length);
+  return rows.length ? rows.reduce((total, row) => total + dot(row, item.row!), 0) / rows.length / norm(item.row) : null;
+}
+
 function ItemView({ item }: { item: Item }) {
   const [error, setError] = useState("");
   const module = item.kind === "module" ? facts.value?.steering?.modules[item.name] : undefined;
   const where = item.kind === "feature" ? [] : module ? [...new Set([...module.prefill.sites, ...module.decode.sites, ...module.prefill.op_sites, ...module.decode.op_sites])] : [item.site];
   const hasOperations = !!module && module.prefill.op_sites.length + module.decode.op_sites.length > 0;
-  const isFree = item.kind !== "module" || (!hasOperations && where.every((site) => { const [layer, hook] = splitSite(site); return facts.value?.layers?.op_hook_points[hook]?.includes(layer); }));
+  const isFree = item.kind !== "module" || (!hasOperations && where.every(isOpSite));
+  const canOperate = item.kind !== "feature" && !hasOperations && vectorSites(item).length > 0 && vectorSites(item).every(isOpSite);
+  const projection = item.how === "add" ? null : projectionOf(item);
   const dose = doseOf(item);
   const forget = async () => {
     try {
@@ -72,14 +95,44 @@ function ItemView({ item }: { item: Item }) {
   return (
     <li class="item">
       <label class="check"><input type="checkbox" checked={item.isOn} onChange={() => change(item, { isOn: !item.isOn })} /><b>{item.name}</b></label>
+      <Lengths item={item} />
       <small>{item.kind === "feature" ? `feature ${item.feature} of ${item.sae}` : item.kind === "lens" ? `what the lens ${item.lens} reads as “${item.token}” at ${item.site}` : `${item.kind === "module" ? "registered" : "in this tab only"}, at ${where.slice(0, 4).join(", ")}`}{where.length > 4 ? ` and ${where.length - 4} more` : ""}{item.about ? `; ${item.about}` : ""}</small>
-      <Field label={`Scale ${item.scale}`}><input type="range" aria-label={`Scale of ${item.name}`} min={-RANGES[item.kind]} max={RANGES[item.kind]} step={item.kind === "lens" ? 5 : 0.25} value={item.scale} onInput={(event) => change(item, { scale: Number(event.currentTarget.value), isOn: true })} /></Field>
+      {canOperate && <Choice<How> label="Do" value={item.how} onChange={(how) => change(item, { how, scale: HOWS[how].begins })} options={Object.entries(HOWS).map(([value, { label }]) => ({ value: value as How, label }))} />}
+      <Strength item={item} />
+      {projection !== null && <span class="dose" data-projection={projection}>p was {shown(projection)} on average in the answer that was read last</span>}
       <Choice<Phase> label="Acts on" value={item.phase} onChange={(phase) => change(item, { phase })} options={[{ value: "both", label: "prompt and answer" }, { value: "prompt", label: "the prompt", isOff: !isFree }, { value: "answer", label: "the answer", isOff: !isFree }]} />
       <span class="dose" data-dose={dose?.value} title="‖s v‖ / ‖h‖: the length of what is added, relative to the mean length of the stream over the answer that was read last">{dose === null ? "" : `relative dose ${shown(dose.value)} at ${dose.site}`}</span>
       {item.kind === "local" && item.row && <Save item={item} />}
       <button type="button" class="quiet" onClick={() => void forget()} aria-label={`Forget ${item.name}`}>Forget</button>
       <Notice kind="error" text={error} />
     </li>
+  );
+}
+
+/** The number of an item: a scale on a slider, a share, or a bound of the projection. */
+function Strength({ item }: { item: Item }) {
+  const { number } = HOWS[item.how];
+  const label = `${number} of ${item.name}`;
+  const entered = (event: { currentTarget: HTMLInputElement }) => change(item, { scale: Number(event.currentTarget.value) || 0, isOn: true });
+  if (item.how === "add") return <Field label={`Scale ${item.scale}`}><input type="range" aria-label={label} min={-RANGES[item.kind]} max={RANGES[item.kind]} step={item.kind === "lens" ? 5 : 0.25} value={item.scale} onInput={entered} /></Field>;
+  if (item.how === "ablate") return <Field label={`Share ${item.scale}`}><input type="range" aria-label={label} min={0} max={1} step={0.05} value={item.scale} onInput={entered} /></Field>;
+  return <Field label={number}><input type="number" step="any" aria-label={label} value={item.scale} onInput={entered} /></Field>;
+}
+
+/** The lengths of a registered module's vectors by site. */
+function Lengths({ item }: { item: Item }) {
+  const module = item.kind === "module" ? facts.value?.steering?.modules[item.name] : undefined;
+  const lengths = Object.entries({ ...module?.prefill.norms, ...module?.decode.norms });
+  if (!lengths.length) return null;
+  const most = Math.max(...lengths.map(([, length]) => length), 1e-9);
+  const sites = lengths.map(([site, length]) => `${site} ${shown(length)}`);
+  return (
+    <span class="lengths" title={sites.join(", ")}>
+      <svg viewBox={`0 0 ${lengths.length * 6} 20`} role="img" aria-label={`Lengths of the vectors: ${sites.slice(0, 8).join(", ")}${sites.length > 8 ? ` and ${sites.length - 8} more` : ""}`} width={lengths.length * 6} height={20}>
+        {lengths.map(([site, length], i) => <rect key={site} x={i * 6} width={5} y={20 - (20 * length) / most} height={(20 * length) / most} class="toward" />)}
+      </svg>
+      {lengths.length === 1 ? `length ${shown(lengths[0]![1])}` : `${lengths.length} vectors, lengths up to ${shown(most)}`}
+    </span>
   );
 }
 
@@ -93,7 +146,7 @@ function Save({ item }: { item: Item }) {
       lastRegistered.value = body;
       items.value = items.value.filter((other) => other !== item);
       await loadFacts();
-      items.value = items.value.map((other) => (other.kind === "module" && other.name === item.name ? { ...other, isOn: item.isOn, scale: item.scale, row: item.row, about: item.about, hash: facts.value?.steering?.modules[item.name]?.decode.hash ?? null } : other));
+      items.value = items.value.map((other) => (other.kind === "module" && other.name === item.name ? { ...other, isOn: item.isOn, how: item.how, scale: item.scale, row: item.row, about: item.about, hash: facts.value?.steering?.modules[item.name]?.decode.hash ?? null } : other));
       setError("");
     } catch (failed) {
       setError(failed instanceof Error ? failed.message : String(failed));
@@ -120,7 +173,7 @@ function OpenFile() {
       for (const [name, tensor] of Object.entries(tensors)) {
         const site = /(?:vectors\/)?(\d+\.[a-z_]+)$/.exec(name)?.[1];
         if (!site || tensor.shape.length !== 1) continue;
-        made.push({ name: `${file.name.replace(/\.safetensors$/, "")} ${site}`, kind: "local", isOn: false, scale: 1, phase: name.startsWith("prefill_") ? "prompt" : name.startsWith("decode_") ? "answer" : "both", site, row: tensor.data as Float32Array, about: "" });
+        made.push({ name: `${file.name.replace(/\.safetensors$/, "")} ${site}`, kind: "local", isOn: false, how: "add", scale: 1, phase: name.startsWith("prefill_") ? "prompt" : name.startsWith("decode_") ? "answer" : "both", site, row: tensor.data as Float32Array, about: "" });
       }
       if (!made.length) throw new Error("it has no tensor with the name of a site, such as vectors/12.post_mlp");
       items.value = [...items.value, ...made];
@@ -148,7 +201,7 @@ function Direction() {
   const add = () => {
     const site = `${chosen}.post_mlp`;
     const name = `“${token}” by ${lens} at ${site}`;
-    items.value = [...items.value.filter((item) => item.name !== name), { name, kind: "lens", isOn: true, scale: 100, phase: "both", site, row: null, about: "", lens, token }];
+    items.value = [...items.value.filter((item) => item.name !== name), { name, kind: "lens", isOn: true, how: "add", scale: 100, phase: "both", site, row: null, about: "", lens, token }];
   };
   return (
     <section class="panel">
@@ -205,7 +258,7 @@ function Make() {
       if (!size) throw new Error("Both lists have the same mean row, so there is no direction between them.");
       const along = (list: Float32Array[]) => list.map((row) => dot(row, vector) / size);
       setMade({ toward: along(rows[0]!), away: along(rows[1]!), site: chosen, name: name.trim(), direction: vector.map((value) => value / size) });
-      const item: Item = { name: name.trim(), kind: "local", isOn: true, scale: 2, phase: "both", site: chosen, row: vector, about: `of ${lists[0].length} and ${lists[1].length} prompts, norm ${shown(size)}` };
+      const item: Item = { name: name.trim(), kind: "local", isOn: true, how: "add", scale: 2, phase: "both", site: chosen, row: vector, about: `of ${lists[0].length} and ${lists[1].length} prompts, norm ${shown(size)}` };
       items.value = [...items.value.filter((other) => other.kind !== "local" || other.name !== item.name), item];
     } catch (failed) {
       setError(failed instanceof Error ? failed.message : String(failed));

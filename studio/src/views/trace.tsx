@@ -33,13 +33,15 @@ function appliedTo(run: Run): number[] {
 
 export function Line({ label, values, threshold, first, shaded = [] }: { label: string; values: number[]; threshold?: number | undefined; first: number; shaded?: number[] }) {
   void tick.value;
-  const finite = values.filter(Number.isFinite);
+  // The first token's row is many times as long as any other: it would leave the others a flat line.
+  const later = values.slice(1).filter(Number.isFinite);
+  const finite = later.length > 1 ? later : values.filter(Number.isFinite);
   if (!finite.length) return null;
   const all = threshold === undefined ? finite : [...finite, threshold];
   const low = Math.min(...all);
   const high = Math.max(...all, low + 1e-9);
   const x = (i: number) => (i / Math.max(1, values.length - 1)) * WIDTH;
-  const y = (value: number) => HEIGHT - 4 - ((value - low) / (high - low)) * (HEIGHT - 8);
+  const y = (value: number) => HEIGHT - 4 - ((Math.min(high, Math.max(low, value)) - low) / (high - low)) * (HEIGHT - 8);
   let line = "";
   values.forEach((value, i) => {
     if (Number.isFinite(value)) line += `${line === "" || !Number.isFinite(values[i - 1]) ? "M" : "L"}${x(i).toFixed(1)},${y(value).toFixed(1)}`;
