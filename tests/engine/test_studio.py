@@ -971,6 +971,22 @@ def test_what_the_server_itself_refuses_is_a_sentence(page: Page) -> None:
     expect(page.get_by_role("alert")).to_contain_text("1024")
 
 
+def test_an_open_page_asks_for_nothing_but_figures_that_are_looked_at(page: Page) -> None:
+    ask(page, "Hi")
+    page.clock.install()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    counts = {}
+    for view in VIEWS:
+        show(page, view)
+        page.wait_for_load_state("networkidle")
+        asked.clear()
+        page.clock.run_for(60_000)
+        counts[view] = len(asked)
+
+    assert {view for view, count in counts.items() if count} == {"Dynamic", "Server"}
+
+
 def test_without_a_key_the_page_chats_and_says_what_is_not_allowed(context: BrowserContext, server: Server) -> None:
     page = context.new_page()
     page.goto(f"{server.url}/headgate/")
