@@ -134,17 +134,6 @@ def always(make: Maker) -> Iterator[GateCase]:
             {"when": {"all": ["always", make.when(prompt=SHORT)]}, "then": {"vectors": make.vectors("2.mlp_out")}},
         ],
     )
-    generated = {"all": ["generated", make.when(q=0.5)]}
-    yield GateCase(
-        name="phases",
-        gates=[
-            {"when": "prompt", "then": {"vectors": make.vectors("1.post_mlp")}},
-            _later(make, generated),
-            _later(make, generated, scope="rest_of_request"),
-            _later(make, {"all": ["prompt", make.when(q=0.9)]}, scope="rest_of_request"),
-            _later(make, {"any": ["generated", {"not": make.when(q=0.5)}]}, strength={"sigmoid": 1.0}),
-        ],
-    )
     yield GateCase(
         name="always, both branches of a layer",
         prompt=SHORT,

@@ -203,7 +203,6 @@ class GateState:
         self.scope = document.get("scope") or "this_token"
         self.when = document["when"]
         self.leaves: list[_Leaf] = []
-        self.is_prompt = True
         self._tree = self._parse(self.when, document.get("strength") or "binary", names)
         reads = [order.index(leaf.site) for leaf in self.leaves]
         self.decided_at = max(reads) if reads else -1
@@ -228,7 +227,6 @@ class GateState:
 
     def decide(self, position: int, num_prompt: int) -> None:
         """Take the row's condition in."""
-        self.is_prompt = position < num_prompt
         if any(leaf.loop is not None for leaf in self.leaves) and position < num_prompt - 1:
             return
         strength, fires = self._tree()
@@ -262,13 +260,6 @@ class GateState:
     def _parse(self, when: Any, strength: Any, names: Names) -> Callable[[], tuple[float, bool]]:
         if when == "always":
             return lambda: (1.0, True)
-        if when in ("prompt", "generated"):
-
-            def of_phase() -> tuple[float, bool]:
-                holds = self.is_prompt == (when == "prompt")
-                return float(holds), holds
-
-            return of_phase
         if "not" in when:
             inner = self._parse(when["not"], strength, names)
 
