@@ -5,7 +5,7 @@ import { useEffect } from "preact/hooks";
 /** The share of time that one page lets the server spend on its figures. */
 const SHARE = 1 / 1000;
 const LEAST_MS = 5_000;
-const MOST_MS = 15_000;
+const MOST_MS = 60_000;
 
 /** Calls `look` at once and then again and again: the longer an answer takes, the later the next call. A page that is hidden waits. */
 export function useLooks(isOn: boolean, look: (isOver: () => boolean) => Promise<void>, inputs: unknown[]): void {
