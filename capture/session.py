@@ -152,6 +152,8 @@ class CaptureSession:
         key = "" if capture is None else capture["key"]
         if new.req_id in self._keys or new.req_id in self._ends:
             self._collect()  # what belongs to the request that was known under this id
+        elif any(new.req_id in candidates.req_ids for _, candidates in self._unsettled):
+            self._settle(waits=True)  # rows of a request that had this id, and wants nothing or has ended
         if new.wire is not None and new.wire.get("v") != WIRE_VERSION:
             raise RuntimeError(f"request {new.req_id}: expected wire version {WIRE_VERSION}, got {new.wire}")
         wanted = {} if capture is None else capture["specs"]

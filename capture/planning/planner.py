@@ -391,11 +391,13 @@ class Candidates(NamedTuple):
         token_rows: int64 ``[K]``, ascending: they get staging slots.
         covers: Sites that the requests with these rows want, which may share some.
         num_copies: Upper limit of wanted (row, site) pairs.
+        req_ids: All requests of the step.
     """
 
     token_rows: Int64Array
     covers: Sequence[SiteSet]
     num_copies: int
+    req_ids: tuple[str, ...]
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -758,7 +760,7 @@ class _RequestTable:
             found = self._plans[int(slots[members[at]])].shape.covers
             num_copies += sum(len(cover.ids) for cover in found) * int(counts[numbers == number].sum())
             covers += found
-        return Candidates(token_rows, covers, num_copies)
+        return Candidates(token_rows, covers, num_copies, view.req_ids)
 
     def note_taken(self, slots: Int64Array, stops: Int64Array) -> None:
         """Count positions up to these as taken."""

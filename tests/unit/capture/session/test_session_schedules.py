@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import CapturedRequest
+from headgate.capture.schema.positions import Named
 from headgate.capture.schema.registry import OpenConsumer
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.spec import CaptureSpec
 from tests.fakes.capture_world import Keeper, KeptResults, local_session, make_staging
 from tests.fakes.pipeline import TIMEOUT_S, row_values
-from tests.strategies import BITS, SITES, Step, schedules
+from tests.strategies import BITS, SITES, Arrival, Step, schedules
 
 MAX_TOKENS = 256
 
@@ -218,6 +219,34 @@ def test_every_consumer_gets_exactly_its_rows_and_every_request_its_result(
                 assert (life.key, bit) not in captured
             else:
                 check(life, bit, result, captured[life.key, bit])
+
+
+def test_a_request_gets_no_row_of_one_that_had_its_id_in_a_step_whose_outcome_is_unknown() -> None:
+    class Late(Random):
+        """One draft of each request is rejected, and no outcome is known before somebody waits for it."""
+
+        def random(self) -> float:
+            return 1.0
+
+        def randrange(self, *_: object) -> int:
+            return 1
+
+    def step(arrived: Arrival, first: int) -> Step:
+        batch = np.array([0, 2]), np.array([2, 1]), np.array([0, first])
+        return Step((), (arrived,), BatchView(("taken", "other"), *batch))
+
+    wanted = {BITS[0]: CaptureSpec(sites=SITES[:1], positions=Named("all"))}
+    driven = Driven(64, MAX_TOKENS, 0.0, Late())
+    driven.step(Step((), (Arrival("other", 1, wanted),), BatchView(("other",), *np.array([[0], [1], [0]]))))
+    driven.step(step(Arrival("taken", 2, {}), 1))
+    driven.step(step(Arrival("taken", 2, wanted), 2))
+    driven.finish()
+
+    captured = {_key(each): each for each in driven.keepers[BITS[0]].captured}
+    assert captured["key-2"].token_ids.tolist() == [2000, 2001]
+    assert captured["key-2"].positions.tolist() == [0, 1]
+    site = SITES[0]
+    assert torch.equal(captured["key-2"].rows[site], row_values(2, np.arange(2), 0))
 
 
 def check(life: Life, bit: int, result: CaptureResult, captured: CapturedRequest) -> None:
