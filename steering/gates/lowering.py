@@ -23,6 +23,7 @@ from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.gates.gate import (
     Always,
     Condition,
+    ConditionGroup,
     FeatureReading,
     Gate,
     GateColumn,
@@ -511,14 +512,35 @@ class _Evaluation:
             always = self._node(Combine.ALWAYS, 0, 0)
             if condition.phase is GatePhase.BOTH:
                 return always
-            holds = self._phase == (PREFILL if condition.phase is GatePhase.PROMPT else DECODE)
-            return self._node(Combine.ANY if holds else Combine.NOT, always, always)
+            return self._node(Combine.ANY if self._is_phase(condition) else Combine.NOT, always, always)
         if isinstance(condition, Negation):
             return self._node(Combine.NOT, self._put(condition.condition), 0)
-        found = self._put(condition.conditions[0])
-        for other in condition.conditions[1:]:
-            found = self._node(condition.combine, found, self._put(other))
+        return self._put_group(condition)
+
+    def _put_group(self, group: ConditionGroup) -> int:
+        """Add the entries of several conditions; return the column that has all of them.
+
+        A phase has no strength of its own, which would bound a gain above 1: where it holds, `all` is the others.
+        """
+        first, *others = group.conditions
+        found, is_phase = self._put(first), group.combine is Combine.ALL and self._is_phase(first)
+        for other in others:
+            column = self._put(other)
+            if group.combine is Combine.ALL and self._is_phase(other):
+                column = found
+            elif is_phase:
+                found, is_phase = column, False
+            found = self._node(group.combine, found, column)
         return found
+
+    def _is_phase(self, condition: Condition) -> bool:
+        """Whether a condition is that rows are of this phase, or not of the other one."""
+        this, other = GatePhase.PROMPT, GatePhase.GENERATED
+        if self._phase == DECODE:
+            this, other = other, this
+        if isinstance(condition, Negation):
+            condition, this = condition.condition, other
+        return isinstance(condition, Always) and condition.phase is this
 
     def _finish(self, root: int, latched: float, zeros: Rows) -> list[Entry]:
         """Add the entry of the gate, whose condition is at column `root`; return all.

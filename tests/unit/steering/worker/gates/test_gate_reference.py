@@ -271,3 +271,19 @@ def test_a_condition_of_a_phase_lets_a_gate_fire_there_alone(scope, prompt, gene
     for phase, expected in ((GatePhase.PROMPT, prompt), (GatePhase.GENERATED, generated)):
         gate = Gate(name="g", when=when(phase), then=adding(LATE), scope=scope)
         assert run([gate], [1.0, 1.0, 1.0, -1.0], 2, [2, 1, 1])[2].tolist() == expected
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_phase_does_not_bound_the_strength_of_other_conditions(is_first):
+    for phase, expected in ((GatePhase.PROMPT, [3, 3, 0, 0]), (GatePhase.GENERATED, [0, 0, 3, 3])):
+        parts = (Always(phase), leaf(hysteresis=1.0)) if is_first else (leaf(hysteresis=1.0), Always(phase))
+        for combine, found in ((Combine.ALL, expected), (Combine.ANY, [3, 3, 3, 3])):
+            when = ConditionGroup(combine, parts)
+            gate = Gate(name="g", when=when, then=adding(LATE), mode=Mode.PROPORTIONAL, amount=3.0)
+
+            assert run([gate], [2.0, 2.0, 2.0, 2.0], 2, [2, 1, 1])[2].tolist() == found
+    when = ConditionGroup(Combine.ALL, (leaf(hysteresis=1.0), Negation(Always(GatePhase.PROMPT))))
+    gate = Gate(name="g", when=when, then=adding(LATE), mode=Mode.PROPORTIONAL, amount=3.0)
+    assert run([gate], [2.0, 2.0, 2.0, 2.0], 2, [2, 1, 1])[2].tolist() == [0, 0, 3, 3]
+    both = ConditionGroup(Combine.ALL, (Always(GatePhase.PROMPT), Always(GatePhase.PROMPT)))
+    assert run([Gate(name="g", when=both, then=adding(LATE))], [0.0] * 3, 2, [2, 1])[2].tolist() == [1, 1, 0]
