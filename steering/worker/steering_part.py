@@ -14,7 +14,7 @@ does attention's output: what such noise hides is said, too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,14 +48,23 @@ MIN_RESPONSE = 1e-3
 UNSEEN = {*BEFORE_KERNEL, HookPoint.ROUTER_LOGITS, HookPoint.ATTN_OUT_PRE}
 """Hook points that dummy steps need not show: attention looks at nothing in them, and every row may be the same; or its
 output, which may be of any size, goes through a norm with the vector."""
-BOUNDED = {HookPoint.HOOK_Z, HookPoint.MLP_ACT, HookPoint.MLP_OUT_PRE}
-"""Hook points in front of a post-norm, in some families: dummy steps show them where equal steps give equal output."""
+BEFORE_POST_NORM = {
+    HookPoint.HOOK_Z: HookPoint.ATTN_OUT_PRE,
+    HookPoint.MLP_ACT: HookPoint.MLP_OUT_PRE,
+    HookPoint.MLP_OUT_PRE: HookPoint.MLP_OUT_PRE,
+}
+"""Hook points of branches that end in a post-norm in some families, and the one in front of that norm."""
 
 Run = Callable[[int], Sequence[Tensor]]
 
 
 def check_steering(
-    tables: DeviceTables, sites: Sequence[Site], max_rows: int, run: Run, op_sites: Sequence[Site] = ()
+    tables: DeviceTables,
+    sites: Sequence[Site],
+    max_rows: int,
+    run: Run,
+    op_sites: Sequence[Site] = (),
+    post_norms: Collection[Site] = (),
 ) -> None:
     """Steer every site once, in as few dummy steps as `max_rows` requests allow, and leave the tables as new.
 
@@ -65,12 +74,15 @@ def check_steering(
         max_rows: Requests of one dummy step, at most.
         run: Runs a dummy step of so many requests, one token each, and returns the tensors that the stage hands on.
         op_sites: The sites of `sites` where programs act, in the order of the tables.
+        post_norms: See `WorkerFacts.post_norms`. Behind such a norm a vector of any length changes the stream by the
+            norm's gain, so dummy steps show what is in front of it only where equal steps give equal output.
 
     Raises:
         SelfTestError: Naming the sites that did not respond.
     """
-    silent, hidden, is_seen = _silent_sites(sites, max_rows, run, partial(_add_vectors, tables))
-    silent_ops, hidden_ops, is_op_seen = _silent_sites(op_sites, max_rows, run, partial(_add_programs, tables))
+    bounded = {each for each in sites if each._replace(hook=BEFORE_POST_NORM.get(each.hook, each.hook)) in post_norms}
+    silent, hidden, is_seen = _silent_sites(sites, max_rows, run, partial(_add_vectors, tables), bounded)
+    silent_ops, hidden_ops, is_op_seen = _silent_sites(op_sites, max_rows, run, partial(_add_programs, tables), bounded)
     unseen = {site for site in (*silent, *silent_ops) if site.hook in UNSEEN} | hidden | hidden_ops
     names = [site.name for site in silent if site not in unseen]
     names += [f"{site.name} (operations)" for site in silent_ops if site not in unseen]
@@ -95,9 +107,9 @@ def check_steering(
 
 
 def _silent_sites(
-    sites: Sequence[Site], max_rows: int, run: Run, steer: Callable[[range], None]
+    sites: Sequence[Site], max_rows: int, run: Run, steer: Callable[[range], None], bounded: Collection[Site]
 ) -> tuple[list[Site], set[Site], bool]:
-    """Return the sites that do not respond to `steer`, those whose response noise may hide, and whether all steps
+    """Return the sites that do not respond to `steer`, those of `bounded` that noise may hide, and whether all steps
     showed their output."""
     silent: list[Site] = []
     hidden: set[Site] = set()
@@ -117,7 +129,7 @@ def _silent_sites(
             # Mamba's dummy steps hand on memory that was never written, until the vector outweighs it.
             rows = _silent_rows(before, again, after) & _silent_rows(after, after_again, before)
             noisy = _noisy_rows(before, again) | _noisy_rows(after, after_again)
-            hidden |= {site for row in rows & noisy if (site := sites[chunk[row]]).hook in BOUNDED}
+            hidden |= {site for row in rows & noisy if (site := sites[chunk[row]]) in bounded}
             silent += [site for row in sorted(rows) if (site := sites[chunk[row]]) not in hidden]
     return silent, hidden, is_seen
 
@@ -302,7 +314,7 @@ class SteeringPart(WorkerHooks):
         """Prove that every site of this worker steers; every rank runs the same dummy steps."""
         if self._config.self_test:
             rows = min(facts.max_num_seqs, facts.max_tokens)
-            check_steering(self._allocated().tables, self._sites, rows, run, self._op_sites)
+            check_steering(self._allocated().tables, self._sites, rows, run, self._op_sites, facts.post_norms)
 
     def headgate_call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
         """Run a method of `WorkerSteering` that the engine core called by name."""

@@ -41,6 +41,7 @@ class WorkerFacts:
         pp_rank: Pipeline stage.
         pp_size: Number of stages.
         reapplies_mid: Whether layers carry the stream alone, so that `SiteAction.reapply_to_residual` is called.
+        post_norms: Sites of this stage in front of a norm whose result is added to the stream.
         has_one_row_each: Says to operations, while a forward is launched or recorded, whether each request has one row
             in it; False if that is not certain.
         actions: Where the actions of consumers go.
@@ -62,6 +63,7 @@ class WorkerFacts:
     pp_rank: int = 0
     pp_size: int = 1
     reapplies_mid: bool = False
+    post_norms: frozenset[Site] = frozenset()
     has_one_row_each: Callable[[], bool] = lambda: False
     actions: ActionTarget = NOWHERE
     network_keys: NetworkKeys | None = None

@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -127,6 +128,7 @@ def install(worker: Worker) -> InstalledWorker:
     parent, stack_name, layers = find_decoder_stack(model)
     facts = _facts(worker, model_info(config), [index for index, _ in layers], reapplies_mid(layers))
     facts = replace(facts, head=partial(find_head, config, model, parent, facts.device, facts.gather, facts.tp_rank))
+    facts = replace(facts, post_norms=post_norms(layers))
     device_bytes = sum(part.headgate_allocate(facts) for part in parts.values())
     actions = _collect_actions(parts, facts)
     attention = attention_facts(layers, actions, facts.model, config.model_config, facts.gather)
@@ -373,6 +375,16 @@ def reapplies_mid(layers: Sequence[tuple[int, nn.Module]]) -> bool:
         return any(analyse_layer(type(layer), layer).mid_residual is None for _, layer in layers)
     except UnsupportedError:  # a layer with an action is refused when that is installed
         return True
+
+
+def post_norms(layers: Sequence[tuple[int, nn.Module]]) -> frozenset[Site]:
+    """Return the sites in front of norms whose results are added to the stream."""
+    found = set[Site]()
+    for index, layer in layers:
+        with suppress(UnsupportedError):  # a layer with an action is refused when that is installed
+            hooks = analyse_layer(type(layer), layer).inner.keys() & {HookPoint.ATTN_OUT_PRE, HookPoint.MLP_OUT_PRE}
+            found |= {Site(index, hook) for hook in hooks}
+    return frozenset(found)
 
 
 def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_reapplied: bool) -> WorkerFacts:

@@ -356,12 +356,23 @@ IN_FRONT_OF_NORM = (SITES[0], Site(1, HookPoint.MLP_OUT_PRE))
 
 def test_noise_may_hide_what_is_in_front_of_a_post_norm(tables, caplog):
     """A vector of any length changes the stream there by the norm's gain, as unwritten memory does."""
+    norms = {Site(1, HookPoint.MLP_OUT_PRE)}
     with caplog.at_level("INFO", logger="headgate"):
-        check_steering(tables, IN_FRONT_OF_NORM, 2, Dummy(tables, is_noisy=True, normed=1))
+        check_steering(tables, IN_FRONT_OF_NORM, 2, Dummy(tables, is_noisy=True, normed=1), post_norms=norms)
     assert "1 sites in front of attention, of experts or of post-norms are not checked" in caplog.text
     assert "1 sites respond" in caplog.text
     with pytest.raises(SelfTestError, match=f"at {SITES[0].name} did"):
-        check_steering(tables, IN_FRONT_OF_NORM, 2, Dummy(tables, deaf=0, is_noisy=True, normed=1))
+        check_steering(tables, IN_FRONT_OF_NORM, 2, Dummy(tables, deaf=0, is_noisy=True, normed=1), post_norms=norms)
+
+
+@pytest.mark.parametrize("hook", [HookPoint.HOOK_Z, HookPoint.MLP_ACT])
+def test_noise_hides_no_site_of_a_layer_without_a_post_norm(tables, hook):
+    norms = {Site(0, HookPoint.ATTN_OUT_PRE), Site(0, HookPoint.MLP_OUT_PRE)}
+    sites = (SITES[0], Site(1, hook))
+
+    check_steering(tables, sites, 2, Dummy(tables, is_noisy=True), post_norms=norms)
+    with pytest.raises(SelfTestError, match=rf"at 1\.{hook} did"):
+        check_steering(tables, sites, 2, Dummy(tables, deaf=1, is_noisy=True), post_norms=norms)
 
 
 @pytest.mark.parametrize("deaf", [None, 1])

@@ -1,4 +1,4 @@
-"""When headgate allocates in a worker: vLLM's sleep mode frees whatever was allocated in its memory pools."""
+"""When headgate allocates in a worker, as sleep mode frees what lies in its pools; and what it finds in layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from headgate.capture.engine.model.forward_wrappers import attach
 from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.engine.worker import install
-from headgate.capture.schema.sites import HookPoint
+from headgate.capture.schema.sites import HookPoint, Site
 
 
 def test_memory_is_allocated_after_the_pool_of_the_weights_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +51,21 @@ def test_what_a_site_needs_is_no_buffer_that_waking_up_or_new_weights_would_repl
 
     assert module._headgate_slots_post_mlp is slots
     assert {name for name, _ in (*module.named_buffers(), *module.named_parameters())} == before
+
+
+class PostNormed(nn.Module):
+    """A layer whose MLP alone ends in a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.mlp, self.post_feedforward_layernorm = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = hidden_states + self.self_attn(hidden_states)
+        return hidden_states + self.post_feedforward_layernorm(self.mlp(hidden_states))
+
+
+def test_post_norms_are_those_of_layers_that_have_them() -> None:
+    layers = [(4, PostNormed()), (5, nn.Linear(4, 4))]
+
+    assert install.post_norms(layers) == {Site(4, HookPoint.MLP_OUT_PRE)}
