@@ -27,6 +27,7 @@ class CaptureSpec:
         positions: Which positions of the request.
         hook_positions: Other positions in place of these, at all sites of a hook point.
         positions_field: Field of the client's spec that chose the positions, for errors; does not travel.
+        site_fields: The same of sites that another field than ``hooks`` chose.
         options: The consumer's own part of the client's spec (tag, layout, ...): str, number, bool, None,
             list or dict only, since it travels to the worker as msgpack.
         arguments: Integers that the consumer's readouts get beside each of the rows; see `RowArguments`.
@@ -37,6 +38,7 @@ class CaptureSpec:
     positions: PositionSelector
     hook_positions: Mapping[HookPoint, PositionSelector] = field(default_factory=dict)
     positions_field: str = field(default="positions", compare=False)
+    site_fields: Mapping[Site, str] = field(default_factory=dict, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[int, ...] = ()
     columns: Mapping[Site, Columns] = field(default_factory=dict)

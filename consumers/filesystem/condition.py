@@ -6,7 +6,6 @@ rows are collected, from the rows themselves, so a recorded request has the rows
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -15,10 +14,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.probe import Probe, load_configured
+from headgate.capture.probe import Probe, ProbeKind, load_configured
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo, RequestInfo
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.positions import parts_of
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.formats.layout import Decision, Pool
@@ -33,6 +33,7 @@ SCORED_VALUES = 1 << 15
 """Values that are widened to float64 at a time: so few that torch and BLAS do not wake their threads for them."""
 
 _FIELDS = ("probe", "above", "pool")
+_MAX_ABOVE = float(np.finfo(np.float32).max)
 
 
 class Condition(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,13 +56,18 @@ def read_probes(paths: Mapping[str, str]) -> dict[str, Probe]:
     """Read the probes that requests may name.
 
     Raises:
-        ConfigError: If one cannot be read, or has several classes.
+        ConfigError: If one cannot be read, has several classes, or is an MLP, which takes up to 100 times as long.
     """
     probes = load_configured(paths, "filesystem")
     for name, probe in probes.items():
         if len(probe.classes) > 1:
             raise ConfigError(
                 f"filesystem: probes.{name}: has {len(probe.classes)} classes; a condition reads probes of one"
+            )
+        if probe.kind is ProbeKind.MLP:
+            raise ConfigError(
+                f"filesystem: probes.{name}: is an MLP; a condition reads linear and cosine probes, "
+                "and the consumer 'probe' also an MLP"
             )
     return probes
 
@@ -70,7 +76,9 @@ def parse_condition(raw: object, probes: Mapping[str, Probe], where: str) -> Con
     """Read ``{"probe": NAME, "above": NUMBER, "pool": "token" or "last_prompt"}``; only ``probe`` is required.
 
     Args:
-        raw: As a client or the operator wrote it. Without ``above`` the probe's own threshold counts.
+        raw: As a client or the operator wrote it. Without ``above`` the probe's own threshold counts, without ``pool``
+            the probe's own pooling. A probe of the pooling ``prompt_mean`` has neither for single rows: both are
+            required.
         probes: By name.
         where: Path of the condition, for errors.
 
@@ -82,13 +90,21 @@ def parse_condition(raw: object, probes: Mapping[str, Probe], where: str) -> Con
     unknown = next((key for key in raw if key not in _FIELDS), None)
     if unknown is not None:
         raise RequestError(f"{where}.{unknown}", f"unknown field; known: {', '.join(_FIELDS)}")
-    name, pool = raw["probe"], raw.get("pool", "token")
+    name = raw["probe"]
     if not isinstance(name, str) or name not in probes:
         known = ", ".join(sorted(probes)) or "none; name files in the consumer's parameter probes"
         raise RequestError(f"{where}.probe", f"no such probe {shown(name)}; configured: {known}")
+    probe = probes[name]
+    for key in ("pool", "above"):
+        if probe.pooling not in get_args(Pool) and key not in raw:
+            raise RequestError(
+                f"{where}.{key}",
+                f"required: the probe {shown(name)} was made for the pooling {probe.pooling}, and a condition is on "
+                "single rows: give pool and above",
+            )
+    pool = raw.get("pool", probe.pooling)
     if pool not in get_args(Pool):
         raise RequestError(f"{where}.pool", f"expected {' or '.join(get_args(Pool))}, got {shown(pool)}")
-    probe = probes[name]
     return Condition(probe=name, sha256=probe.sha256, above=_above(raw, probe, f"{where}.above"), pool=pool)
 
 
@@ -112,20 +128,21 @@ def with_condition(spec: CaptureSpec, raw: object, probes: Mapping[str, Probe], 
             f"selects columns of {site.name}, and the probe {condition.probe!r} reads whole rows there",
         )
     options = {**spec.options, IF_PROBE: msgspec.to_builtins(condition)}
-    return replace(spec, sites=sort_sites({*spec.sites, site}), options=options)
+    added = {} if site in spec.sites else {site: IF_PROBE}
+    return replace(spec, sites=sort_sites({*spec.sites, site}), site_fields=added, options=options)
 
 
 def _above(raw: Mapping[str, Any], probe: Probe, field: str) -> float:
     above = raw.get("above", probe.threshold)
-    if above is None:
+    if above is None and "above" not in raw:
         raise RequestError(field, f"required: the probe {shown(raw['probe'])} has no threshold of its own")
-    if isinstance(above, bool) or not isinstance(above, int | float) or not math.isfinite(above):
+    if isinstance(above, bool) or not isinstance(above, int | float) or not -_MAX_ABOVE <= above <= _MAX_ABOVE:
         raise RequestError(field, f"expected a finite number, got {shown(above)}")
     return float(above)
 
 
 def check_pool(spec: CaptureSpec, num_prompt: int, field: str) -> None:
-    """Refuse a condition on the prompt's last row of a request that leaves this row out.
+    """Refuse a condition of a request that records none of the rows that could decide.
 
     Args:
         spec: Resolved, with absolute positions.
@@ -136,12 +153,44 @@ def check_pool(spec: CaptureSpec, num_prompt: int, field: str) -> None:
         RequestError: Naming the field.
     """
     condition = _condition_of(spec)
-    last = np.array([num_prompt - 1])
-    if condition is None or condition.pool != "last_prompt" or spec.positions.mask(last, last + 1).all():
+    if condition is None:
         return
-    raise RequestError(
-        f"{field}.{IF_PROBE}.pool", "is of the prompt's last row, which `positions` leaves out: add 'last_prompt'"
-    )
+    if condition.pool == "token":
+        decides = any(int(part.wanted(num_prompt)[-1]) > 0 for part in parts_of(spec.positions))
+        why = "token, and `positions` selects position 0 alone, which does not count"
+    else:
+        last = np.array([num_prompt - 1])
+        decides = bool(spec.positions.mask(last, last + 1).all())
+        why = "last_prompt, and `positions` leaves the prompt's last row out; add 'last_prompt'"
+    if not decides:
+        raise RequestError(f"{field}.{IF_PROBE}.pool", f"is {why}")
+
+
+def check_any_prompt(spec: CaptureSpec, context_length: int, field: str) -> None:
+    """Refuse the operator's condition if neither a prompt of 2 tokens nor the longest one has a row that could decide.
+
+    Args:
+        spec: As the operator wrote it; messages of a chat, which only a request has, are not judged.
+        context_length: Of the model.
+        field: Path of the spec, for errors.
+
+    Raises:
+        RequestError: Naming the field.
+    """
+    refusal = None
+    for num_prompt in (2, context_length):
+        try:
+            selected = spec.positions.resolve(num_prompt, f"{field}.positions")
+        except RequestError:  # of messages, or of a longer prompt
+            continue
+        try:
+            check_pool(replace(spec, positions=selected), num_prompt, field)
+        except RequestError as error:
+            refusal = error
+        else:
+            return
+    if refusal is not None:
+        raise refusal
 
 
 def _condition_of(spec: CaptureSpec) -> Condition | None:

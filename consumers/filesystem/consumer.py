@@ -42,7 +42,14 @@ from headgate.capture.schema.results import ReportContext, SentFile
 from headgate.capture.schema.sites import Columns, Site, SiteShape, parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.browsing import describe_capture, list_captures, send_capture
-from headgate.consumers.filesystem.condition import IF_PROBE, check_pool, parse_condition, read_probes, with_condition
+from headgate.consumers.filesystem.condition import (
+    IF_PROBE,
+    check_any_prompt,
+    check_pool,
+    parse_condition,
+    read_probes,
+    with_condition,
+)
 from headgate.consumers.filesystem.formats.layout import OWNER, Layout, LayoutName, MessagePlace
 from headgate.consumers.filesystem.formats.raw_layout import RawLayout
 from headgate.consumers.filesystem.formats.request_layout import RequestLayout
@@ -111,8 +118,9 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         positions: Which positions to record with `hooks`.
         if_probe: With `hooks`, record only requests on which a probe fires: ``{"probe": NAME, "above": NUMBER, "pool":
             "token" or "last_prompt"}``, as in requests.
-        probes: Files of probes by name, each of one class, for `if_probe` and for requests that name one there. Their
-            sites must be among the captured ones. With pipeline parallelism they need the location ``driver``.
+        probes: Files of linear and cosine probes by name, each of one class, for `if_probe` and for requests that name
+            one there. Their sites must be among the captured ones. With pipeline parallelism they need the location
+            ``driver``.
     """
 
     root: str
@@ -617,7 +625,8 @@ def _fitting_probes(params: Mapping[str, Any], context: ConsumerContext) -> dict
     """Read the configured probes.
 
     Raises:
-        ConfigError: If one cannot read the model's rows, or if its rows would be with another stage than others.
+        ConfigError: If one cannot read the model's rows, if its rows would be with another stage than others, or if the
+            operator's own condition could record nothing.
     """
     probes = configured_probes(params)
     for name, probe in probes.items():
@@ -626,7 +635,25 @@ def _fitting_probes(params: Mapping[str, Any], context: ConsumerContext) -> dict
         raise ConfigError(
             "filesystem: probes: each pipeline stage would decide for itself what it records; set location=driver"
         )
+    if params.get(IF_PROBE) is not None:
+        _check_own_condition(params, context)
     return probes
+
+
+def _check_own_condition(params: Mapping[str, Any], context: ConsumerContext) -> None:
+    consumer = FilesystemConsumer
+    asked = SpecContext(
+        instance_name=context.instance_name,
+        model=context.model,
+        params=params,
+        client_request_id="own",
+        takes_columns=consumer.takes_columns,
+    )
+    try:
+        if (spec := consumer.global_capture_spec(asked)) is not None:
+            check_any_prompt(spec, context.model.context_length, asked.field)
+    except RequestError as error:
+        raise ConfigError(f"filesystem: {str(error).removeprefix(f'{asked.field}.')}") from error
 
 
 def _browsed(context: ReportContext) -> Path:

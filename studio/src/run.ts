@@ -137,7 +137,7 @@ function captureFields(): Json {
 /** What is recorded of a message if the chosen probe fires. */
 function recordingSpec(): Json {
   const { readHook, readLayer, recordProbe, recordAbove, recordReads } = settings.value;
-  const above = recordAbove.trim() ? { above: Number(recordAbove) } : {};
+  const above = recordAbove.trim() ? { above: Number(recordAbove), pool: "token" } : {}; // the probe's own threshold is for the rows that it was made for
   return { hooks: { [readHook]: recordReads === "all" ? "all" : [readLayer] }, positions: "all", if_probe: { probe: recordProbe, ...above } };
 }
 

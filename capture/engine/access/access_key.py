@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -146,8 +146,13 @@ class AccessKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         layers = self.sites.get(site.hook.value, frozenset())
         return layers == "all" or site.layer in layers or (site.hook is HookPoint.FINAL_NORM and bool(layers))
 
-    def check_sites(self, sites: Iterable[Site], field: str) -> None:
+    def check_sites(self, sites: Iterable[Site], field: str, site_fields: Mapping[Site, str]) -> None:
         """Refuse a capture of sites that the key does not allow.
+
+        Args:
+            sites: That are captured.
+            field: Path of the spec, for errors.
+            site_fields: See `CaptureSpec.site_fields`.
 
         Raises:
             ForbiddenError: Naming the first.
@@ -157,7 +162,7 @@ class AccessKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ForbiddenError(
                     f"the key {self.name!r} may not capture the site {site.name}; it may capture "
                     f"{', '.join(self.sites or ()) or 'none'}",
-                    f"{field}.hooks.{site.hook}",
+                    f"{field}.{site_fields.get(site, f'hooks.{site.hook}')}",
                 )
 
 

@@ -69,7 +69,7 @@ def check_spec(consumer: type[CaptureConsumer], spec: CaptureSpec, field: str) -
     key = capturing_key()
     if key is None:
         return
-    key.check_sites(spec.sites, field)
+    key.check_sites(spec.sites, field, spec.site_fields)
     tag = str(spec.options.get("tag"))
     if consumer.takes_tag and not key.allows_tag(tag):
         known = ", ".join(key.tags or ()) or "none"

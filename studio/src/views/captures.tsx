@@ -85,7 +85,7 @@ function Recording({ onOpen }: { onOpen: (opened: Opened) => void }) {
         {recordProbe && <Field label="Above" hint="empty: its own threshold"><input type="number" step="any" value={recordAbove} onInput={(event) => set({ recordAbove: event.currentTarget.value })} /></Field>}
         {recordProbe && <Choice label="Rows" value={recordReads} options={[{ value: "layer", label: `of ${readLayer}.${readHook}` }, { value: "all", label: `${readHook} of all layers` }]} onChange={(value) => set({ recordReads: value })} />}
       </div>
-      {recordProbe && <p>The next messages of this tab are recorded on the server, prompt and answer, if {recordProbe} fires on a token that the model reads; the first one of the prompt does not count. Of others nothing is left.</p>}
+      {recordProbe && <p>The next messages of this tab are recorded on the server, prompt and answer, if {recordProbe} fires {recordAbove.trim() ? "on a token that the model reads; the first one of the prompt does not count" : "on the rows that it was made for: those of tokens that the model reads but the prompt’s first, or that of the prompt’s last"}. Of others nothing is left.</p>}
       <Notice kind="error" text={error} />
       {found.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="Messages of this tab">

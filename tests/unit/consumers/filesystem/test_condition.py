@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from headgate.capture.engine.access.access_key import AccessKey, digest_of
+from headgate.capture.engine.requests.capture_request import check_spec
 from headgate.capture.monitoring.stats import figures_of
-from headgate.capture.probe import Probe, save
+from headgate.capture.probe import HiddenLayer, Probe, ProbeKind, save
 from headgate.capture.schema.consumer import RequestLengths
-from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError
+from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, ForbiddenError, RequestError
 from headgate.capture.schema.results import ReportContext
 from headgate.capture.schema.sites import Site
 from headgate.consumers.dump import app
@@ -25,6 +27,7 @@ from headgate.consumers.feed import ExampleRequest, make_block
 from headgate.consumers.filesystem import FilesystemConsumer
 from headgate.consumers.reader import open_captures, open_stored
 from tests.fakes.capturing import HOOKS, Capturing, capturing, spec_context
+from tests.fakes.clients import show
 
 RNG = np.random.default_rng(1)
 SITE = Site.parse("2.post_mlp")
@@ -32,6 +35,12 @@ MOOD = Probe(site=SITE, weight=RNG.normal(size=(1, 16)), bias=[0.5], threshold=0
 COSINE = Probe(site=Site.parse("1.post_mlp"), kind="cosine", weight=RNG.normal(size=(1, 16)))  # type: ignore[arg-type]
 WIDE = Probe(site=SITE, weight=RNG.normal(size=(1, 8)))  # type: ignore[arg-type]
 CLASSES = Probe(site=SITE, weight=RNG.normal(size=(2, 16)), classes=("a", "b"))  # type: ignore[arg-type]
+MLP = Probe(
+    site=SITE,
+    kind=ProbeKind.MLP,
+    weight=RNG.normal(size=(1, 4)),  # type: ignore[arg-type]
+    hidden=HiddenLayer(weight=RNG.normal(size=(4, 16)), bias=np.zeros(4), activation="relu"),  # type: ignore[arg-type]
+)
 ELSEWHERE = Probe(site=Site.parse("2.mlp_out"), weight=RNG.normal(size=(1, 16)))  # type: ignore[arg-type]
 
 
@@ -267,6 +276,9 @@ def refused(probes: dict[str, str], raw: Any, **further: Any) -> str:
         ({"probe": "mood", "above": "high"}, ".above", "finite number"),
         ({"probe": "mood", "above": True}, ".above", "finite number"),
         ({"probe": "mood", "above": float("nan")}, ".above", "finite number"),
+        ({"probe": "mood", "above": float("-inf")}, ".above", "finite number"),
+        ({"probe": "mood", "above": 10**400}, ".above", "finite number"),
+        ({"probe": "mood", "above": None}, ".above", "finite number, got None"),
         ({"probe": "mood", "pool": "mean"}, ".pool", "token or last_prompt"),
     ],
 )
@@ -295,6 +307,57 @@ def test_a_condition_needs_whole_rows_and_the_row_that_decides(probes: dict[str,
     assert caught.value.field == "capture.files.if_probe.pool"
 
 
+@pytest.mark.parametrize(
+    ("positions", "pool"), [([0], "token"), ({"stop": 1}, "token"), ("all_generated", "last_prompt")]
+)
+def test_a_request_whose_rows_cannot_decide_is_refused(probes: dict[str, str], positions: Any, pool: str) -> None:
+    context = spec_context({"root": "captures", "probes": probes})
+    raw = {"hooks": HOOKS, "positions": positions, "if_probe": {"probe": "mood", "pool": pool}}
+    spec = FilesystemConsumer.validate_client_spec(raw, context)
+    lengths = RequestLengths(num_prompt=5, max_tokens=4, num_samples=1)
+
+    with pytest.raises(RequestError, match=f"is {pool}, and `positions`") as caught:
+        FilesystemConsumer.check_lengths(spec, context, lengths)
+    assert caught.value.field == "capture.files.if_probe.pool"
+
+
+def test_without_a_pool_the_rows_that_the_probe_was_made_for_decide(tmp_path: Path) -> None:
+    probes = {}
+    for pooling in ("token", "last_prompt", "prompt_mean"):
+        probes[pooling] = str(tmp_path / f"{pooling}.safetensors")
+        save(probes[pooling], replace(MOOD, pooling=pooling))
+    context = spec_context({"root": "captures", "probes": probes})
+
+    def pool(name: str, **given: Any) -> Any:
+        raw = {"hooks": HOOKS, "if_probe": {"probe": name, **given}}
+        return FilesystemConsumer.validate_client_spec(raw, context).options["if_probe"]["pool"]
+
+    assert [pool("token"), pool("last_prompt"), pool("last_prompt", pool="token")] == ["token", "last_prompt", "token"]
+    assert pool("prompt_mean", pool="token", above=1) == "token"
+    assert refused(probes, {"probe": "prompt_mean", "above": 1}).startswith("capture.files.if_probe.pool: ")
+    told = refused(probes, {"probe": "prompt_mean", "pool": "token"})  # its threshold is one of means
+    assert told.startswith("capture.files.if_probe.above: ")
+    assert "pooling prompt_mean" in told
+
+
+@pytest.fixture
+def no_caller() -> Iterator[None]:
+    yield
+    show()
+
+
+@pytest.mark.usefixtures("no_caller")
+def test_a_key_that_does_not_allow_the_probes_site_is_told_which_field_has_it(probes: dict[str, str]) -> None:
+    raw = {"hooks": HOOKS, "if_probe": {"probe": "mood"}}
+    spec = FilesystemConsumer.validate_client_spec(raw, spec_context({"root": "captures", "probes": probes}))
+    for allowed, field in (({1, 3}, "if_probe"), ({2}, "hooks.post_mlp")):
+        sites: Any = {"post_mlp": frozenset(allowed), "final_norm": "all"}
+        show(AccessKey(name="alice", sha256=digest_of("alice"), roles=("capture",), sites=sites))
+        with pytest.raises(ForbiddenError, match="may not capture the site") as caught:
+            check_spec(FilesystemConsumer, spec, "capture.files")
+        assert caught.value.field == f"capture.files.{field}"
+
+
 def test_without_a_probe_in_the_configuration_the_error_says_where_to_name_one() -> None:
     assert "consumer's parameter probes" in refused({}, {"probe": "mood"})
 
@@ -306,7 +369,9 @@ def test_without_a_probe_in_the_configuration_the_error_says_where_to_name_one()
         ({"if_probe": {"probe": "nobody"}}, "if_probe.probe"),
         ({"if_probe": {"probe": "cosine"}}, "if_probe.above"),
         ({"probes": {"mood": "gone.safetensors"}}, "probes.mood"),
+        ({"if_probe": {"probe": "mood", "above": 10**400}}, "if_probe.above: expected a finite number"),
         ({"probes": CLASSES}, "2 classes"),
+        ({"probes": MLP}, "probes.mood: is an MLP"),
     ],
 )
 def test_wrong_parameters_are_refused_by_name(
@@ -336,6 +401,35 @@ def test_probes_that_cannot_decide_here_keep_the_engine_from_starting(
 
     with pytest.raises(ConfigError, match=message):
         Capturing(root, probes={"mood": str(tmp_path / "probe.safetensors")}, **settings)
+
+
+COLUMNS = {"post_mlp": {"layers": [2], "columns": [0, 8]}}
+
+
+@pytest.mark.parametrize(
+    ("hooks", "positions", "pool", "message"),
+    [
+        (COLUMNS, "all", "token", "hooks: selects columns of 2.post_mlp"),
+        (HOOKS, "all_generated", "last_prompt", "if_probe.pool: is last_prompt, .* leaves"),
+        (HOOKS, [-3], "last_prompt", "if_probe.pool: is last_prompt"),
+        (HOOKS, [0], "token", "if_probe.pool: is token, .* position 0 alone"),
+        (HOOKS, [-3], "token", None),
+        (HOOKS, "last_prompt", "token", None),
+        (HOOKS, {"start": 10}, "last_prompt", None),
+        (HOOKS, {"stop": 9}, "last_prompt", None),
+        (HOOKS, {"role": "user"}, "last_prompt", None),
+    ],
+)
+def test_a_condition_of_the_operator_that_records_nothing_keeps_the_engine_from_starting(
+    root: Path, probes: dict[str, str], hooks: Any, positions: Any, pool: str, message: str | None
+) -> None:
+    params = {"probes": probes, "hooks": hooks, "positions": positions, "if_probe": {"probe": "mood", "pool": pool}}
+    if message is None:
+        Capturing(root, **params).close()
+        return
+
+    with pytest.raises(ConfigError, match=f"^filesystem: {message}"):
+        Capturing(root, **params)
 
 
 def test_a_file_that_has_changed_ends_requests_with_an_error(root: Path, probes: dict[str, str]) -> None:
