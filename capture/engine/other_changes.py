@@ -30,6 +30,7 @@ class Change(NamedTuple):
 
 
 _INSTALL = "headgate.capture.engine.worker.install"
+_HEAD = "headgate.capture.engine.worker.model_head"
 _INDUCTOR = "headgate.capture.engine.compiler.inductor_heuristics"
 _FORWARD = "headgate.capture.engine.model.forward_wrappers"
 _CORE = "headgate.capture.engine.core"
@@ -74,6 +75,12 @@ CHANGES = (
         *("instance", _INSTALL, "self-tests every site once the model is warmed up"),
     ),
     Change("{Worker}.shutdown", "instance", _INSTALL, "closes every part before the worker ends"),
+    *(
+        Change(
+            name, "instance", _HEAD, "tells that the copied parts of the head are old: a lens with tensor parallelism"
+        )
+        for name in ("{model}.load_weights", "{Worker}.reload_weights", "{Worker}.start_weight_update")
+    ),
     Change(
         "{ModelRunner}.{method}",
         *("instance", "headgate.capture.engine.worker.runner", "follows the steps of one model runner"),

@@ -24,6 +24,9 @@ from tests.engine.tiny_models import tiny_model
 NOT_SEEN_HERE = {
     "{Scheduler}.has_requests": "set for a moment, where steps are in flight while what acts on requests changes",
     "InputProcessor._headgate_chat": "set by a chat alone",
+    "{model}.load_weights": "set for a lens with tensor parallelism",
+    "{Worker}.reload_weights": "set for a lens with tensor parallelism",
+    "{Worker}.start_weight_update": "set for a lens with tensor parallelism",
     "CompletionOutput.hidden_states": "set where the consumer hidden_states is configured",
     "{Response}.capture_results": "set by a server",
     "{Response}.hidden_states": "set by a server",

@@ -43,6 +43,7 @@ class HeadParts:
         normed: One normed row, ``[1, hidden]``.
         gather: Collective: from a tensor of each rank, ``[...]``, to those of all, ``[ranks, ...]``.
         rank: Of this worker, among the ranks that share the head.
+        worker: vLLM's, whose methods take new weights.
 
     Raises:
         UnsupportedError: If logits are computed in a way that is not known, or the head is quantized.
@@ -55,6 +56,7 @@ class HeadParts:
         normed: Tensor,
         gather: Callable[[Tensor], Tensor],
         rank: int,
+        worker: object = None,
     ) -> None:
         self._processor, self._head, bias = _called_with(model, processors, normed)
         tensors = {**dict(self._head.named_parameters()), **dict(self._head.named_buffers())}
@@ -64,6 +66,8 @@ class HeadParts:
                 "--tensor-parallel-size 1, or with an unquantized lm_head"
             )
         self._weight: Tensor = tensors["weight"]
+        self._copied = [self._weight] if bias is None else [self._weight, bias]
+        self._version = self._count_writes()
         self._is_old = False
         weights, biases = gather(self._weight.detach()), None if bias is None else gather(bias.detach())
         self._parts: list[tuple[nn.Module, Tensor | None]] = []
@@ -71,11 +75,14 @@ class HeadParts:
             part = _single(self._head) if number == rank else _with_weight(self._head, weight)
             self._parts.append((part, None if biases is None else biases[number].clone()))
         self._check(weights[rank], normed, rank)
-        self._watch(model)
-        logger.info(
-            "capture: %.1f MiB of device memory for the other ranks' parts of the model's head, which a lens reads by",
-            self._weight.nbytes * (len(weights) - 1) / MIB,
-        )
+        if rank == 0:
+            self._watch(model, "load_weights")
+            self._watch(worker, "reload_weights")
+            self._watch(worker, "start_weight_update")
+            logger.info(
+                "capture: %.1f MiB of device memory for the other ranks' parts of the head, which a lens reads by",
+                self._weight.nbytes * (len(weights) - 1) / MIB,
+            )
 
     def _check(self, copied: Tensor, normed: Tensor, rank: int) -> None:
         """Compare the product with a copy of this rank's part with what the model's own module gives."""
@@ -89,16 +96,25 @@ class HeadParts:
                 "put together: start the server with --tensor-parallel-size 1"
             )
 
-    def _watch(self, model: nn.Module) -> None:
-        """Notice new weights, which every way of vLLM's gives to ``load_weights``."""
-        load: Callable[..., object] = model.load_weights  # type: ignore[assignment]
+    def _watch(self, owner: object, method: str) -> None:
+        """Notice new weights that `method` takes, if `owner` has it.
 
-        @wraps(load)
-        def load_weights(*args: object, **kwargs: object) -> object:
+        The owner holds these parts from then on.
+        """
+        take: Callable[..., object] | None = getattr(owner, method, None)
+        if take is None:
+            return
+
+        @wraps(take)
+        def taking(*args: object, **kwargs: object) -> object:
             self._is_old = True
-            return load(*args, **kwargs)
+            return take(*args, **kwargs)
 
-        model.load_weights = load_weights  # type: ignore[assignment]
+        setattr(owner, method, taking)
+
+    def _count_writes(self) -> int:
+        """How often this rank's own tensors were written in place; a write through ``.data`` is not counted."""
+        return sum(tensor._version for tensor in self._copied)
 
     def _processor_logits(self, head: nn.Module, normed: Tensor, bias: Tensor | None) -> Tensor:
         found: Tensor = getattr(type(self._processor), _GET_LOGITS)(self._processor, normed, head, bias)
@@ -108,9 +124,11 @@ class HeadParts:
         """Return what `compute`, the model's ``compute_logits``, returns, over the whole vocabulary.
 
         Raises:
-            UnsupportedError: If the model got new weights since the start.
+            UnsupportedError: If the model got new weights since the start: by its ``load_weights``, by the worker's
+                ``reload_weights`` or ``start_weight_update``, or by a write in place. Writes through ``.data`` and into
+                the memory itself, in code that calls none of these, are not noticed.
         """
-        if self._is_old:
+        if self._is_old or self._count_writes() != self._version:
             raise UnsupportedError("the model has new weights, and the other ranks' parts of its head are old: restart")
 
         def whole(normed: Tensor, *_: object, **__: object) -> Tensor:
@@ -183,7 +201,7 @@ class VllmHead:
         model: The model that the runner has.
         norm: Its final norm.
         device: Where it is.
-        ranks: With tensor parallelism, the collective of `HeadParts` and the number of this rank.
+        ranks: With tensor parallelism, the collective of `HeadParts`, the number of this rank, and the worker.
     """
 
     def __init__(
@@ -192,7 +210,7 @@ class VllmHead:
         model: nn.Module,
         norm: nn.Module,
         device: torch.device,
-        ranks: tuple[Callable[[Tensor], Tensor], int] | None = None,
+        ranks: tuple[Callable[[Tensor], Tensor], int, object] | None = None,
     ) -> None:
         processor: Any = vllm_names.LOGITS_PROCESSOR.get()
         self._config = config
@@ -251,6 +269,7 @@ def find_head(
     device: torch.device,
     gather: Callable[[Tensor], Tensor] = lambda tensor: tensor[None],
     rank: int = 0,
+    worker: object = None,
 ) -> VllmHead:
     """Find the head of the model. With tensor parallelism every rank does so at the same point of the start.
 
@@ -261,6 +280,7 @@ def find_head(
         device: Where the model is.
         gather: Collective of the tensor-parallel ranks; see `HeadParts`.
         rank: Of this worker among them.
+        worker: vLLM's.
 
     Raises:
         UnsupportedError: If this worker has no head, or none that rows of any layer can be given to.
@@ -271,5 +291,5 @@ def find_head(
     if norm is None or not callable(getattr(model, "compute_logits", None)):
         what = f"no final norm was found in {type(parent).__name__}.forward"
         raise UnsupportedError(what if norm is None else f"{type(model).__name__} has no compute_logits")
-    ranks = (gather, rank) if config.parallel_config.tensor_parallel_size > 1 else None
+    ranks = (gather, rank, worker) if config.parallel_config.tensor_parallel_size > 1 else None
     return VllmHead(config, model, parent.get_submodule(norm[0]), device, ranks)

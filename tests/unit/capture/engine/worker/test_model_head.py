@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +59,7 @@ class RankModel(nn.Module):
         self.head, self.processor, self.norm = nn.Module(), RankProcessor(), nn.Identity()
         self.head.weight = nn.Parameter(PARTS[rank].clone(), requires_grad=False)
         self.head.tp_size = RANKS  # type: ignore[assignment]
-        self.bias = BIASES[rank] if is_biased else None
+        self.bias = BIASES[rank].clone() if is_biased else None
         if is_quantized:
             self.head.scales = nn.Parameter(torch.ones(1))
 
@@ -72,10 +75,20 @@ def gather(own: torch.Tensor) -> torch.Tensor:
     return PARTS if own.ndim == 2 else BIASES
 
 
-def rank_head(model: nn.Module, rank: int = 0) -> VllmHead:
+class RankWorker:
+    """As vLLM's, whose weights come past the model's own `load_weights`."""
+
+    def reload_weights(self) -> str:
+        return "reloaded"
+
+    def start_weight_update(self) -> str:
+        return "started"
+
+
+def rank_head(model: nn.Module, rank: int = 0, worker: object = None) -> VllmHead:
     model_config = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN)
     config: Any = SimpleNamespace(model_config=model_config)
-    return VllmHead(config, model, model.norm, torch.device("cpu"), (gather, rank))  # type: ignore[arg-type]
+    return VllmHead(config, model, model.norm, torch.device("cpu"), (gather, rank, worker))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_biased", [False, True])
@@ -91,15 +104,51 @@ def test_one_rank_reads_the_whole_vocabulary(rank: int, is_biased: bool, monkeyp
     torch.testing.assert_close(head.logits(rows), 3 * torch.tanh(expected[:, :VOCABULARY]))
 
 
-def test_the_parts_of_other_ranks_are_not_used_once_the_model_has_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_names.LOGITS_PROCESSOR, "get", lambda: RankProcessor)
-    model = RankModel(0)
-    head = rank_head(model)
+def copy_in_place(tensor: torch.Tensor) -> str:
+    """As vLLM's `reload_weights` of weights in the kernels' format, in the runner's mode."""
+    with torch.inference_mode():
+        tensor.copy_(torch.zeros_like(tensor))
+    return "copied"
 
-    assert model.load_weights([1.0, 2.0]) == 2
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda model, _: model.load_weights([1.0, 2.0]), 2),
+        (lambda model, _: copy_in_place(model.head.weight), "copied"),
+        (lambda model, _: copy_in_place(model.bias), "copied"),
+        (lambda _, worker: worker.reload_weights(), "reloaded"),
+        (lambda _, worker: worker.start_weight_update(), "started"),
+    ],
+    ids=["load_weights", "copied weight", "copied bias", "reload_weights", "start_weight_update"],
+)
+def test_the_parts_of_other_ranks_are_not_used_once_the_model_has_new_weights(
+    change: Callable[[RankModel, RankWorker], object], expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_names.LOGITS_PROCESSOR, "get", lambda: RankProcessor)
+    model, worker = RankModel(0, is_biased=True), RankWorker()
+    head = rank_head(model, worker=worker)
+
+    assert change(model, worker) == expected
 
     with pytest.raises(UnsupportedError, match="new weights"):
         head.logits(torch.ones(1, HIDDEN))
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_only_the_first_rank_holds_the_parts_once_its_head_is_dropped(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_names.LOGITS_PROCESSOR, "get", lambda: RankProcessor)
+    model, worker = RankModel(rank), RankWorker()
+    head = rank_head(model, rank, worker)
+    parts = weakref.ref(head._compute.func.__self__)  # type: ignore[attr-defined]
+
+    del head
+    gc.collect()
+
+    assert (parts() is not None) == (rank == 0)
+    assert (model.load_weights([1.0]), worker.reload_weights()) == (1, "reloaded")
 
 
 @pytest.mark.parametrize(
