@@ -156,6 +156,11 @@ def judge_rows(found: Sequence[RequestAnswer], eager: Sequence[RequestAnswer], d
         for one, other in zip(found, eager, strict=True)
         for pair in _pairs(one.rows, other.rows, is_exact=is_exact)
     ]
+    sites = {site for answer in found if answer.rows for site in answer.rows.values}
+    left_out = sorted({Site.parse(site).hook.value for site in sites.difference(_judged(sites, is_exact=is_exact))})
+    not_compared = f"not compared in 16 bits: {', '.join(left_out)}"
+    if not measures:
+        return Verdict(check, Status.WARNING, not_compared)
     values = np.concatenate(measures)
     is_off = ~(values <= MAX_RELATIVE_ERROR) if is_exact else ~(values >= MIN_ROW_COSINE)
     worst = 1.0 if is_exact else _smallest_mean(found, eager)
@@ -166,6 +171,8 @@ def judge_rows(found: Sequence[RequestAnswer], eager: Sequence[RequestAnswer], d
             f"smallest cosine {values.min():.4f} of {len(values)} vectors (at least {MIN_ROW_COSINE}), "
             f"smallest mean of a site {worst:.5f} (at least {MIN_COSINE})"
         )
+    if left_out:
+        text += f"; {not_compared}"
     if not worst >= MIN_COSINE:
         return Verdict(check, Status.FAILED, text)
     if not is_off.any():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.commands.verify_engine import CAPTURED
+from headgate.capture.engine.commands.verify_engine import CAPTURED, judge_rows
 from headgate.capture.engine.commands.verify_stock import (
     MIN_MODEL_LENGTH,
     Cost,
@@ -261,6 +261,32 @@ def test_other_tokens_than_stocks_fail_however_near_the_tie() -> None:
 def test_narrow_models_are_compared_by_cosine(dtype: str) -> None:
     assert of(make_runs(dtype=dtype), Status.FAILED, Status.WARNING) == set()
     assert LIKE_EAGER in of(make_runs(Wrong(rows=to_first_row), dtype=dtype), Status.FAILED)
+
+
+def test_choices_of_experts_are_not_compared_where_numbers_are_rounded() -> None:
+    rng = np.random.default_rng(1)
+    values = {
+        site: rng.normal(size=(3, 4)).astype(np.float32) for site in ("0.experts", "1.expert_weights", "1.post_mlp")
+    }
+
+    def answers(*sites: str, other: float = 0.0) -> list[RequestAnswer]:
+        kept = {site: (values[site] + other * ("expert" in site)).tobytes() for site in sites}
+        rows = AnswerRows(status="ok", positions=[0, 1, 2], token_ids=[1, 2, 3], hidden_size=4, values=kept)
+        return [RequestAnswer(label="", prompt=[1, 2, 3], tokens=[4], logprobs=[], rows=rows)]
+
+    def judged(dtype: str, *sites: str) -> Verdict:
+        return judge_rows(answers(*sites), answers(*sites, other=1.0), dtype, is_moe=True)
+
+    alone, beside, exact = (
+        judged("bfloat16", *list(values)[:2]),
+        judged("bfloat16", *values),
+        judged("float32", *values),
+    )
+    assert (alone.status, alone.figure) == (Status.WARNING, "not compared in 16 bits: expert_weights, experts")
+    assert beside.status is Status.PASSED
+    assert beside.figure.startswith("smallest cosine 1.0000 of 3 vectors")
+    assert beside.figure.endswith("; not compared in 16 bits: expert_weights, experts")
+    assert (exact.status, "6 are off" in exact.figure, "not compared" in exact.figure) == (Status.FAILED, True, False)
 
 
 def test_sites_that_are_far_apart_cannot_show_single_tokens() -> None:
