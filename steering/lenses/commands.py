@@ -285,12 +285,31 @@ def fit(
 ) -> None:
     """Fit a Jacobian lens by steered requests alone, without backward passes.
 
-    A layer takes 2 * hidden size * rounds prompts.
+    A layer takes 2 * hidden size * rounds prompts. The file is written after each.
     """
+    if target.suffix != ".safetensors":
+        raise typer.BadParameter(f"{target}: expected a name that ends in .safetensors")
+    try:
+        content = read_text(text, LensError)
+        llm = _open(model, dtype, num_tokens)
+        prompts = cut_prompts(llm.get_tokenizer(), content, num_tokens)[:num_prompts]
+        fitted = {}
+        for layer in _fittable(layers, llm.llm_engine.model_config.hf_text_config.num_hidden_layers):
+            began = time.monotonic()
+            fitted[layer] = fit_layer(llm, prompts, layer, rounds).astype(np.float16)
+            save(target, LensKind.JACOBIAN, fitted, model=model, source=text.name)
+            typer.echo(f"layer {layer}: {time.monotonic() - began:.0f} s")
+        typer.echo(f"{target}: {_described(load(target))}")
+    except (LensError, OSError) as error:
+        typer.secho(str(error), err=True, fg="red")
+        raise typer.Exit(1) from error
+
+
+def _open(model: str, dtype: str, num_tokens: int) -> Any:
     from headgate.capture import LLM
 
     sites = {"post_mlp": "all"}
-    llm = LLM(
+    return LLM(
         model,
         dtype=dtype,
         capture_consumers=["memory"],
@@ -300,20 +319,31 @@ def fit(
         enable_prefix_caching=False,
         enforce_eager=True,
     )
-    ids = llm.get_tokenizer().encode(text.read_text(encoding="utf-8"))
-    starts = range(0, len(ids) - num_tokens + 1, num_tokens)
-    prompts = [ids[start : start + num_tokens] for start in starts][:num_prompts]
-    if not prompts:
-        typer.secho(f"{text}: has {len(ids)} tokens, and a prompt takes {num_tokens}", err=True, fg="red")
-        raise typer.Exit(1)
-    num_layers = llm.llm_engine.model_config.hf_text_config.num_hidden_layers
-    fitted = {}
-    for layer in layers or range(num_layers - 1):
-        began = time.monotonic()
-        fitted[layer] = fit_layer(llm, prompts, layer, rounds).astype(np.float16)
-        typer.echo(f"layer {layer}: {time.monotonic() - began:.0f} s")
-    save(target, LensKind.JACOBIAN, fitted, model=model, source=text.name)
-    typer.echo(f"{target}: {_described(load(target))}")
+
+
+def _fittable(layers: Sequence[int] | None, num_layers: int) -> Sequence[int]:
+    """Return the layers to fit: `layers`, or all but the last, whose matrix is the identity."""
+    if num_layers == 1:
+        raise LensError("a model of one layer needs no lens")
+    for layer in layers or ():
+        if not 0 <= layer < num_layers - 1:
+            raise typer.BadParameter(f"--layer {layer}: expected 0 to {num_layers - 2}; the last needs no matrix")
+    return layers or range(num_layers - 1)
+
+
+def cut_prompts(tokenizer: Any, text: str, num_tokens: int) -> list[list[int]]:
+    """Cut a text into prompts of `num_tokens` ids each; what is left over at the end is in none.
+
+    Each begins with the id of the text's beginning (BOS), if the tokenizer puts one before a text.
+
+    Raises:
+        LensError: If the text is shorter than a prompt.
+    """
+    begin = [tokenizer.bos_token_id] if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else []
+    ids, taken = tokenizer.encode(text, add_special_tokens=False), num_tokens - len(begin)
+    if len(ids) < taken:
+        raise LensError(f"the text has {len(ids)} tokens, and a prompt takes {taken} of them")
+    return [begin + ids[start : start + taken] for start in range(0, len(ids) - taken + 1, taken)]
 
 
 def fit_layer(llm: Any, prompts: Sequence[list[int]], layer: int, rounds: int = 1) -> npt.NDArray[np.float64]:
