@@ -77,7 +77,7 @@ CHANGES = (
     Change("{Worker}.shutdown", "instance", _INSTALL, "closes every part before the worker ends"),
     *(
         Change(
-            name, "instance", _HEAD, "tells that the copied parts of the head are old: a lens with tensor parallelism"
+            name, "instance", _HEAD, "notices that the copied parts of the head are old: a lens with tensor parallelism"
         )
         for name in ("{model}.load_weights", "{Worker}.reload_weights", "{Worker}.start_weight_update")
     ),

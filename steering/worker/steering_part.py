@@ -74,7 +74,7 @@ def check_steering(
         max_rows: Requests of one dummy step, at most.
         run: Runs a dummy step of so many requests, one token each, and returns the tensors that the stage hands on.
         op_sites: The sites of `sites` where programs act, in the order of the tables.
-        post_norms: See `WorkerFacts.post_norms`. Behind such a norm a vector of any length changes the stream by the
+        post_norms: See `WorkerFacts.post_norms`. After such a norm a vector of any length changes the stream by the
             norm's gain, so dummy steps show what is in front of it only where equal steps give equal output.
 
     Raises:
