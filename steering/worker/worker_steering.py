@@ -79,7 +79,7 @@ class WorkerSteering:
         limits: EntryLimits = NO_ENTRIES,
         saes: Mapping[int, EncodedSae] | None = None,
     ) -> None:
-        self._op_sites = tuple(op_sites)
+        self._op_sites, here = tuple(op_sites), None if facts.pp_size == 1 else frozenset(op_sites)
         dtype: Any = str(facts.dtype).removeprefix("torch.")
         num_rows = rows_needed(facts.max_num_seqs)
         pool = SlotPool(num_slots, limits.row_size or facts.model.hidden_size, dtype)
@@ -87,7 +87,7 @@ class WorkerSteering:
         self.gates: StepGates | None = None
         if limits.columns:
             sizes = facts.max_tokens, facts.max_num_seqs, limits.columns, facts.device
-            self.gates = StepGates(*sizes, is_output_rank=facts.is_output_rank, is_whole=facts.pp_size == 1)
+            self.gates = StepGates(*sizes, is_output_rank=facts.is_output_rank, sites=here)
         self.tables = DeviceTables(
             num_sites=len(sites),
             num_slots=num_slots,

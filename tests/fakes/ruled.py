@@ -1,7 +1,8 @@
-"""Rules as an engine core tells them to its workers, for a small model whose op sites are two ``post_mlp``."""
+"""Rules as an engine core tells them to its workers, for a small model whose op sites are all ``post_mlp``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,28 @@ from headgate.steering.documents.gates import read_rule
 from headgate.steering.vectors.phase_vectors import Steerable
 
 HIDDEN = 16
-SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP))
-STEERABLE = Steerable(
-    num_layers=2,
-    hidden_size=HIDDEN,
-    dtype="float32",
-    sites=SITES,
-    max_vectors=4,
-    op_sites=SITES,
-    max_ops_per_site=8,
-    max_gates=2,
-    max_rules=3,
-)
+
+
+def steerable(*layers: Sequence[int]) -> Steerable:
+    """A model with `layers` on each of its pipeline stages."""
+    stages = {Site(layer, HookPoint.POST_MLP): stage for stage, own in enumerate(layers) for layer in own}
+    sites = tuple(stages)
+    return Steerable(
+        num_layers=len(sites),
+        hidden_size=HIDDEN,
+        dtype="float32",
+        sites=sites,
+        max_vectors=2 * len(sites),
+        op_sites=sites,
+        max_ops_per_site=8,
+        max_gates=2,
+        max_rules=3,
+        stages=stages if len(layers) > 1 else {},
+    )
+
+
+STEERABLE = steerable((0, 1))
+SITES = STEERABLE.sites
 
 
 def unit(index: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -48,13 +59,13 @@ def document(**fields: Any) -> dict[str, Any]:
 class Rules:
     """The rules of an engine core without workers."""
 
-    def __init__(self) -> None:
-        self.state = SteeringState("float32", Limits(16, 0), STEERABLE)
+    def __init__(self, model: Steerable = STEERABLE) -> None:
+        self.model, self.state = model, SteeringState("float32", Limits(16, 0), model)
 
     def on(self, name: str, **fields: Any) -> list[dict[str, Any]]:
         """Register a rule; returns all, as workers are told."""
         registry = self.state.rules
-        made = made_rule(self.state, read_rule(name, document(**fields), STEERABLE))
+        made = made_rule(self.state, read_rule(name, document(**fields), self.model))
         return self.put(registry.with_rule(made))
 
     def off(self, name: str) -> list[dict[str, Any]]:

@@ -284,7 +284,8 @@ class StageMessages:
         parts: The worker parts, by name.
 
     Attributes:
-        incoming: Sent by the stage before for the step that begins; None on the first stage, and once it was received.
+        incoming: Sent by the stage before for the step that begins; None on the first stage, and once it was received
+            or the forward was launched.
     """
 
     def __init__(self, parts: Mapping[str, WorkerHooks]) -> None:
@@ -418,6 +419,7 @@ class RunnerAdapter:
         self._readings = self._unsampled = None
         self._stages.incoming = cast("StageTensors | None", args[0] if args else kwargs.get("intermediate_tensors"))
         result = original(scheduler_output, *args, **kwargs)
+        self._stages.incoming = None  # also of a step that was not laid out for the parts
         self._is_to_follow_up = self._is_laid_out
         if result is not None or not self._samples:
             self._follow_up()

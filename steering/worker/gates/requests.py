@@ -5,7 +5,7 @@ Letters in shape comments: G requests with gates in a step, N their rows, T batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headgate.capture.schema.batch import BatchView, BoolArray, Int32Array, Int64Array
+from headgate.capture.schema.sites import Site
 from headgate.steering.gates.gate import Selection
 from headgate.steering.programs.codes import (
     CODE_MASK,
@@ -65,7 +66,7 @@ class GatedRequest:
 
     Attributes:
         num_prompt: Tokens of its prompt.
-        early: First columns of gates that act at sites before they are evaluated.
+        early: First columns of gates that act, in this worker, at sites before they are evaluated.
         of_rules: The columns of `early` that belong to rules: they may not have been there on earlier rows.
         reported: Columns of its rows that the host reads.
         is_counted: Whether the count in its states is all that the host reads of it, when it ends or on request.
@@ -78,12 +79,16 @@ class GatedRequest:
     is_counted: bool = False
 
 
-def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | None:
+def gated_request(
+    own: OwnGates, rules: Sequence[ActingRule], sites: Collection[Site] | None = None
+) -> GatedRequest | None:
     """Return what the programs that act on a request say about its gates; None if there are none, and no trace.
 
     Args:
         own: The request's own gates.
         rules: The rules that act on it.
+        sites: Op sites of the worker; None if it has all. After the pipeline stage of a gate's early entries, its
+            column has what the gate decided on the row, which nothing may overwrite.
     """
     gated = [*{id(program): program for program in own.programs if program.has_gates}.values()]
     if not gated and not rules and not own.is_traced:
@@ -91,8 +96,8 @@ def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | 
     # What controllers drive follows from no row before.
     evaluated = [program for rule in rules if not rule.is_driven for program in rule.programs]
     has_scores = own.is_traced or own.is_captured
-    of_own = [_columns_of(program, has_scores=has_scores) for program in gated]
-    of_rules = [_columns_of(program, has_scores=has_scores) for program in evaluated]
+    of_own = [_columns_of(program, sites, has_scores=has_scores) for program in gated]
+    of_rules = [_columns_of(program, sites, has_scores=has_scores) for program in evaluated]
     columns = _Columns.joined([*of_own, *of_rules])
     early = tuple(sorted(columns.early))
     is_counted = own.is_counted and not (own.is_captured or rules or early)
@@ -103,7 +108,7 @@ class _Columns(NamedTuple):
     """Columns of programs.
 
     Attributes:
-        early: The first ones of gates that act at sites before they are evaluated.
+        early: The first ones of gates that act, in this worker, at sites before they are evaluated.
         reported: The ones that the host reads: the strengths of gates, to count and to pass on; and scores, if they are
             passed on, or for the controller whose program has nothing but them.
     """
@@ -123,22 +128,31 @@ _GATE, _SCORE = int(Code.GATE), int(Code.SCORE)
 """Python compares members of an enumeration several times as slowly as numbers."""
 
 
-def _columns_of(program: Program, *, has_scores: bool) -> _Columns:
-    return _columns_in(program.codes.tobytes(), has_scores=has_scores or not program.has_gates)
+def _columns_of(program: Program, sites: Collection[Site] | None, *, has_scores: bool) -> _Columns:
+    is_here = None if sites is None else tuple([site in sites for site in program.sites])
+    return _columns_in(program.codes.tobytes(), is_here, has_scores=has_scores or not program.has_gates)
 
 
 @lru_cache(maxsize=256)
-def _columns_in(codes: bytes, *, has_scores: bool) -> _Columns:
-    """Return the columns of programs with these codes; cached, since gates of one form have the same."""
+def _columns_in(codes: bytes, is_here: tuple[bool, ...] | None, *, has_scores: bool) -> _Columns:
+    """Return the columns of programs with these codes; cached, since gates of one form have the same.
+
+    Args:
+        codes: `Program.codes`, of n entries.
+        is_here: Whether each of the n entries acts in this worker; None if all do.
+        has_scores: Whether the host reads scores.
+    """
     early: set[int] = set()
     reported: set[int] = set()
-    for code, _, _, field in np.frombuffer(codes, np.int32).reshape(-1, NUM_CODES).tolist():
+    entries = np.frombuffer(codes, np.int32).reshape(-1, NUM_CODES).tolist()
+    acting = (True,) * len(entries) if is_here is None else is_here
+    for (code, _, _, field), acts in zip(entries, acting, strict=True):
         kind = code & CODE_MASK
         if kind == _GATE:
             reported.update(range(change_index(code), change_index(code) + GATE_COLUMNS))
         elif kind == _SCORE and has_scores:
             reported.add(change_index(code))
-        if field & EARLY:
+        if field & EARLY and acts:
             early.add(gate_column(field))
     return _Columns(frozenset(early), frozenset(reported))
 

@@ -11,7 +11,7 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
+from headgate.capture.schema.sites import Site
 from headgate.steering.gates.coefficient_changes import CoefficientChanges, ColumnChanges
 from headgate.steering.gates.step_table import ReportedCounts
 from headgate.steering.programs.codes import TokenFlag
@@ -478,8 +479,8 @@ class StepGates:
         num_columns: Number of columns of signals and states.
         device: Where the forward runs.
         is_output_rank: Whether the engine core gets what this worker reads.
-        is_whole: Whether all layers are in this worker. Otherwise signals come from the pipeline stage before and go to
-            the next one, and each state is on the stage that has the last site which its gate reads.
+        sites: The op sites in this worker; None if all layers are. Otherwise signals come from the pipeline stage
+            before and go to the next one, and each state is on the stage that has the last site which its gate reads.
 
     Attributes:
         tensors: Read and written by the forward.
@@ -493,9 +494,9 @@ class StepGates:
         device: torch.device,
         *,
         is_output_rank: bool = True,
-        is_whole: bool = True,
+        sites: Collection[Site] | None = None,
     ) -> None:
-        self._is_output_rank, self._is_whole = is_output_rank, is_whole
+        self._is_output_rank, self._sites = is_output_rank, sites
         num_slots, self._num_columns = slots_needed(max_num_seqs), num_columns
         self.tensors = _tensors(max_tokens, num_slots, num_columns, device)
         self._requests: dict[str, GatedRequest] = {}
@@ -565,13 +566,14 @@ class StepGates:
         return changed
 
     def _follow(self, req_id: str, own: OwnGates) -> None:
-        request = gated_request(own, acting_of(self._rules, own.selection, self._driven.columns(req_id)))
+        acting = acting_of(self._rules, own.selection, self._driven.columns(req_id))
+        request = gated_request(own, acting, self._sites)
         known = self._requests.get(req_id)
         if request is None:
             self._leave(req_id)
             return
         # The device has counted rows that were sent, or has those of the gates that other stages evaluate.
-        if request.is_counted and not (self._is_whole and (known is None or known.is_counted)):
+        if request.is_counted and not (self._sites is None and (known is None or known.is_counted)):
             request = replace(request, is_counted=False)
         if known != request:
             if not request.is_counted:

@@ -11,12 +11,13 @@ import torch
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.site_action import SiteValue
+from headgate.capture.schema.consumer import ModelInfo
 from headgate.steering.programs.codes import TokenFlag
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.spec import SteeringSpec, to_wire
-from headgate.steering.vectors.phase_vectors import PhaseVectors
-from tests.fakes.ruled import HIDDEN, SITES, Rules, unit
+from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable
+from tests.fakes.ruled import HIDDEN, SITES, STEERABLE, Rules, steerable, unit
 from tests.unit.steering.worker.test_worker import Worker, make_facts
 
 NEXT_EARLY = {"scope": "next_token", "then": {"vectors": {"post_mlp": {"0": unit(1)}}}}
@@ -26,16 +27,27 @@ NEXT_EARLY = {"scope": "next_token", "then": {"vectors": {"post_mlp": {"0": unit
 class Ruled(Worker):
     """A worker with rules."""
 
-    def __init__(self, facts: WorkerFacts | None = None, op_layers: Sequence[int] = (0, 1)) -> None:
-        op_sites = {"post_mlp": list(op_layers)}
+    def __init__(self, facts: WorkerFacts | None = None, model: Steerable = STEERABLE) -> None:
+        op_sites = {"post_mlp": [site.layer for site in model.op_sites]}
         super().__init__(facts, op_sites=op_sites, max_steering_slots=17, max_gates=2, max_rules=3)
-        self.rules = Rules()
+        self.rules = Rules(model)
 
     def on(self, name: str, **fields: Any) -> None:
         self.call("set_rules", rules=self.rules.on(name, **fields))
 
     def off(self, name: str) -> None:
         self.call("set_rules", rules=self.rules.off(name))
+
+    def gate(self, req_id: str, num_prompt: int, *, is_rule: bool, **fields: Any) -> None:
+        """Add a request with a rule, or with a gate of its own that is like one."""
+        if is_rule:
+            self.on("rule", **fields)
+            self.add(req_id, num_prompt)
+            return
+        self.rules.on("rule", **fields)
+        rule = self.rules.state.rules.find("rule")
+        assert rule is not None
+        self.add(req_id, num_prompt, SteeringSpec(prefill_program=rule.prefill, decode_program=rule.decode))
 
     def ran(self, first_values: list[float], *requests: tuple[str, int, int]) -> list[float]:
         """The values that a step adds along ``unit(1)`` to rows whose first value is given."""
@@ -61,11 +73,14 @@ READS_EARLY = {
 
 
 class Staged:
-    """Three pipeline stages, with a layer on each of the first two, and what each sends to the next."""
+    """Pipeline stages with some layers on each, and what each sends to the next."""
 
-    def __init__(self) -> None:
-        layers = ((0,), (1,), ())
-        self.stages = [Ruled(make_facts(owned_layers=own, pp_rank=at, pp_size=3)) for at, own in enumerate(layers)]
+    def __init__(self, *layers: Sequence[int]) -> None:
+        model = steerable(*layers)
+        info = ModelInfo(name="m", num_layers=model.num_layers, hidden_size=HIDDEN, dtype="float32", sites=())
+        known = {"model": info, "pp_size": len(layers)}
+        facts = [make_facts(**known, owned_layers=tuple(own), pp_rank=at) for at, own in enumerate(layers)]
+        self.stages = [Ruled(each, model) for each in facts]
 
     def ran(self, first_values: list[float], *requests: tuple[str, int, int]) -> list[list[float]]:
         """What each stage adds along ``unit(1)``, as `Ruled.ran`."""
@@ -77,10 +92,20 @@ class Staged:
             sent = stage.hook.headgate_to_next_stage()
         return found
 
+    def ran_in(self, first_values: list[float], req_id: str, chunks: Sequence[int]) -> list[list[float]]:
+        """`ran` of a request from its first row on, in a step for each of `chunks`."""
+        found: list[list[float]] = [[] for _ in self.stages]
+        start = 0
+        for size in chunks:
+            step = self.ran(first_values[start : start + size], (req_id, start, size))
+            found = [[*rows, *more] for rows, more in zip(found, step, strict=True)]
+            start += size
+        return found
+
 
 def test_strengths_of_one_stage_act_on_the_next_and_are_read_on_the_last() -> None:
     """Also of rows that share a step with others, on stages that evaluate nothing; and not when nothing has gates."""
-    staged = Staged()
+    staged = Staged((0,), (1,), ())
     for stage in staged.stages:
         stage.add("plain", 2)
         stage.on("calm", **READS_EARLY, applies_to="opt_out")
@@ -102,6 +127,38 @@ def test_strengths_of_one_stage_act_on_the_next_and_are_read_on_the_last() -> No
         stage.off("calm")
     staged.ran([1], ("b", 0, 1))
     assert [stage.hook.headgate_to_next_stage() for stage in staged.stages] == [None] * 3
+
+
+@pytest.mark.parametrize("is_rule", [True, False], ids=["rule", "own"])
+@pytest.mark.parametrize("chunks", [[7], [4, 3], [2, 3, 2], [1, 6]], ids=str)
+@pytest.mark.parametrize(("scope", "late"), [("next_token", 0), ("rest_of_request", 1)])
+@pytest.mark.parametrize(
+    ("layers", "read"),
+    [([[0, 1, 2, 3]], 1), ([[0, 1], [2, 3]], 1), ([[0, 1], [2], [3]], 1), ([[0], [1, 2], [3]], 2)],
+    ids=str,
+)
+def test_rows_that_are_computed_again_are_steered_as_before_on_all_stages(
+    layers: list[list[int]], read: int, scope: str, late: int, chunks: list[int], is_rule: bool
+) -> None:
+    """A latch acts on the row that fires at sites after its probe, on all stages, and before it on later rows."""
+    staged, values = Staged(*layers), [-1.0, -1, -1, 1, -1, 1, -1]
+    fields = {
+        "when": {"probe": {"at": f"{read}.post_mlp", "weight": unit(0)}, "above": 0.0},
+        "then": {"vectors": {"post_mlp": {str(layer): unit(1) for layer in range(read - 1, 4)}}},
+        "scope": scope,
+    }
+    for stage in staged.stages:
+        stage.gate("a", 2, is_rule=is_rule, **fields)
+    before = [1.0 if at in ((4, 6) if scope == "next_token" else (4, 5, 6)) else 0.0 for at in range(7)]
+    after = [1.0 if late and at == 3 else value for at, value in enumerate(before)]
+    written = [[after if layer >= read else before for layer in own if layer >= read - 1] for own in layers]
+    expected = [[sum(found) for found in zip(*rows, strict=True)] or [0.0] * 7 for rows in written]
+
+    first = staged.ran_in(values, "a", [2, 1, 1, 1, 1, 1])
+    again = staged.ran_in(values, "a", chunks)
+
+    assert first == expected
+    assert again == expected
 
 
 def test_a_rule_acts_on_plain_requests_that_run_from_the_next_step_on_and_no_longer_when_it_is_off(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -293,6 +294,25 @@ def test_a_part_takes_what_was_sent_before_its_step_begins_and_the_runner_never_
 
     assert incoming.tensors == {"hidden_states": "rows"}
     assert [call[0] for call in part.calls] == ["added", "from", "begins", "ends", "begins"]
+
+
+class Received(SimpleNamespace):
+    """Tensors of the stage before, to which there can be weak references."""
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_nothing_holds_what_was_sent_once_the_forward_was_launched(runner, is_ours):
+    """Hidden states are large: those of a step of plain requests are let go, too."""
+    part, _ = on_a_stage(runner, is_last_stage=True)
+    incoming = Received(tensors={"hidden_states": "rows"})
+    lives = weakref.ref(incoming)
+    new = [request("a", 4)] if is_ours else [request("a", 4, wire=None)]
+
+    runner.execute_model(step(["a"], [4], [0], new=new), incoming)
+    del incoming
+
+    assert lives() is None
+    assert ("begins" in [call[0] for call in part.calls]) == is_ours
 
 
 def test_steps_without_our_requests_are_not_told(runner, recorder):
