@@ -33,7 +33,7 @@ UNITS = (
 )
 """Modules that use a dependency, under tests/unit."""
 
-WITH_VLLM = ("capture/engine/server/test_scoring.py",)
+WITH_VLLM = ("capture/engine/contracts/test_core_calls.py", "capture/engine/server/test_scoring.py")
 """Files among them that import vLLM, which the very lowest versions keep from starting."""
 
 OF_NO_VERSION = (
