@@ -166,6 +166,12 @@ export function Tokens({ tokens, first, series, colourBy, scale, label, mark = -
 
 interface NumbersProps { token: Token; position: number; series: Record<string, Series>; run?: Run | undefined }
 
+/** The series of a name in the runs that have one; empty if they were read from different sources, as their labels say. */
+export function alike(runs: Run[], name: string): Series[] {
+  const found = runs.flatMap((run) => run.series[name] ?? []);
+  return found.every((each) => each.label === found[0]!.label) ? found : [];
+}
+
 export function TokenNumbers({ token, position, series, run }: NumbersProps) {
   void tick.value;
   const found = Object.entries(series).filter(([, each]) => Number.isFinite(each.values[position]));
@@ -182,7 +188,7 @@ export function TokenNumbers({ token, position, series, run }: NumbersProps) {
             <tr key={name} data-series={name}>
               <th scope="row">{each.label}</th>
               <td data-value={each.values[position]}>{shown(each.values[position])}</td>
-              {other && <Difference value={each.values[position]! - (other.run.series[name]?.values[other.position] ?? NaN)} />}
+              {other && <Difference value={each.values[position]! - (alike([run!, other.run], name)[1]?.values[other.position] ?? NaN)} />}
             </tr>
           ))}
           {Number.isFinite(cosine) && <tr data-series="pinned-cosine"><th scope="row">cosine to the pinned token’s row</th><td data-value={cosine}>{shown(cosine)}</td></tr>}

@@ -1,8 +1,8 @@
 // Requests of the page: their bodies, and what is read from their answers.
 
-import type { CaptureResult, Chunk, Decision, Json, Message, TokenLogprob, Trace } from "./api";
+import type { CaptureResult, Chunk, Condition, Decision, Json, Message, TokenLogprob, Trace } from "./api";
 import { ApiError } from "./api";
-import { api, attentionName, changed, facts, featuresName, followed, gates, type GateSpec, type Grid, inlineName, items, type Item, lensName, type Features, type Lens, messagesUpTo, type ProbeScores, offered, recorder, type Run, settings, sites, type Token, turns, type Turn, watched } from "./state";
+import { api, attentionName, changed, facts, featuresName, followed, gates, type GateSpec, type Grid, type Ids, inlineName, items, type Item, lensName, type Features, type Lens, messagesUpTo, type ProbeScores, offered, recorder, type Run, settings, sites, type Token, turns, type Turn, watched } from "./state";
 import { cosineOf, cosinesTo, fromBase64, packed, readSafetensors, rowCosines, rowNorms, type Tensors } from "./tensors";
 import { textOfBytes, textsOf } from "./tokens";
 
@@ -125,20 +125,26 @@ function watchGates(): Json[] {
     });
 }
 
-function captureFields(): Json {
+/** Fields that read an answer, and that have it recorded if that is chosen and `records`. */
+function captureFields(records: boolean): Json {
   const { reads, readHook, readLayer, sae } = settings.value;
   const capture: Json = {};
   if (inlineName.value && reads !== "none") capture[inlineName.value] = { hooks: { [readHook]: reads === "all" ? "all" : [readLayer] }, positions: "all" };
   if (featuresName.value && sae) capture[featuresName.value] = { sae, positions: "all" };
-  if (recorder.value && settings.value.recordProbe) capture[recorder.value.name] = recordingSpec();
+  if (recorder.value && records) capture[recorder.value.consumer] = recordingSpec(recorder.value.probe);
   return Object.keys(capture).length ? { capture, capture_wait: true } : {};
 }
 
 /** What is recorded of a message if the chosen probe fires. */
-function recordingSpec(): Json {
-  const { readHook, readLayer, recordProbe, recordAbove, recordReads } = settings.value;
+function recordingSpec(probe: string): Json {
+  const { readHook, readLayer, recordAbove, recordReads } = settings.value;
   const above = recordAbove.trim() ? { above: Number(recordAbove), pool: "token" } : {}; // the probe's own threshold is for the rows that it was made for
-  return { hooks: { [readHook]: recordReads === "all" ? "all" : [readLayer] }, positions: "all", if_probe: { probe: recordProbe, ...above } };
+  return { hooks: { [readHook]: recordReads === "all" ? "all" : [readLayer] }, positions: "all", if_probe: { probe, ...above } };
+}
+
+/** The consumers that were asked to record a run. */
+export function recordsOf(run: Run): string[] {
+  return Object.entries((run.body["capture"] as Record<string, Json> | undefined) ?? {}).filter(([, spec]) => spec["if_probe"]).map(([name]) => name);
 }
 
 export function chatBody(messages: Message[], kind: Run["kind"]): Json {
@@ -154,7 +160,7 @@ export function chatBody(messages: Message[], kind: Run["kind"]): Json {
     top_logprobs: 5,
     return_token_ids: true,
     ...(seed.trim() ? { seed: Number(seed) } : {}),
-    ...captureFields(),
+    ...captureFields(true),
   };
   if (kind === "steered") Object.assign(body, steeringFields(items.value.filter((item) => item.isOn)));
   const all = [...(kind === "steered" ? gates.value.filter((gate) => gate.isOn).map(gateOf) : []), ...watchGates()];
@@ -196,19 +202,19 @@ export async function answer(turn: Turn): Promise<void> {
   changed();
 }
 
-/** Reads the tokens of an answer that a link restored, without steering: as its run, with all numbers. */
-export async function readAgain(turn: Turn): Promise<void> {
-  const parent = turns.value.find((found) => found.id === turn.parent);
-  const prompt = parent ? await promptTokens(messagesUpTo(parent)) : [];
-  const ids = turn.ids ?? (await api.value.post<{ tokens: number[] }>("/tokenize", { model: facts.value?.model ?? "", prompt: turn.text, add_special_tokens: false })).tokens;
+/** Reads the tokens of an answer that a link restored, and of its prompt, without steering: as its run, with all numbers. */
+export async function readAgain(turn: Turn, { prompt: before, answer: after }: Ids): Promise<void> {
+  const ids = [...before, ...after];
   const watching = watchGates();
-  const body = { model: facts.value?.model ?? "", prompt: [...prompt.map((token) => token.id), ...ids], max_tokens: 1, temperature: 0, prompt_logprobs: 5, ...captureFields(), ...(watching.length ? { steering_gates: watching, return_steering_trace: true } : {}) };
+  const model = facts.value?.model ?? "";
+  const body = { model, prompt: ids, max_tokens: 1, temperature: 0, prompt_logprobs: 5, ...captureFields(false), ...(watching.length ? { steering_gates: watching, return_steering_trace: true } : {}) };
   const found = await api.value.post<{ choices: { prompt_logprobs: (Record<string, Listed> | null)[]; steering_trace?: Trace }[]; capture_results?: Record<string, CaptureResult> }>("/v1/completions", body);
   const listed = found.choices[0]!.prompt_logprobs;
-  const run = { ...newRun("plain", body), status: "done" as const, path: "/v1/completions", prompt, text: turn.text };
+  const first = await api.value.post<{ prompt: string }>("/detokenize", { model, tokens: ids.slice(0, 1) }); // it has no log-probability, and so no text
+  const tokens = ids.map((id, i) => (i === 0 ? { text: first.prompt, id, logprob: null, top: [] } : readToken(id, listed[i] ?? null)));
+  const run = { ...newRun("plain", body), status: "done" as const, path: "/v1/completions", prompt: tokens.slice(0, before.length), text: turn.text };
   run.notice = "These are the numbers of the restored answer’s tokens, read without steering.";
-  run.answer = ids.map((id, i) => readToken(id, listed[prompt.length + i] ?? null));
-  takePromptLogprobs(run, listed);
+  run.answer = tokens.slice(before.length);
   applyTraces(run, found.choices[0]!.steering_trace ? [found.choices[0]!.steering_trace] : []);
   addSurprise(run);
   if (found.capture_results) takeCaptures(run, found.capture_results);
@@ -309,7 +315,7 @@ function applyTraces(run: Run, traces: Trace[]): void {
       trace.positions.forEach((position, i) => (values[position] = found[i] ?? NaN));
     };
     for (const [name, found] of Object.entries(trace.scores)) {
-      const series = (run.series[`score:${name}`] ??= { label: labelOfScore(name), values: [], ...thresholdOf(name) });
+      const series = (run.series[`score:${name}`] ??= { label: labelOfScore(name, run), values: [], ...thresholdOf(name) });
       write(series.values, found);
     }
     for (const [name, found] of Object.entries(trace.gates)) {
@@ -321,9 +327,24 @@ function applyTraces(run: Run, traces: Trace[]): void {
   }
 }
 
-function labelOfScore(name: string): string {
-  if (name.startsWith("cosine ")) return `cosine to ${name.slice(7)}`;
-  return facts.value?.probes.some((probe) => probe.name === name) ? `probe ${name}` : `score of ${name}`;
+/** What a score was read from, and where: a gate's name alone may mean another vector or site in another answer. */
+function labelOfScore(name: string, run: Run): string {
+  const probe = facts.value?.probes.find((each) => each.name === name);
+  if (probe) return `probe ${name} at ${probe.at}`;
+  const asked = run.body["steering_gates"] as { name: string; when: Condition }[] | undefined;
+  const when = asked?.find((gate) => gate.name === name)?.when ?? facts.value?.rules.find((rule) => rule.name === name)?.when;
+  const cosine = conditionsIn(when).find((each) => "cosine" in each) as { cosine: string | null; at: string } | undefined;
+  if (!cosine) return `score of ${name}`;
+  const read = `cosine to ${cosine.cosine ?? "a vector of its own"} at ${cosine.at}`;
+  return name.startsWith("cosine ") ? read : `${read}, score of ${name}`;
+}
+
+/** The comparisons in a condition. */
+function conditionsIn(when: Condition | undefined): Exclude<Condition, string>[] {
+  if (when === undefined || typeof when === "string") return [];
+  if ("not" in when) return conditionsIn(when.not);
+  const parts = "any" in when ? when.any : "all" in when ? when.all : null;
+  return parts ? parts.flatMap(conditionsIn) : [when];
 }
 
 function thresholdOf(name: string): { threshold?: number } {
@@ -389,7 +410,7 @@ export function activationsOf(run: Run, feature: number): number[] {
 /** Lets a run show the activation of a feature, if it has that of its SAE. */
 export function addFollowed(run: Run, { sae, id, label }: { sae: string; id: number; label: string }): void {
   if (run.features?.sae !== sae) return;
-  run.series[`feature:${id}`] = { label: `feature ${id}${label ? `: ${label}` : ""}`, values: activationsOf(run, id) };
+  run.series[`feature:${sae}:${id}`] = { label: `feature ${id} of ${sae}${label ? `: ${label}` : ""}`, values: activationsOf(run, id) };
 }
 
 function takeCaptures(run: Run, results: Record<string, CaptureResult>): void {
@@ -434,7 +455,7 @@ function takeCaptures(run: Run, results: Record<string, CaptureResult>): void {
 function takeRecorded(run: Run, results: Record<string, CaptureResult>): void {
   for (const [consumer, result] of Object.entries(results)) {
     const payload = result.payload as { stored?: boolean; if_probe?: Decision; paths?: string[]; layout?: string } | null;
-    if (consumer === recorder.value?.name && result.error) run.notice = `${payload?.if_probe ? "Not all rows were recorded" : "It was not recorded"}: ${result.error}.`;
+    if (recordsOf(run).includes(consumer) && result.error) run.notice = `${payload?.if_probe ? "Not all rows were recorded" : "It was not recorded"}: ${result.error}.`;
     if (!payload?.if_probe) continue;
     const [tag = "", name = ""] = payload.layout === "request" ? (payload.paths?.[0] ?? "").split("/").slice(-2) : [];
     run.recorded = { consumer, decision: payload.if_probe, isStored: payload.stored === true, tag, name };

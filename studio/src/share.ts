@@ -2,7 +2,7 @@
 
 import type { Json } from "./api";
 import { BASE } from "./api";
-import { branches, facts, followed, gates, type How, items, keys, type Phase, settings, type Turn, turns, type View, view, want, watched } from "./state";
+import { branches, facts, followed, gates, type How, type Ids, items, keys, type Phase, settings, type Turn, turns, type View, view, want, watched } from "./state";
 
 // ---- code
 
@@ -127,7 +127,7 @@ interface Linked {
   g: typeof gates.value;
   w: typeof watched.value;
   f: typeof followed.value;
-  t: { id: number; parent: number; role: Turn["role"]; text: string; ids?: number[] }[];
+  t: { id: number; parent: number; role: Turn["role"]; text: string; ids?: Ids }[];
   b: Record<number, number>;
 }
 
@@ -156,10 +156,16 @@ function linked(): Linked {
   };
 }
 
-/** A turn with the tokens of its answer, from which its numbers can be read again. */
+/** A turn with the tokens of its answer and of the prompt, from which its numbers can be read again. */
 function linkedTurn({ id, parent, role, text, runs, chosen, ids }: Turn): Linked["t"][number] {
-  const found = runs.length ? runs[chosen]!.answer.map((token) => token.id) : (ids ?? []);
-  return { id, parent, role, text, ...(found.length && found.every((each) => each !== null) ? { ids: found } : {}) };
+  const [run] = runs.slice(chosen);
+  const found = run ? { prompt: run.prompt.map((token) => token.id), answer: run.answer.map((token) => token.id) } : ids;
+  return { id, parent, role, text, ...(areIds(found) ? { ids: found } : {}) };
+}
+
+/** Whether all tokens of a prompt and an answer are known. */
+function areIds(found: { prompt: unknown[]; answer: unknown[] } | undefined): found is Ids {
+  return [found?.prompt, found?.answer].every((each) => Array.isArray(each) && each.length > 0 && each.every(Number.isInteger));
 }
 
 export function link(): string {
@@ -177,7 +183,7 @@ export function restore(hash: string): boolean {
     gates.value = (found.g ?? []).filter((gate) => typeof gate.name === "string" && gate.reads && gate.then).map((gate) => ({ ...gate, phase: gate.phase ?? "both" }));
     watched.value = (found.w ?? []).filter((each) => typeof each.name === "string");
     followed.value = (found.f ?? []).filter((each) => typeof each.sae === "string" && Number.isInteger(each.id)).map(({ sae, id, label }) => ({ sae, id, label: String(label) }));
-    turns.value = (found.t ?? []).filter((turn) => typeof turn.text === "string").map(({ ids, ...turn }) => ({ ...turn, runs: [], chosen: 0, ...(Array.isArray(ids) && ids.every(Number.isInteger) ? { ids } : {}) }));
+    turns.value = (found.t ?? []).filter((turn) => typeof turn.text === "string").map(({ ids, ...turn }) => ({ ...turn, runs: [], chosen: 0, ...(areIds(ids) ? { ids } : {}) }));
     branches.value = found.b ?? {};
     want((found.i ?? []).filter((item) => typeof item.name === "string").map(({ name, isOn, scale, phase, how }) => ({ name, isOn: !!isOn, scale: Number(scale), phase, how: how ?? "add" })));
     view.value = found.v;

@@ -72,7 +72,10 @@ export interface Run {
   seconds: number;
 }
 
-export interface Turn { id: number; parent: number; role: "system" | "user" | "assistant"; text: string; runs: Run[]; chosen: number; /** Tokens of an answer that a link brought. */ ids?: number[] }
+export interface Turn { id: number; parent: number; role: "system" | "user" | "assistant"; text: string; runs: Run[]; chosen: number; /** Tokens that a link brought. */ ids?: Ids }
+
+/** The tokens that an answer was made from, and its own. */
+export interface Ids { prompt: number[]; answer: number[] }
 
 export type Phase = "both" | "prompt" | "answer";
 /** What is done with a direction: it is added, or a row's projection on it is removed, bounded or set. */
@@ -210,11 +213,13 @@ export const lensName = computed(() => consumerOf("lens"));
 export const attentionName = computed(() => consumerOf("attention"));
 export const browsable = computed(() => (facts.value?.capture?.consumers ?? []).filter((each) => each.is_browsable).map((each) => each.name));
 export const featuresName = computed(() => consumerOf("features"));
-/** The consumer that records what a probe fires on, with its probes; null if none does. */
-export const recorder = computed(() => {
-  const found = facts.value?.capture?.consumers.find((each) => each.reads_client_spec && each.offers?.["if_probe"]?.length);
-  return found ? { name: found.name, probes: found.offers!["if_probe"]! } : null;
+/** The consumers that record what a probe fires on, once for each of their probes. */
+export const recorders = computed(() => {
+  const all = (facts.value?.capture?.consumers ?? []).filter((each) => each.reads_client_spec && each.offers?.["if_probe"]?.length);
+  return all.flatMap(({ name, offers }) => offers!["if_probe"]!.map((probe) => ({ key: `${name}:${probe}`, consumer: name, probe, label: `probe ${probe}${all.length > 1 ? ` (${name})` : ""}` })));
 });
+/** The one that records the next messages; null if none does. */
+export const recorder = computed(() => recorders.value.find((each) => each.key === settings.value.recordProbe) ?? null);
 
 function consumerOf(kind: string): string | null {
   return facts.value?.capture?.consumers.find((each) => each.consumer === kind && each.reads_client_spec)?.name ?? null;
@@ -278,7 +283,7 @@ function settle(): void {
   const layers = sites.value[hook] ?? [];
   const layer = layers.includes(settings.value.readLayer) ? settings.value.readLayer : (layers[Math.floor(layers.length / 2)] ?? -1);
   const known = (kind: string, field: string, chosen: string) => (offered(kind, field).includes(chosen) ? chosen : "");
-  set({ readHook: hook, readLayer: layer, lens: known("lens", "lens", settings.value.lens), sae: known("features", "sae", settings.value.sae), recordProbe: recorder.value?.probes.includes(settings.value.recordProbe) ? settings.value.recordProbe : "" });
+  set({ readHook: hook, readLayer: layer, lens: known("lens", "lens", settings.value.lens), sae: known("features", "sae", settings.value.sae), recordProbe: recorder.value?.key ?? "" });
   const modules = facts.value?.steering?.modules ?? {};
   const kept = items.value.filter((item) => item.kind !== "module" || item.name in modules);
   for (const module of Object.values(modules)) {

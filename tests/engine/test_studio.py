@@ -502,6 +502,15 @@ def test_a_gate_fires_in_its_phase_and_becomes_a_rule_that_reads_as_a_sentence(p
     assert text == told["message"]["content"].strip()
     by_rule = chat(server, steering_rules=["joyful"])["choices"][0]["message"]["content"]
     assert by_rule == told["message"]["content"]
+    below = {"cosine": "joy", "at": f"{LAYER}.post_mlp", "below": 0.5}
+    either, both = {"any": ["generated", below]}, {"all": ["prompt", {"not": "generated"}]}
+    for name, when in (("either", either), ("both", both)):
+        call(server, "/v1/steering/rules/register", name=name, when=when, then="observe", applies_to="opt_in")
+    page.reload()
+    reads = f"the token is in the answer or the cosine to joy at {LAYER}.post_mlp is below 0.500 at a token,"
+    expect(page.locator('[data-rule="either"]')).to_contain_text(f"When {reads}")
+    reads = "the token is in the prompt and the token is not in the answer,"
+    expect(page.locator('[data-rule="both"]')).to_contain_text(f"When {reads}")
 
 
 def read_cell(page: Page) -> Locator:
@@ -581,7 +590,26 @@ def test_any_two_answers_are_compared_and_a_feature_colours_all(page: Page, serv
     first, second = compared.locator(".run").all()
     means = [number(cell) for cell in compared.locator('[data-mean="norm"] td').all()]
     page.get_by_label("Show the prompt").uncheck()
-    activations = series_of(again.first, f"feature:{feature}")
+    activations = series_of(again.first, f"feature:words:{feature}")
+    page.get_by_label("Layer", exact=True).select_option("7")
+    page.get_by_role("button", name="Answer again").click()
+    expect(page.locator(".branches")).to_contain_text("3/3")
+    expect(again).to_have_count(1)
+    page.get_by_role("button", name="Compare it").click()
+    page.get_by_label("Colour by").select_option("norm")
+    apart = f"Not compared: stream norm at {LAYER}.post_mlp and stream norm at 7.post_mlp."
+    expect(compared.locator("caption")).to_have_text(apart)
+    assert compared.locator('[data-mean="norm"]').count() == 0
+    assert compared.locator('[data-mean="surprise"]').count() == 1
+    expect(compared.locator('.token[style*="background"]')).to_have_count(0)
+    expect(again.locator('.token[style*="background"]')).not_to_have_count(0)
+    again.locator(".token").first.click()  # it is pinned, and read at layer 7
+    compared.locator(".run").first.locator(".token").nth(1).hover()
+    expect(compared.locator('.card [data-series="norm"] [data-difference]')).to_have_attribute("data-difference", "NaN")
+    compared.locator(".run").last.locator(".token").nth(1).hover()
+    difference = compared.locator('.card [data-series="norm"] [data-difference]')
+    expect(difference).not_to_have_attribute("data-difference", "NaN")
+    sevens = number(difference, "data-difference")
 
     pirate = [{"role": "system", "content": "Answer like a pirate."}, {"role": "user", "content": QUESTION}]
     spec = {"inline": {"hooks": {"post_mlp": [LAYER]}, "positions": "all_generated"}}
@@ -589,6 +617,9 @@ def test_any_two_answers_are_compared_and_a_feature_colours_all(page: Page, serv
     plain, other = chat(server, max_tokens=6, capture=spec), chat(server, max_tokens=6, capture=spec, messages=pirate)
     for run, answer in ((first, plain), (second, other)):
         assert run.get_by_role("group").inner_text().strip() == answer["choices"][0]["message"]["content"].strip()
+    spec = {"inline": {"hooks": {"post_mlp": [7]}, "positions": "all_generated"}}
+    at_7 = rows_of(chat(server, max_tokens=6, capture=spec, messages=pirate))["7.post_mlp"].norm(dim=1)
+    assert sevens == pytest.approx(float(at_7[1] - at_7[0]), rel=1e-2, abs=1e-2)
     norms = [float(rows_of(each)[f"{LAYER}.post_mlp"].norm(dim=1).mean()) for each in (plain, other)]
     assert means == pytest.approx([*norms, norms[1] - norms[0]], rel=1e-3)
     payload = other["capture_results"]["features"]["payload"]
@@ -820,6 +851,7 @@ def test_captures_of_the_server_are_listed_filtered_opened_and_downloaded(
     opened.get_by_label("Site").select_option("3.post_mlp")
     expect(opened.locator("figcaption")).to_contain_text("norm at 3.post_mlp")
     norms = series_of(opened, "norm")
+    caption = opened.locator("figcaption").inner_text()
     with page.expect_download() as saving:
         opened.get_by_role("button", name="Download").click()
     saving.value.save_as(tmp_path / "first.safetensors")
@@ -838,6 +870,15 @@ def test_captures_of_the_server_are_listed_filtered_opened_and_downloaded(
     expect(page.locator(".cell b")).to_have_text(f"{LAYER}.post_mlp")
     shown = page.locator('.cell [data-value="norm"] td').get_attribute("data-value")
     assert float(shown or "nan") == pytest.approx(float(stored[f"{LAYER}.post_mlp"][1].norm()), rel=1e-4)
+    said = re.fullmatch(r"norm at 3\.post_mlp by token: ([\d.]+) to ([\d.]+) without the first token", caption)
+    assert said is not None, caption
+    assert list(map(float, said.groups())) == pytest.approx([min(norms[1:]), max(norms[1:])], rel=1e-2)
+    begins = base64.urlsafe_b64encode(b'{"v":"grid","').decode().rstrip("=")[:-2]
+    expect(page).to_have_url(re.compile(f"#{begins}"))
+    page.reload()
+    show(page, "Chat")
+    expect(page.locator(".turn.assistant .text")).to_have_text("studio/first")
+    assert page.get_by_role("button", name="Read its numbers").count() == 0  # a capture has no question to read
 
 
 def scores_of(server: Server, text: str, **fields: Any) -> list[float]:
@@ -857,7 +898,7 @@ def record_above(page: Page, above: float) -> None:
     """Have the page's next messages recorded if `mood` is above a threshold."""
     show(page, "Captures")
     recording = page.get_by_label("Recording")
-    recording.get_by_label("Record messages on which fires").select_option("mood")
+    recording.get_by_label("Record messages on which fires").select_option("filesystem:mood")
     recording.get_by_label("Above").fill(repr(above))
     show(page, "Chat")
 
@@ -906,6 +947,33 @@ def test_only_messages_on_which_a_probe_fires_are_recorded(page: Page, server: S
     (file,) = files.rglob(name)
     rows = load_file(file)[f"{LAYER}.post_mlp"]
     assert [mood_of(rows)[at] for at in expected] == pytest.approx(decision["scores"], rel=1e-6)
+
+
+def test_the_probes_of_all_consumers_that_record_are_offered(page: Page) -> None:
+    def with_another(route: Route) -> None:
+        found = route.fetch().json()
+        (one,) = (each for each in found["consumers"] if each["name"] == "filesystem")
+        route.fulfill(json={**found, "consumers": [*found["consumers"], {**one, "name": "archive"}]})
+
+    page.route("**/v1/capture/consumers", with_another)
+    page.route("**/v1/chat/completions", lambda _: None)  # it never answers
+    page.reload()
+    show(page, "Captures")
+    choice = page.get_by_label("Record messages on which fires")
+    expect(choice.locator("option")).to_have_text(
+        ["nothing: record none", "probe mood (filesystem)", "probe mood (archive)"]
+    )
+    choice.select_option("archive:mood")
+    show(page, "Chat")
+    page.get_by_label("Your message").fill(QUESTION)
+    with page.expect_request("**/v1/chat/completions") as asking:
+        page.get_by_label("Your message").press("Enter")
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(page.get_by_text("stopped; it may be recorded all the same")).to_be_visible()
+
+    capture = json.loads(asking.value.post_data or "")["capture"]
+    assert capture["archive"]["if_probe"] == {"probe": "mood"}
+    assert "filesystem" not in capture
 
 
 def test_captures_of_another_client_are_not_there(context: BrowserContext, server: Server) -> None:
@@ -991,6 +1059,16 @@ def test_an_open_page_asks_for_nothing_but_figures_that_are_looked_at(page: Page
     assert {view for view, count in counts.items() if count > 1} == {"Dynamic", "Server"}, counts
     assert {view for view, count in counts.items() if count} == {"Dynamic", "Server", "Captures"}, counts
 
+    page.route("**/metrics", lambda _: None)  # it never answers: the tab is hidden and shown meanwhile
+    show(page, "Chat")
+    asked.clear()
+    with page.expect_request("**/metrics"):
+        show(page, "Server")
+    for _ in range(3):
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    page.evaluate("async () => { await fetch('/health'); }")
+    assert sum(url.endswith("/metrics") for url in asked) == 1
+
 
 def test_without_a_key_the_page_chats_and_says_what_is_not_allowed(context: BrowserContext, server: Server) -> None:
     page = context.new_page()
@@ -1057,6 +1135,8 @@ def test_a_link_and_a_reload_restore_the_view(page: Page, context: BrowserContex
     record_above(page, 1e9)
     expect(page.get_by_role("button", name="Stop recording")).to_be_visible()
     before = {name: series_of(run, name) for name in ("surprise", "norm")}
+    page.get_by_text("Settings").click()
+    page.get_by_label("System message").fill("Answer like a pirate.")  # the answer was made without it
     show(page, "Dynamic")
     begins = base64.urlsafe_b64encode(b'{"v":"dynamic","').decode().rstrip("=")[:-2]
     expect(page).to_have_url(re.compile(f"#{begins}"))  # the address follows the view
@@ -1071,14 +1151,21 @@ def test_a_link_and_a_reload_restore_the_view(page: Page, context: BrowserContex
         expect(opened.locator(".turn.user .text")).to_have_text("Name a colour.")
         expect(opened.get_by_role("button", name="Stop recording")).to_have_count(0)  # no link has messages recorded
         expect(opened.locator(".turn.assistant .text")).to_be_visible()
+    record_above(page, 1e9)
     show(page, "Grid")
-    page.get_by_role("button", name="Read the numbers of the restored answer").click()
+    with page.expect_request("**/v1/completions") as reading:
+        page.get_by_role("button", name="Read the numbers of the restored answer").click()
     expect(page.get_by_role("button", name="Read all layers")).to_be_visible()
     show(page, "Chat")
     (again,) = page.locator(".turn .run[data-status=done]").all()
     for name, values in before.items():
         # The last token had no row when it was an answer; read as a prompt, it has one.
         assert series_of(again, name)[:-1] == pytest.approx(values[:-1], rel=1e-2, abs=5e-3)
+    body = json.loads(reading.value.post_data or "")
+    assert body["prompt"] == ids_of(server, chat(server, "Name a colour.", max_tokens=4), "Name a colour.")
+    assert set(body["capture"]) == {"inline"}  # nothing is recorded a second time
+    page.get_by_label("Show the prompt").check()
+    expect(again.get_by_role("group").first.locator(".token").first).to_have_text("<|im_start|>")
 
 
 def test_a_recording_is_one_file_that_calls_nobody(page: Page, context: BrowserContext, tmp_path: Path) -> None:

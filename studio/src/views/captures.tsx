@@ -8,7 +8,7 @@ import { Choice, Field, Legend, Notice, Tokens } from "../parts";
 import { visible } from "../tokens";
 import { gridOf, newRun, placed, positionsOf, splitSite } from "../run";
 import { download } from "../share";
-import { addTurn, api, branches, browsable, facts, isRecorded, type Run, type Recorded, recorder, selected, set, settings, tick, type Token, turns, view } from "../state";
+import { addTurn, api, branches, browsable, facts, isRecorded, type Run, type Recorded, recorder, recorders, selected, set, settings, tick, type Token, turns, view } from "../state";
 import { readSafetensors, rowNorms, type Tensors } from "../tensors";
 import { Line } from "./trace";
 
@@ -62,7 +62,7 @@ function Recording({ onOpen }: { onOpen: (opened: Opened) => void }) {
   const [error, setError] = useState("");
   const { recordProbe, recordAbove, recordReads, readHook, readLayer } = settings.value;
   const found = turns.value.flatMap((turn) => turn.runs.filter((run) => run.recorded).map((run) => ({ run, recorded: run.recorded!, question: turns.value.find((other) => other.id === turn.parent)?.text ?? "" })));
-  if (!recorder.value)
+  if (!recorders.value.length)
     return (
       <section class="panel">
         <h2>Record only what a probe fires on</h2>
@@ -81,11 +81,11 @@ function Recording({ onOpen }: { onOpen: (opened: Opened) => void }) {
     <section class="panel" aria-label="Recording">
       <h2>Record only what a probe fires on</h2>
       <div class="bar">
-        <Choice label="Record messages on which fires" value={recordProbe} options={[{ value: "", label: "nothing: record none" }, ...recorder.value.probes.map((name) => ({ value: name, label: `probe ${name}` }))]} onChange={(value) => set({ recordProbe: value })} />
+        <Choice label="Record messages on which fires" value={recordProbe} options={[{ value: "", label: "nothing: record none" }, ...recorders.value.map(({ key, label }) => ({ value: key, label }))]} onChange={(value) => set({ recordProbe: value })} />
         {recordProbe && <Field label="Above" hint="empty: its own threshold"><input type="number" step="any" value={recordAbove} onInput={(event) => set({ recordAbove: event.currentTarget.value })} /></Field>}
         {recordProbe && <Choice label="Rows" value={recordReads} options={[{ value: "layer", label: `of ${readLayer}.${readHook}` }, { value: "all", label: `${readHook} of all layers` }]} onChange={(value) => set({ recordReads: value })} />}
       </div>
-      {recordProbe && <p>The next messages of this tab are recorded on the server, prompt and answer, if {recordProbe} fires {recordAbove.trim() ? "on a token that the model reads; the first one of the prompt does not count" : "on the rows that it was made for: those of tokens that the model reads but the prompt’s first, or that of the prompt’s last"}. Of others nothing is left.</p>}
+      {recordProbe && <p>The next messages of this tab are recorded on the server, prompt and answer, if {recorder.value?.probe} fires {recordAbove.trim() ? "on a token that the model reads; the first one of the prompt does not count" : "on the rows that it was made for: those of tokens that the model reads but the prompt’s first, or that of the prompt’s last"}. Of others nothing is left.</p>}
       <Notice kind="error" text={error} />
       {found.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="Messages of this tab">
@@ -131,9 +131,8 @@ function decisionOf(value: unknown): Decision | null {
 
 /** Reminds in the chat that messages are recorded. */
 export function RecordingNote() {
-  const { recordProbe } = settings.value;
-  if (!recordProbe || !recorder.value || isRecorded.value) return null;
-  return <span><small>Messages on which {recordProbe} fires are recorded.</small> <button type="button" class="quiet" onClick={() => set({ recordProbe: "" })}>Stop recording</button></span>;
+  if (!recorder.value || isRecorded.value) return null;
+  return <span><small>Messages on which {recorder.value.probe} fires are recorded.</small> <button type="button" class="quiet" onClick={() => set({ recordProbe: "" })}>Stop recording</button></span>;
 }
 
 /** One line under an answer: whether it was recorded. */

@@ -1,9 +1,9 @@
 // The conversation: streamed answers whose tokens carry numbers, plain and steered side by side, branches.
 
 import { useState } from "preact/hooks";
-import { scaleOf, shown } from "../colour";
-import { Choice, ColourChoice, Field, Legend, Notice, rowAt, Tokens } from "../parts";
-import { answer, isSteering, stop, watchable } from "../run";
+import { type Scale, scaleOf, shown } from "../colour";
+import { alike, Choice, ColourChoice, Field, Legend, Notice, rowAt, Tokens } from "../parts";
+import { answer, isSteering, recordsOf, stop, watchable } from "../run";
 import { addTurn, branches, changed, facts, featuresName, inlineName, isRecorded, offered, path, picked, pinned, type Run, selected, set, settings, siblings, sites, tick, turns, type Turn, view, watched } from "../state";
 import { cosineOf } from "../tensors";
 import { RecordedLine, RecordingNote } from "./captures";
@@ -198,10 +198,16 @@ export function firstDifference(runs: Run[]): number {
   return -1;
 }
 
+/** One scale for the tokens of several answers; null, and so no colour, if they were read from different sources. */
+function scaleOfAll(runs: Run[], name: string, withPrompt: boolean): Scale | null {
+  const isAlike = alike(runs, name).length > 0;
+  return isAlike ? scaleOf(runs.flatMap((run) => (run.series[name]?.values ?? []).slice(withPrompt ? 0 : run.prompt.length))) : null;
+}
+
 function Runs({ turn }: { turn: Turn }) {
   void tick.value;
   const name = settings.value.colourBy;
-  const scale = scaleOf(turn.runs.flatMap((run) => (run.series[name]?.values ?? []).slice(settings.value.showsPrompt ? 0 : run.prompt.length)));
+  const scale = scaleOfAll(turn.runs, name, settings.value.showsPrompt);
   const difference = firstDifference(turn.runs);
   const label = turn.runs.map((run) => run.series[name]?.label).find((found) => found) ?? name;
   return (
@@ -231,11 +237,14 @@ function Compared({ runs, titles }: { runs: [Run, Run]; titles: [string, string]
   const [one, other] = runs;
   if (one.status !== "done" || other.status !== "done") return null;
   const mean = (run: Run, name: string) => meanOf((run.series[name]?.values ?? []).slice(run.prompt.length).filter(Number.isFinite));
-  const names = Object.keys(other.series).filter((name) => one.series[name] && Number.isFinite(mean(one, name) - mean(other, name)));
+  const both = Object.keys(other.series).filter((name) => one.series[name] && Number.isFinite(mean(one, name) - mean(other, name)));
+  const names = both.filter((name) => alike(runs, name).length > 0);
+  const apart = both.filter((name) => !names.includes(name)).map((name) => `${one.series[name]!.label} and ${other.series[name]!.label}`);
   const rows = runs.map(meanRow);
   const cosine = rows[0] && rows[1] && one.streamRows?.site === other.streamRows?.site ? cosineOf(rows[0], rows[1]) : NaN;
   return (
     <table>
+      {apart.length > 0 && <caption>Not compared: {apart.join("; ")}.</caption>}
       <thead><tr><th scope="col">mean over the answer</th><th scope="col">{titles[0]}</th><th scope="col">{titles[1]}</th><th scope="col">difference</th></tr></thead>
       <tbody>
         {names.map((name) => (
@@ -259,7 +268,7 @@ function Picked() {
   if (!found.length) return null;
   const runs = found.map((each) => each.run);
   const name = settings.value.colourBy;
-  const scale = scaleOf(runs.flatMap((run) => (run.series[name]?.values ?? []).slice(run.prompt.length)));
+  const scale = scaleOfAll(runs, name, false);
   return (
     <section class="panel picked" aria-label="Compared answers">
       <h3>Compared answers <button type="button" class="quiet" onClick={() => (picked.value = [])}>Clear</button></h3>
@@ -298,7 +307,7 @@ function meanRow(run: Run): Float32Array | null {
   return Float32Array.from(rows[0]!, (_, i) => meanOf(rows.map((row) => row[i]!)));
 }
 
-function RunView({ run, turn, index, scale, difference }: { run: Run; turn: Turn; index: number; scale: ReturnType<typeof scaleOf>; difference: number }) {
+function RunView({ run, turn, index, scale, difference }: { run: Run; turn: Turn; index: number; scale: Scale | null; difference: number }) {
   void tick.value;
   const isCompared = turn.runs.length > 1;
   const { colourBy, showsPrompt } = settings.value;
@@ -314,7 +323,7 @@ function RunView({ run, turn, index, scale, difference }: { run: Run; turn: Turn
       {showsPrompt && run.prompt.length > 0 && <Tokens tokens={run.prompt} first={0} series={run.series} colourBy={colourBy} scale={scale} label="Tokens of the prompt" onPick={pick} run={run} />}
       <Tokens tokens={run.answer} first={run.prompt.length} series={run.series} colourBy={colourBy} scale={scale} label={`Answer, ${run.kind}`} mark={difference} onPick={pick} run={run} />
       {run.status === "waiting" && <p class="faint" role="status">waiting for the first token …</p>}
-      {run.status === "stopped" && <p class="faint">stopped</p>}
+      {run.status === "stopped" && <p class="faint">stopped{recordsOf(run).length > 0 && "; it may be recorded all the same, up to where it was stopped"}</p>}
       <Notice kind="error" text={run.error} />
       <Notice text={run.notice} />
       <LiveTrace run={run} />

@@ -26,15 +26,20 @@ export function sentenceOf(gate: GateSpec): string {
   return `${when}, ${effect} ${SCOPES[gate.scope]}.`;
 }
 
-/** A registered condition in words. */
+function phaseOf(when: string): string {
+  return { always: "anywhere", prompt: "in the prompt", generated: "in the answer" }[when] ?? when;
+}
+
+/** A registered condition in words, as a clause. */
 function wordsOf(when: Condition): string {
-  if (typeof when === "string") return { always: "anywhere", prompt: "in the prompt", generated: "in the answer" }[when] ?? when;
+  if (typeof when === "string") return `the token is ${phaseOf(when)}`;
   if ("any" in when) return when.any.map(inner).join(" or ");
   if ("all" in when) {
     const [phases, others] = [when.all.filter((each) => typeof each === "string"), when.all.filter((each) => typeof each !== "string")];
-    return [others.map(inner).join(" and "), ...phases.map(wordsOf)].join(" ").trim();
+    if (phases.length === 1 && others.length) return `${others.map(inner).join(" and ")} ${phaseOf(phases[0]!)}`;
+    return [...others, ...phases].map(inner).join(" and ");
   }
-  if ("not" in when) return `not ${inner(when.not)}`;
+  if ("not" in when) return typeof when.not === "string" ? `the token is not ${phaseOf(when.not)}` : `not ${inner(when.not)}`;
   const what = "probe" in when ? (typeof when.probe === "string" ? `the probe ${when.probe}` : `a probe of its own at ${when.probe.at}`) : "cosine" in when ? `the cosine to ${when.cosine ?? "a vector of its own"} at ${when.at}` : `feature ${when.feature} of ${when.sae}`;
   const bound = when.above !== undefined ? ` is above ${shown(when.above)}` : when.below !== undefined ? ` is below ${shown(when.below)}` : " is above its own threshold";
   const pool = typeof when.pool === "object" ? "ema" : ((when.pool ?? "token") as GateSpec["pool"]);
@@ -55,7 +60,7 @@ function effectOf(then: Effect): string {
 
 /** A registered rule as a sentence. */
 export function sentenceOfRule(rule: Rule): string {
-  const when = rule.when === "always" ? "At every token" : typeof rule.when === "string" ? `At every token ${wordsOf(rule.when)}` : `When ${wordsOf(rule.when)}`;
+  const when = rule.when === "always" ? "At every token" : typeof rule.when === "string" ? `At every token ${phaseOf(rule.when)}` : `When ${wordsOf(rule.when)}`;
   const soft = rule.strength === "binary" ? "" : `, with the strength ${JSON.stringify(rule.strength).replace(/[{}"]/g, "").replaceAll(":", " ")}`;
   return `${when}, ${effectOf(rule.then)} ${SCOPES[rule.scope as GateSpec["scope"]] ?? rule.scope}${soft}; for ${WHOM[rule.applies_to] ?? rule.applies_to}.`;
 }

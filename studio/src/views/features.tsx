@@ -69,7 +69,7 @@ function FeatureRow({ found, features, run }: { found: Found; features: Features
     const feature = { sae: features.sae, id: found.id, label: found.label };
     followed.value = [...followed.value.filter((other) => other.sae !== feature.sae || other.id !== feature.id), feature];
     for (const turn of turns.value) for (const other of turn.runs) addFollowed(other, feature);
-    set({ colourBy: `feature:${found.id}`, showsPrompt: true });
+    set({ colourBy: `feature:${features.sae}:${found.id}`, showsPrompt: true });
     view.value = "chat";
   };
   const steer = () => {

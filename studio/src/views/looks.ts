@@ -12,10 +12,17 @@ export function useLooks(isOn: boolean, look: (isOver: () => boolean) => Promise
   useEffect(() => {
     if (!isOn) return;
     let isOver = false;
+    let isLooking = false;
     let timer: ReturnType<typeof setTimeout> | undefined;
     const again = async () => {
+      if (isLooking) return; // the call that runs begins the next wait
       const began = performance.now();
-      if (!document.hidden) await look(() => isOver);
+      isLooking = true;
+      try {
+        if (!document.hidden) await look(() => isOver);
+      } finally {
+        isLooking = false;
+      }
       if (isOver) return;
       timer = setTimeout(() => void again(), Math.min(MOST_MS, Math.max(LEAST_MS, (performance.now() - began) / SHARE)));
     };

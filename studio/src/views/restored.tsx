@@ -10,12 +10,14 @@ export function Restored({ turn }: { turn?: Turn }) {
   const [error, setError] = useState("");
   const [isReading, setReading] = useState(false);
   const found = turn ?? path.value.filter((each) => each.role === "assistant").at(-1);
-  if (isRecorded.value || !found || found.runs.length > 0 || !found.text) return null;
+  // A capture that was opened is no answer: its turn has no question.
+  const ids = found?.parent ? found.ids : undefined;
+  if (isRecorded.value || !found || found.runs.length > 0 || !ids) return null;
   const read = async () => {
     setError("");
     setReading(true);
     try {
-      await readAgain(found);
+      await readAgain(found, ids);
     } catch (failed) {
       setError(failed instanceof Error ? failed.message : String(failed));
     }

@@ -35,8 +35,10 @@ export function Line({ label, values, threshold, first, shaded = [] }: { label: 
   void tick.value;
   // The first token's row is many times as long as any other: it would leave the others a flat line.
   const later = values.slice(1).filter(Number.isFinite);
+  const isCut = later.length > 1 && Number.isFinite(values[0]);
   const finite = later.length > 1 ? later : values.filter(Number.isFinite);
   if (!finite.length) return null;
+  const range = `${shown(Math.min(...finite))} to ${shown(Math.max(...finite))}${isCut ? " without the first token" : ""}`;
   const all = threshold === undefined ? finite : [...finite, threshold];
   const low = Math.min(...all);
   const high = Math.max(...all, low + 1e-9);
@@ -49,8 +51,8 @@ export function Line({ label, values, threshold, first, shaded = [] }: { label: 
   const step = WIDTH / Math.max(1, values.length - 1);
   return (
     <figure class="line">
-      <figcaption>{label}: {shown(low)} to {shown(high)}{threshold === undefined ? "" : `, threshold ${shown(threshold)}`}</figcaption>
-      <svg viewBox={`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label={`${label} by token, from ${shown(low)} to ${shown(high)}`}>
+      <figcaption>{label}: {range}{threshold === undefined ? "" : `, threshold ${shown(threshold)}`}</figcaption>
+      <svg viewBox={`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label={`${label} by token, from ${range}`}>
         {shaded.map((value, i) => value > 0 && <rect key={i} x={x(i) - step / 2} y={0} width={step} height={HEIGHT} class="applied" />)}
         <line x1={x(first - 0.5)} x2={x(first - 0.5)} y1={0} y2={HEIGHT} class="begin" />
         {threshold !== undefined && <line x1={0} x2={WIDTH} y1={y(threshold)} y2={y(threshold)} class="threshold" />}
