@@ -591,6 +591,7 @@ def test_any_two_answers_are_compared_and_a_feature_colours_all(page: Page, serv
     means = [number(cell) for cell in compared.locator('[data-mean="norm"] td').all()]
     page.get_by_label("Show the prompt").uncheck()
     activations = series_of(again.first, f"feature:words:{feature}")
+    texts = [run.get_by_role("group").inner_text().strip() for run in (first, second)]
     page.get_by_label("Layer", exact=True).select_option("7")
     page.get_by_role("button", name="Answer again").click()
     expect(page.locator(".branches")).to_contain_text("3/3")
@@ -615,8 +616,7 @@ def test_any_two_answers_are_compared_and_a_feature_colours_all(page: Page, serv
     spec = {"inline": {"hooks": {"post_mlp": [LAYER]}, "positions": "all_generated"}}
     spec["features"] = {"sae": "words", "positions": "all_generated"}
     plain, other = chat(server, max_tokens=6, capture=spec), chat(server, max_tokens=6, capture=spec, messages=pirate)
-    for run, answer in ((first, plain), (second, other)):
-        assert run.get_by_role("group").inner_text().strip() == answer["choices"][0]["message"]["content"].strip()
+    assert texts == [each["choices"][0]["message"]["content"].strip() for each in (plain, other)]
     spec = {"inline": {"hooks": {"post_mlp": [7]}, "positions": "all_generated"}}
     at_7 = rows_of(chat(server, max_tokens=6, capture=spec, messages=pirate))["7.post_mlp"].norm(dim=1)
     assert sevens == pytest.approx(float(at_7[1] - at_7[0]), rel=1e-2, abs=1e-2)

@@ -36,8 +36,9 @@ function wordsOf(when: Condition): string {
   if ("any" in when) return when.any.map(inner).join(" or ");
   if ("all" in when) {
     const [phases, others] = [when.all.filter((each) => typeof each === "string"), when.all.filter((each) => typeof each !== "string")];
-    if (phases.length === 1 && others.length) return `${others.map(inner).join(" and ")} ${phaseOf(phases[0]!)}`;
-    return [...others, ...phases].map(inner).join(" and ");
+    const areCompared = others.every((each) => !("not" in each && typeof each.not === "string"));
+    if (phases.length === 1 && others.length && areCompared) return `${others.map(inner).join(" and ")} ${phaseOf(phases[0]!)}`;
+    return when.all.map(inner).join(" and ");
   }
   if ("not" in when) return typeof when.not === "string" ? `the token is not ${phaseOf(when.not)}` : `not ${inner(when.not)}`;
   const what = "probe" in when ? (typeof when.probe === "string" ? `the probe ${when.probe}` : `a probe of its own at ${when.probe.at}`) : "cosine" in when ? `the cosine to ${when.cosine ?? "a vector of its own"} at ${when.at}` : `feature ${when.feature} of ${when.sae}`;
