@@ -464,6 +464,19 @@ def test_a_gate_fires_and_its_trace_is_under_the_answer(page: Page, server: Serv
     assert applied > 16
 
 
+def check_clauses(page: Page, server: Server) -> None:
+    """Assert that phases read as clauses in the sentences of rules."""
+    below = {"cosine": "joy", "at": f"{LAYER}.post_mlp", "below": 0.5}
+    either, both = {"any": ["generated", below]}, {"all": ["prompt", {"not": "generated"}]}
+    for name, when in (("either", either), ("both", both)):
+        call(server, "/v1/steering/rules/register", name=name, when=when, then="observe", applies_to="opt_in")
+    page.reload()
+    reads = f"the token is in the answer or the cosine to joy at {LAYER}.post_mlp is below 0.500 at a token,"
+    expect(page.locator('[data-rule="either"]')).to_contain_text(f"When {reads}")
+    reads = "the token is in the prompt and the token is not in the answer,"
+    expect(page.locator('[data-rule="both"]')).to_contain_text(f"When {reads}")
+
+
 def test_a_gate_fires_in_its_phase_and_becomes_a_rule_that_reads_as_a_sentence(page: Page, server: Server) -> None:
     prepare(page)
     make_vector(page)
@@ -502,15 +515,7 @@ def test_a_gate_fires_in_its_phase_and_becomes_a_rule_that_reads_as_a_sentence(p
     assert text == told["message"]["content"].strip()
     by_rule = chat(server, steering_rules=["joyful"])["choices"][0]["message"]["content"]
     assert by_rule == told["message"]["content"]
-    below = {"cosine": "joy", "at": f"{LAYER}.post_mlp", "below": 0.5}
-    either, both = {"any": ["generated", below]}, {"all": ["prompt", {"not": "generated"}]}
-    for name, when in (("either", either), ("both", both)):
-        call(server, "/v1/steering/rules/register", name=name, when=when, then="observe", applies_to="opt_in")
-    page.reload()
-    reads = f"the token is in the answer or the cosine to joy at {LAYER}.post_mlp is below 0.500 at a token,"
-    expect(page.locator('[data-rule="either"]')).to_contain_text(f"When {reads}")
-    reads = "the token is in the prompt and the token is not in the answer,"
-    expect(page.locator('[data-rule="both"]')).to_contain_text(f"When {reads}")
+    check_clauses(page, server)
 
 
 def read_cell(page: Page) -> Locator:
@@ -569,6 +574,34 @@ def test_a_cell_gives_its_row_with_all_that_it_is_near_to_and_steers(page: Page,
     assert steered.get_by_role("group").last.inner_text().strip() == answer.strip()
 
 
+def compare_at_another_layer(page: Page, compared: Locator) -> float:
+    """Answer again with rows of layer 7, and assert that these are not compared with those of `LAYER`.
+
+    Returns:
+        The difference of the norms of the answer's second token and its first, which is pinned, at layer 7.
+    """
+    page.get_by_label("Layer", exact=True).select_option("7")
+    page.get_by_role("button", name="Answer again").click()
+    expect(page.locator(".branches")).to_contain_text("3/3")
+    again = page.locator(".turn .run[data-status=done]")
+    expect(again).to_have_count(1)
+    page.get_by_role("button", name="Compare it").click()
+    page.get_by_label("Colour by").select_option("norm")
+    apart = f"Not compared: stream norm at {LAYER}.post_mlp and stream norm at 7.post_mlp."
+    expect(compared.locator("caption")).to_have_text(apart)
+    assert compared.locator('[data-mean="norm"]').count() == 0
+    assert compared.locator('[data-mean="surprise"]').count() == 1
+    expect(compared.locator('.token[style*="background"]')).to_have_count(0)
+    expect(again.locator('.token[style*="background"]')).not_to_have_count(0)
+    again.locator(".token").first.click()  # it is pinned, and read at layer 7
+    compared.locator(".run").first.locator(".token").nth(1).hover()
+    expect(compared.locator('.card [data-series="norm"] [data-difference]')).to_have_attribute("data-difference", "NaN")
+    compared.locator(".run").last.locator(".token").nth(1).hover()
+    difference = compared.locator('.card [data-series="norm"] [data-difference]')
+    expect(difference).not_to_have_attribute("data-difference", "NaN")
+    return number(difference, "data-difference")
+
+
 def test_any_two_answers_are_compared_and_a_feature_colours_all(page: Page, server: Server) -> None:
     page.get_by_label("Features of").select_option("words")
     prepare(page, tokens=6)
@@ -592,25 +625,7 @@ def test_any_two_answers_are_compared_and_a_feature_colours_all(page: Page, serv
     page.get_by_label("Show the prompt").uncheck()
     activations = series_of(again.first, f"feature:words:{feature}")
     texts = [run.get_by_role("group").inner_text().strip() for run in (first, second)]
-    page.get_by_label("Layer", exact=True).select_option("7")
-    page.get_by_role("button", name="Answer again").click()
-    expect(page.locator(".branches")).to_contain_text("3/3")
-    expect(again).to_have_count(1)
-    page.get_by_role("button", name="Compare it").click()
-    page.get_by_label("Colour by").select_option("norm")
-    apart = f"Not compared: stream norm at {LAYER}.post_mlp and stream norm at 7.post_mlp."
-    expect(compared.locator("caption")).to_have_text(apart)
-    assert compared.locator('[data-mean="norm"]').count() == 0
-    assert compared.locator('[data-mean="surprise"]').count() == 1
-    expect(compared.locator('.token[style*="background"]')).to_have_count(0)
-    expect(again.locator('.token[style*="background"]')).not_to_have_count(0)
-    again.locator(".token").first.click()  # it is pinned, and read at layer 7
-    compared.locator(".run").first.locator(".token").nth(1).hover()
-    expect(compared.locator('.card [data-series="norm"] [data-difference]')).to_have_attribute("data-difference", "NaN")
-    compared.locator(".run").last.locator(".token").nth(1).hover()
-    difference = compared.locator('.card [data-series="norm"] [data-difference]')
-    expect(difference).not_to_have_attribute("data-difference", "NaN")
-    sevens = number(difference, "data-difference")
+    sevens = compare_at_another_layer(page, compared)
 
     pirate = [{"role": "system", "content": "Answer like a pirate."}, {"role": "user", "content": QUESTION}]
     spec = {"inline": {"hooks": {"post_mlp": [LAYER]}, "positions": "all_generated"}}
@@ -832,6 +847,22 @@ def store(server: Server) -> None:
         chat(server, capture={"filesystem": wanted}, capture_wait=True)
 
 
+def press_all(at: Locator, *keys: str) -> None:
+    """Press keys one after the other."""
+    for key in keys:
+        at.press(key)
+
+
+def check_reloaded(page: Page) -> None:
+    """Assert that an opened capture has a link, whose page offers no numbers to read."""
+    begins = base64.urlsafe_b64encode(b'{"v":"grid","').decode().rstrip("=")[:-2]
+    expect(page).to_have_url(re.compile(f"#{begins}"))
+    page.reload()
+    show(page, "Chat")
+    expect(page.locator(".turn.assistant .text")).to_have_text("studio/first")
+    assert page.get_by_role("button", name="Read its numbers").count() == 0  # a capture has no question to read
+
+
 def test_captures_of_the_server_are_listed_filtered_opened_and_downloaded(
     page: Page, server: Server, tmp_path: Path
 ) -> None:
@@ -858,14 +889,12 @@ def test_captures_of_the_server_are_listed_filtered_opened_and_downloaded(
     opened.get_by_role("button", name="Show layer by layer").click()
     canvas = page.get_by_role("application")
     canvas.focus()
-    for press in ("ArrowRight", "ArrowRight", "ArrowUp"):
-        canvas.press(press)
+    press_all(canvas, "ArrowRight", "ArrowRight", "ArrowUp")
 
     assert listed == ["other/third.safetensors", "studio/second.safetensors", "studio/first.safetensors"]
     path = f"{CAPTURES}/studio/first.safetensors"
-    content = httpx.get(f"{server.url}{path}/rows", headers={"X-Headgate-Key": KEY}).content
+    stored = load(content := httpx.get(f"{server.url}{path}/rows", headers={"X-Headgate-Key": KEY}).content)
     assert (tmp_path / "first.safetensors").read_bytes() == content
-    stored = load(content)
     assert norms == pytest.approx(stored["3.post_mlp"].norm(dim=1).tolist(), rel=1e-4)
     expect(page.locator(".cell b")).to_have_text(f"{LAYER}.post_mlp")
     shown = page.locator('.cell [data-value="norm"] td').get_attribute("data-value")
@@ -873,12 +902,7 @@ def test_captures_of_the_server_are_listed_filtered_opened_and_downloaded(
     said = re.fullmatch(r"norm at 3\.post_mlp by token: ([\d.]+) to ([\d.]+) without the first token", caption)
     assert said is not None, caption
     assert list(map(float, said.groups())) == pytest.approx([min(norms[1:]), max(norms[1:])], rel=1e-2)
-    begins = base64.urlsafe_b64encode(b'{"v":"grid","').decode().rstrip("=")[:-2]
-    expect(page).to_have_url(re.compile(f"#{begins}"))
-    page.reload()
-    show(page, "Chat")
-    expect(page.locator(".turn.assistant .text")).to_have_text("studio/first")
-    assert page.get_by_role("button", name="Read its numbers").count() == 0  # a capture has no question to read
+    check_reloaded(page)
 
 
 def scores_of(server: Server, text: str, **fields: Any) -> list[float]:
