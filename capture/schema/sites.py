@@ -101,7 +101,7 @@ INNER_HOOKS = frozenset({*BEFORE_KERNEL, HookPoint.ATTN_OUT_PRE, *BEFORE_MLP_OUT
 NOT_OF_STREAM = INNER_HOOKS | {HookPoint.HOOK_Z}
 """Hook points whose rows are neither the residual stream nor a norm of it, nor what is added to it."""
 
-STREAM_HOOKS = frozenset(HookPoint) - INNER_HOOKS - {HookPoint.HOOK_Z, HookPoint.FINAL_NORM}
+STREAM_HOOKS = frozenset(HookPoint) - NOT_OF_STREAM - {HookPoint.FINAL_NORM}
 """Hook points of layers whose rows are as wide as the stream in every model that has them."""
 
 ALIASES: dict[str, HookPoint] = {

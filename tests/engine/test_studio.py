@@ -437,7 +437,8 @@ def test_a_vector_is_made_saved_registered_and_compared(page: Page, server: Serv
     assert series_of(plain, "score:cosine joy")[:-1] == pytest.approx(cosines[len(prompt) :].tolist(), abs=2e-3)
 
 
-def test_a_gate_fires_and_its_trace_is_under_the_answer(page: Page, server: Server) -> None:
+def add_gate(page: Page, where: str | None = None) -> None:
+    """Register a vector, and add a gate with it that fires at every token, or at those of a phase."""
     prepare(page)
     make_vector(page)
     page.get_by_role("button", name="Register on the server").click()
@@ -446,9 +447,15 @@ def test_a_gate_fires_and_its_trace_is_under_the_answer(page: Page, server: Serv
     show(page, "Dynamic")
     page.get_by_label("When").select_option("cosine joy")
     page.get_by_label("Threshold").fill("-1")
+    if where is not None:
+        page.get_by_label("where").select_option(where)
     page.get_by_label("then").select_option("joy")
     page.get_by_label("times").fill("4")
     page.get_by_role("button", name="Add the gate").click()
+
+
+def test_a_gate_fires_and_its_trace_is_under_the_answer(page: Page, server: Server) -> None:
+    add_gate(page)
     when = f"When the cosine to joy at {LAYER}.post_mlp is above -1 at a token"
     sentence = f"{when}, add joy \N{MULTIPLICATION SIGN} 4 for the rest of the request."
     expect(page.get_by_text(sentence)).to_be_visible()
@@ -478,18 +485,7 @@ def check_clauses(page: Page, server: Server) -> None:
 
 
 def test_a_gate_fires_in_its_phase_and_becomes_a_rule_that_reads_as_a_sentence(page: Page, server: Server) -> None:
-    prepare(page)
-    make_vector(page)
-    page.get_by_role("button", name="Register on the server").click()
-    expect(page.get_by_text("registered, at")).to_be_visible()
-    page.get_by_role("checkbox", name="joy", exact=True).uncheck()
-    show(page, "Dynamic")
-    page.get_by_label("When").select_option("cosine joy")
-    page.get_by_label("Threshold").fill("-1")
-    page.get_by_label("where").select_option("answer")
-    page.get_by_label("then").select_option("joy")
-    page.get_by_label("times").fill("4")
-    page.get_by_role("button", name="Add the gate").click()
+    add_gate(page, where="answer")
     expect(page.get_by_text("is above -1 at a token in the answer, add joy")).to_be_visible()
     show(page, "Chat")
     _, gated = ask(page, runs=2).all()
