@@ -6,8 +6,9 @@ Each file that starts engines gets a process of its own, or shares one with a fe
 an engine leaves patched classes, process groups and sockets behind in the process that it ran in, and the fakes of
 tests/frontend stand in for vLLM's worker there. Importing vLLM takes 13 s of a core, so it is imported once, here, and
 these processes are forked from there. What a process printed is shown when it fails; otherwise its last line, and the
-whole is kept in .pytest_cache/logs. Their engine cores and workers are forked as well; servers, the demo and scripts
-that tests run as a user does start theirs as vLLM does by itself. Tests without engines wait for half of their time,
+whole is kept in .pytest_cache/logs. Their engine cores, workers and servers are forked as well (`tests.fakes.forks`);
+what tests run as a user does, the README's server, the demo, scripts and fleets of API servers, starts as vLLM does it
+by itself. Tests without engines wait for half of their time,
 so one process of them runs beside as many with engines as there may be at a time.
 
 Every minute it says what runs. A process is begun only where the machine has the memory that the largest one takes, of
@@ -18,7 +19,6 @@ on SIGTERM and SIGINT, too.
 from __future__ import annotations
 
 import argparse
-import atexit
 import ctypes
 import gc
 import importlib
@@ -30,7 +30,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -183,6 +182,8 @@ def become(job: Job, environment: Mapping[str, str]) -> NoReturn:
     """Be ``python -m pytest``, in a fork."""
     import pytest
 
+    from tests.fakes.forks import finish
+
     os.setsid()
     for number in ENDING:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -192,18 +193,7 @@ def become(job: Job, environment: Mapping[str, str]) -> NoReturn:
     os.chdir(ROOT)
     os.environ.update(environment)
     sys.argv[1:], sys.path[0] = [], str(ROOT)
-    status = 1
-    try:
-        status = int(pytest.main([*PYTEST_OPTIONS, *job.arguments]))
-        threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter does at its end; it waits for threads
-        atexit._run_exitfuncs()
-    except BaseException:  # noqa: BLE001 whatever it is, it is in the log, and the status tells
-        traceback.print_exc()
-        status = status or 1
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(status)  # taking all modules apart takes seconds
+    finish(lambda: int(pytest.main([*PYTEST_OPTIONS, *job.arguments])))
 
 
 def import_vllm() -> None:
@@ -414,8 +404,12 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run_all(jobs: Sequence[Job], at_a_time: int) -> int:
     """Run them in order, so many at a time; returns the exit status. Whatever they have started ends here."""
     LOGS.mkdir(parents=True, exist_ok=True)
+    keepers = []
     if any(job.is_forked for job in jobs):
+        from tests.fakes.forks import keep
+
         import_vllm()
+        keepers.append(keep())
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process
     for number in ENDING:
         signal.signal(number, _stop)
@@ -424,6 +418,9 @@ def run_all(jobs: Sequence[Job], at_a_time: int) -> int:
     finally:
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
+        for keeper in keepers:
+            os.kill(keeper, signal.SIGKILL)
+            os.waitpid(keeper, 0)
         if (count := end_descendants()) > 0:
             print(f"{count} processes were left and have been ended", flush=True)
         gc.unfreeze()

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.benchmarks.bench_studio_pages MODEL [--rounds 5] [--requests 20] [--pages 10]
+    python -m tests.benchmarks.bench_studio_pages MODEL [--rounds 5] [--requests 20] [--pages 10] [--views Server ...]
 
 Pages are opened by Chromium on the same machine. The figures are the CPU time of the API server's process and of all
 processes of the server, its engine included, so that the browser's own does not count. In each round every view is
@@ -104,13 +104,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--sae", help="A file for the consumer features; without it there is no view Features.")
+    parser.add_argument("--views", nargs="+", choices=VIEWS, default=VIEWS)
     for name, default in (("rounds", 5), ("requests", 20), ("pages", 10)):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     chromium = os.environ.get("HEADGATE_CHROMIUM") or shutil.which("chromium")
     features = [f'features:saes={{"sae":"{arguments.sae}"}}'] if arguments.sae else []
     consumers = ["--capture-consumers", "inline:max_bytes=4000000", "lens", "attention", *features]
-    views = [view for view in VIEWS if view != "Features" or features]
+    views = [view for view in arguments.views if view != "Features" or features]
     found: dict[str, list[Round]] = defaultdict(list)
     with serving([*COMMAND, arguments.model, *FLAGS, *consumers]) as server, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from tests.deadlines import patience
+from tests.fakes.forks import ADDRESS, Fork
 
 READY = "Application startup complete."
 END_S = 120
@@ -63,7 +64,8 @@ def serving(
 ) -> Iterator[Server]:
     """Run ``python command --port ...`` until the block ends, with `environment` beside this process's own.
 
-    Its last `log_lines` lines of output are kept.
+    Its last `log_lines` lines of output are kept. Where a process keeps vLLM imported, it begins in a fork of that one;
+    those of several API servers start afresh, since vLLM spawns them.
 
     Raises:
         AssertionError: If it ends before it is ready; the message holds its output.
@@ -71,14 +73,9 @@ def serving(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, *command, "--host", host, "--port", str(port)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-    )
+    arguments = [*command, "--host", host, "--port", str(port)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+    process = Fork(arguments, environment) if _may_fork(command, num_servers) else _started(arguments, environment)
     assert process.stdout is not None
     server = Server(f"http://127.0.0.1:{port}", process.pid, deque(maxlen=log_lines))
     try:
@@ -101,6 +98,21 @@ def serving(
             process.wait()
     reader.join()
     process.stdout.close()
+
+
+def _may_fork(command: Sequence[str], num_servers: int) -> bool:
+    return ADDRESS in os.environ and num_servers == 1 and command[0] in ("-m", "-c")
+
+
+def _started(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    )
 
 
 def known_flags(*flags: str) -> list[str]:
