@@ -224,7 +224,8 @@ def _on_host(readout: Readout, head: ModelHead | None) -> Callable[..., Tensor]:
     if not isinstance(readout, HeadReadout):
         return readout.on(device)
     assert head is not None, "this readout needs the model's head: Feed(consumer, head)"
-    return readout.with_head(device, head)
+    transport, reduce = readout.transport(device), readout.reduction.with_head(device, head)
+    return lambda rows, *arguments: reduce(transport(rows, *arguments), *arguments)
 
 
 def _arguments(block: RowBlock, count: int) -> RowArguments:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
     HeadReadout,
+    HeadReduction,
     ModelHead,
     ModelInfo,
     Readout,
@@ -52,8 +54,8 @@ DEFAULT_TOP = 10
 
 _LENS, _WORDS, _TOP, _FIRST_TOKEN = range(4)
 """Places of a request's arguments: the number of its lens, whether words alone are ranked, its top, its tokens."""
-_LOGITS = 1 << 25
-"""Logits that are in memory at a time, about: 128 MiB of float32."""
+_LOGITS = 1 << 26
+"""Logits that are in memory at a time, about: 256 MiB of float32. The weights of the head are read once for these."""
 _MAX_ASKED = 512
 """Largest value of `max_top` and of `max_tokens`: they set the room of each row, whatever a request asks."""
 _MATRIX_ROWS = 1024
@@ -222,22 +224,43 @@ def _readable(model: ModelInfo) -> list[Site]:
     return [site for site in model.sites if site.hook is HookPoint.POST_MLP and site.layer >= first]
 
 
-class _Words:
-    """The mask of word-like tokens, made once for all layers."""
+class LensReduction(HeadReduction):
+    """From transported rows to the outputs of `_Outputs`: for all layers at once.
 
-    def __init__(self) -> None:
-        self._mask: Tensor | None = None
+    Args:
+        layout: Places of the outputs.
+    """
 
-    def on(self, device: torch.device, head: ModelHead) -> Tensor | None:
-        """Bool ``[V]``; None without a tokenizer."""
-        if self._mask is None and head.vocabulary.has_texts:
-            mask = torch.zeros(head.vocab_size, dtype=torch.bool)
-            known = torch.from_numpy(word_like(head.vocabulary))[: head.vocab_size]
-            mask[: len(known)] = known
-            self._mask = mask
-        if self._mask is not None:
-            self._mask = self._mask.to(device)
-        return self._mask
+    def __init__(self, layout: _Outputs) -> None:
+        self.layout = layout
+
+    def with_head(self, device: torch.device, head: ModelHead) -> Callable[..., Tensor]:
+        """See `HeadReduction.with_head`."""
+        check_ids(head.vocab_size, "lens: the vocabulary")
+        words, sums_of = _words(head, device), _block_sums(device)
+        most = max(1, _LOGITS // head.vocab_size)
+
+        def reduce(rows_ND: Tensor, arguments: RowArguments) -> Tensor:
+            found = torch.full((len(rows_ND), self.layout.size), -torch.inf, dtype=torch.float32, device=device)
+            normed = head.norm(rows_ND)
+            size = -(-len(rows_ND) // -(-len(rows_ND) // most))  # no small piece at the end: each reads the whole head
+            for start in range(0, len(rows_ND), size):
+                stop = min(start + size, len(rows_ND))
+                own = RowArguments(arguments.host[start:stop], arguments.device[start:stop])
+                _reduce(head.logits(normed[start:stop]), own, words, self.layout, found[start:stop], sums_of)
+            return found
+
+        return reduce
+
+
+def _words(head: ModelHead, device: torch.device) -> Tensor | None:
+    """The mask of word-like tokens, bool ``[V]``; None without a tokenizer."""
+    if not head.vocabulary.has_texts:
+        return None
+    mask = torch.zeros(head.vocab_size, dtype=torch.bool)
+    known = torch.from_numpy(word_like(head.vocabulary))[: head.vocab_size]
+    mask[: len(known)] = known
+    return mask.to(device)
 
 
 class LensReadout(HeadReadout):
@@ -250,49 +273,38 @@ class LensReadout(HeadReadout):
     Args:
         layer: The layer.
         lenses: By number, from 1 on; None for those without a matrix of this layer.
-        layout: Places of the outputs.
-        words: The mask of word-like tokens.
+        reduction: What all layers share.
     """
 
-    def __init__(self, layer: int, lenses: Sequence[Lens | None], layout: _Outputs, words: _Words) -> None:
+    def __init__(self, layer: int, lenses: Sequence[Lens | None], reduction: LensReduction) -> None:
         self._layer = layer
         self._lenses = tuple(lenses)
-        self._layout = layout
-        self._words = words
+        self._reduction = reduction
 
     @property
     def num_outputs(self) -> int:
         """See `_Outputs`."""
-        return self._layout.size
+        return self._reduction.layout.size
 
     @property
     def num_arguments(self) -> int:
         """The first three, and the tokens."""
-        return _FIRST_TOKEN + self._layout.tokens
+        return _FIRST_TOKEN + self._reduction.layout.tokens
 
     @property
     def key(self) -> str:
         """The checksums of the lenses, with spaces between; ``-`` of those without this layer."""
         return " ".join(["identity", *("-" if lens is None else lens.sha256 for lens in self._lenses)])
 
-    def with_head(self, device: torch.device, head: ModelHead) -> Callable[..., Tensor]:
-        """See `Readout.on`."""
-        check_ids(head.vocab_size, "lens: the vocabulary")
+    @property
+    def reduction(self) -> LensReduction:
+        """See `HeadReadout.reduction`."""
+        return self._reduction
+
+    def transport(self, device: torch.device) -> Callable[..., Tensor]:
+        """See `HeadReadout.transport`."""
         maps = [None if lens is None else _Map.of(lens, self._layer, device) for lens in self._lenses]
-        words = self._words.on(device, head)
-        size = max(1, _LOGITS // head.vocab_size)
-        layout, sums_of = self._layout, _block_sums(device)
-
-        def read(rows_ND: Tensor, arguments: RowArguments) -> Tensor:
-            found = torch.zeros(len(rows_ND), layout.size, dtype=torch.float32, device=device)
-            for start in range(0, len(rows_ND), size):
-                stop = min(start + size, len(rows_ND))
-                own = RowArguments(arguments.host[start:stop], arguments.device[start:stop])
-                normed = head.norm(_transported(rows_ND[start:stop], own, maps))
-                _reduce(head.logits(normed), own, words, layout.split(found[start:stop]), sums_of)
-            return found
-
-        return read
+        return partial(_transported, maps=maps)
 
 
 @dataclass(frozen=True)
@@ -365,8 +377,11 @@ def strongest(logits_NV: Tensor, maxima_NB: Tensor, count: int) -> tuple[Tensor,
         return logits_NV.topk(count, dim=1)
     blocks = maxima_NB.topk(count, dim=1, sorted=False).indices
     ids = (blocks[:, :, None] * LOGITS_OF_BLOCK + torch.arange(LOGITS_OF_BLOCK, device=blocks.device)).flatten(1)
-    is_logit, ids = ids < num_logits, ids.clamp(max=num_logits - 1)  # the last block may be shorter
-    values, at = logits_NV.gather(1, ids).masked_fill_(~is_logit, -torch.inf).topk(count, dim=1)
+    if num_logits % LOGITS_OF_BLOCK:  # the last block is shorter
+        is_out, ids = ids >= num_logits, ids.clamp(max=num_logits - 1)
+        values, at = logits_NV.gather(1, ids).masked_fill_(is_out, -torch.inf).topk(count, dim=1)
+    else:
+        values, at = logits_NV.gather(1, ids).topk(count, dim=1)
     return values, ids.gather(1, at)
 
 
@@ -374,12 +389,16 @@ def _reduce(
     logits_NV: Tensor,
     arguments: RowArguments,
     words: Tensor | None,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    layout: _Outputs,
+    out: Tensor,
     sums_of: BlockSums | None,
 ) -> None:
-    """Write the outputs of some rows: NaN for rows that are not finite, and log-probabilities of -inf after the tokens
-    that can be ranked, which may be fewer than are wanted."""
-    ids_NK, logprobs_NK, given_NT, ranks_NT = out
+    """Write the outputs of some rows into `out`, which is -inf: NaN for rows that are not finite, and log-probabilities
+    of -inf after the tokens that can be ranked, which may be fewer than are wanted.
+
+    Nothing is launched for what no row wants: each launch takes the step thread some microseconds.
+    """
+    ids_NK, logprobs_NK, given_NT, ranks_NT = layout.split(out)
     maxima_NB = None
     if sums_of is None:
         total_N1 = torch.logsumexp(logits_NV, dim=1, keepdim=True)
@@ -387,24 +406,22 @@ def _reduce(
         maxima_NB, sums_NB = sums_of(logits_NV)
         largest_N1 = maxima_NB.amax(dim=1, keepdim=True)
         total_N1 = largest_N1 + (sums_NB * (maxima_NB - largest_N1).exp()).sum(dim=1, keepdim=True).log()
-    tokens = max((int(np.count_nonzero(row >= 0)) for row in arguments.host[:, _FIRST_TOKEN:]), default=0)
+    tokens = int((arguments.host[:, _FIRST_TOKEN:] >= 0).sum(axis=1).max(initial=0))
     named = arguments.device[:, _FIRST_TOKEN : _FIRST_TOKEN + tokens].clamp(0, logits_NV.shape[1] - 1)
-    values = logits_NV.gather(1, named)
+    values = logits_NV.gather(1, named) if tokens else None
     if words is not None and (arguments.host[:, _WORDS] > 0).any():
-        is_out = (arguments.device[:, _WORDS, None] > 0) & ~words
-        logits_NV = logits_NV.masked_fill(is_out, -torch.inf)
+        logits_NV.masked_fill_((arguments.device[:, _WORDS, None] > 0) & ~words, -torch.inf)
         maxima_NB = None if sums_of is None else sums_of(logits_NV)[0]
-    for number in range(tokens):
-        ranks_NT[:, number] = (logits_NV > values[:, number, None]).sum(dim=1)
-    given_NT[:, :tokens] = values - total_N1
+    if values is not None:
+        for number in range(tokens):
+            torch.sum(logits_NV > values[:, number, None], dim=1, out=ranks_NT[:, number])
+        torch.sub(values, total_N1, out=given_NT[:, :tokens])
     top = min(max(int(arguments.host[:, _TOP].max()), 0), ids_NK.shape[1], logits_NV.shape[1])
-    logprobs_NK.fill_(-torch.inf)
     if top:
         values, ids = logits_NV.topk(top, dim=1) if maxima_NB is None else strongest(logits_NV, maxima_NB, top)
         ids_NK[:, :top] = ids
-        logprobs_NK[:, :top] = values - total_N1
-    for part in out:
-        part.masked_fill_(~total_N1.isfinite(), torch.nan)
+        torch.sub(values, total_N1, out=logprobs_NK[:, :top])
+    out += total_N1 - total_N1  # NaN where the row is not finite, else 0
 
 
 class LensConsumer(StreamingConsumer):
@@ -444,7 +461,7 @@ class LensConsumer(StreamingConsumer):
 
     @classmethod
     def readouts(cls, params: Mapping[str, Any], model: ModelInfo) -> dict[Site, Readout]:
-        settings, words = parse_params(params), _Words()
+        settings = parse_params(params)
         for name, lens in settings.lenses.items():
             try:
                 lens.check(model.hidden_size, model.num_layers)
@@ -454,12 +471,12 @@ class LensConsumer(StreamingConsumer):
         if not sites:
             first = f" of layer {model.first_head_layer} or later" if model.first_head_layer else ""
             raise ConfigError(f"lens: reads post_mlp{first}, which is not captured here; add it to capture.sites")
+        reduction = LensReduction(settings.layout)
         return {
             site: LensReadout(
                 site.layer,
                 [lens if site.layer in lens.layers else None for lens in settings.lenses.values()],
-                settings.layout,
-                words,
+                reduction,
             )
             for site in sites
         }

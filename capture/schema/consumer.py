@@ -301,16 +301,35 @@ class ModelHead(Protocol):
         ...
 
 
-class HeadReadout(Readout):
-    """A readout that uses the model's own head: its weights are brought to the device by `with_head`."""
+class HeadReduction(ABC):
+    """What the readouts of a consumer have in common that use the model's own head.
+
+    It gets the rows of all their sites at once, so the weights of the head are read once for all of them.
+    """
 
     @abstractmethod
     def with_head(self, device: torch.device, head: ModelHead) -> Callable[..., Tensor]:
-        """See `Readout.on`."""
+        """Return the function that `Readout.on` describes, of rows that were transported. It is made once."""
+
+
+class HeadReadout(Readout):
+    """A readout that uses the model's own head: what is special to its site, ahead of a reduction that it shares."""
+
+    @property
+    @abstractmethod
+    def reduction(self) -> HeadReduction:
+        """The same object for all sites whose rows are to be reduced together."""
+
+    @abstractmethod
+    def transport(self, device: torch.device) -> Callable[..., Tensor]:
+        """Bring the weights of this site to a device and return the function ahead of the reduction.
+
+        It takes what `Readout.on` describes, and returns rows ``[n, hidden]``: new ones, or all that it got.
+        """
 
     def on(self, device: torch.device) -> Callable[..., Tensor]:
         """Not for this kind of readout."""
-        raise TypeError(f"{type(self).__name__} needs the model's head: call with_head")
+        raise TypeError(f"{type(self).__name__} needs the model's head: call transport, and its reduction's with_head")
 
 
 class ReadoutFacts(NamedTuple):

@@ -10,7 +10,7 @@ outputs, A arguments, D width of the site's rows, V outputs of all jobs of a par
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from headgate.capture.schema.consumer import (
     MAX_OUTPUTS,
     OUTPUT_BYTES,
     HeadReadout,
-    ModelHead,
+    HeadReduction,
     Readout,
     RowArguments,
 )
@@ -49,6 +49,8 @@ class BoundReadout(NamedTuple):
         function: Float64 ``[n, D]``, and `RowArguments` if there are any, to ``[n, P]``.
         num_arguments: ``A``.
         bit: The consumer's.
+        transport: Maps rows of this site ahead of `function`, which then is of several sites: it is called once with
+            the rows of all of them. None if `function` is of this site alone.
     """
 
     source: int
@@ -56,10 +58,24 @@ class BoundReadout(NamedTuple):
     function: Function
     num_arguments: int = 0
     bit: int = 0
+    transport: Function | None = None
+
+    def __call__(self, rows_ND: Tensor, arguments: RowArguments | None) -> Tensor:
+        """Compute the outputs of rows of its site."""
+        transported = rows_ND if self.transport is None else _called(self.transport, rows_ND, arguments)
+        return _called(self.function, transported, arguments)
 
 
-def no_head() -> ModelHead:
-    """Stand in for what finds the model's head where there is none."""
+def _called(function: Function, rows_ND: Tensor, arguments: RowArguments | None) -> Tensor:
+    return function(rows_ND) if arguments is None else function(rows_ND, arguments)
+
+
+Reduce = Callable[[HeadReduction], Function]
+"""Finds the function of a reduction with the model's head: the same one for the same reduction."""
+
+
+def no_head(*_: object) -> NoReturn:
+    """Stand in for what finds the model's head, or brings a reduction to it, where there is none."""
     raise UnsupportedError("there is no model's head here")
 
 
@@ -71,7 +87,7 @@ def bind(
     device: torch.device,
     name: str,
     bit: int = 0,
-    head: Callable[[], ModelHead] = no_head,
+    reduce: Reduce = no_head,
 ) -> BoundReadout:
     """Bring a readout to the device, and try it there.
 
@@ -82,17 +98,17 @@ def bind(
         device: Where the forward runs.
         name: Consumer and site, for errors.
         bit: The consumer's.
-        head: Finds the model's head, for a `HeadReadout`.
+        reduce: For a `HeadReadout`.
 
     Raises:
         ConfigError: If it fails, or returns something else than it says.
     """
     with torch.inference_mode(False), torch.no_grad():
         try:
-            function = readout.with_head(device, head()) if isinstance(readout, HeadReadout) else readout.on(device)
+            bound = _bound(readout, source, device, bit, reduce)
             rows = torch.ones(3, width, dtype=torch.float64, device=device)
             none = np.full((3, readout.num_arguments), NO_ARGUMENT, np.int64)
-            found = function(rows, _on_device(none, device)) if readout.num_arguments else function(rows)
+            found = bound(rows, _on_device(none, device) if bound.num_arguments else None)
         except UnsupportedError as error:
             raise ConfigError(f"{name}: {error}") from error
         except Exception as error:
@@ -103,7 +119,14 @@ def bind(
             f"{name}: the readout made {found.dtype} {list(found.shape)} on {found.device} of 3 rows; expected floats "
             f"{list(expected)} on {device}"
         )
-    return BoundReadout(source, readout.num_outputs, function, readout.num_arguments, bit)
+    return bound
+
+
+def _bound(readout: Readout, source: int, device: torch.device, bit: int, reduce: Reduce) -> BoundReadout:
+    sizes = readout.num_outputs, readout.num_arguments
+    if not isinstance(readout, HeadReadout):
+        return BoundReadout(source, sizes[0], readout.on(device), sizes[1], bit)
+    return BoundReadout(source, sizes[0], reduce(readout.reduction), sizes[1], bit, readout.transport(device))
 
 
 def _on_device(values: Int64Array, device: torch.device) -> RowArguments:
@@ -139,6 +162,14 @@ class ReadoutJob(NamedTuple):
     def stop(self) -> int:
         """Where its rows' indices end."""
         return self.first + self.num_rows
+
+
+class _Piece(NamedTuple):
+    """Rows ``start : stop`` of a job."""
+
+    job: ReadoutJob
+    start: int
+    stop: int
 
 
 ReadOut = Callable[[Sequence[ReadoutJob], Tensor], frozenset[int]]
@@ -291,42 +322,80 @@ class RowReader:
         Returns:
             Groups with an output that could not be computed, which is logged: their outputs are undefined.
         """
-        failed = set()
+        failed: set[int] = set()
         with torch.inference_mode():
-            for job in jobs:
+            for pieces in self._calls(jobs):
                 try:
-                    for start, stop in self._chunks(job):
-                        target = job.target + (start - job.first) * job.readout.num_outputs
-                        put(target, self._outputs(job, start - job.first, index[start:stop]))
+                    found, at = self._outputs(pieces, index), 0
+                    for job, start, stop in pieces:
+                        put(job.target + start * job.readout.num_outputs, found[at : at + stop - start])
+                        at += stop - start
                 except Exception as error:  # noqa: BLE001  a consumer's own code must not end the engine's step
                     self._log.error("rows are lost: a readout failed", cause=error)
-                    failed.add(job.group)
+                    failed.update(piece.job.group for piece in pieces)
         return frozenset(failed)
 
-    def _chunks(self, job: ReadoutJob) -> Iterator[tuple[int, int]]:
+    def _calls(self, jobs: Sequence[ReadoutJob]) -> Iterator[list[_Piece]]:
+        """Yield what one call computes: a chunk of the rows of a job, or of jobs that share their function."""
+        pieces: list[_Piece] = []
+        room = 0
+        for job in jobs:
+            start = 0
+            while start < job.num_rows:
+                if pieces and not (room and _is_shared(pieces[-1].job, job)):
+                    yield pieces
+                    pieces = []
+                room = room if pieces else self._chunk_rows(job)
+                pieces.append(_Piece(job, start, stop := min(start + room, job.num_rows)))
+                room -= stop - start
+                start = stop
+        if pieces:
+            yield pieces
+
+    def _chunk_rows(self, job: ReadoutJob) -> int:
+        """Return the rows that a call may have, at most."""
         readout = job.readout
         size = min(self._size // self._blocks_FD[job.block].shape[1], BUFFER_OUTPUTS // readout.num_outputs)
-        if readout.num_arguments:
-            size = min(size, BUFFER_OUTPUTS // readout.num_arguments)
-        for start in range(job.first, job.stop, size):
-            yield start, min(start + size, job.stop)
+        return min(size, BUFFER_OUTPUTS // readout.num_arguments) if readout.num_arguments else size
 
-    def _outputs(self, job: ReadoutJob, start: int, index: Tensor) -> Tensor:
-        source_FD = self._blocks_FD[job.block]
-        num_rows, width = len(index), source_FD.shape[1]
+    def _outputs(self, pieces: Sequence[_Piece], index: Tensor) -> Tensor:
+        """Compute the outputs of the rows of pieces, one after the other."""
+        readout, source_FD = pieces[0].job.readout, self._blocks_FD[pieces[0].job.block]
+        num_rows, width = sum(piece.stop - piece.start for piece in pieces), source_FD.shape[1]
         rows_ND = self._rows_CD.view(source_FD.dtype)[: num_rows * width].view(num_rows, width)
         wide_ND = self._wide_CD[: num_rows * width].view(num_rows, width)
-        torch.index_select(source_FD, 0, index, out=rows_ND)
+        given = [job.arguments[start:stop] for job, start, stop in pieces if job.arguments is not None]
+        arguments = _on_device(np.concatenate(given), wide_ND.device) if given else None
+        at = 0
+        for job, start, stop in pieces:
+            own = slice(at, at := at + stop - start)
+            torch.index_select(source_FD, 0, index[job.first + start : job.first + stop], out=rows_ND[own])
         wide_ND.copy_(rows_ND)
-        if job.arguments is None:
-            found = job.readout.function(wide_ND)
-        else:
-            arguments = np.ascontiguousarray(job.arguments[start : start + num_rows])
-            found = job.readout.function(wide_ND, _on_device(arguments, wide_ND.device))
-        expected = (num_rows, job.readout.num_outputs)
+        if readout.transport is not None:
+            _transport(pieces, wide_ND, arguments)
+        found = _called(readout.function, wide_ND, arguments)
+        expected = (num_rows, readout.num_outputs)
         if tuple(found.shape) != expected:
             raise ValueError(f"expected outputs {list(expected)}, got {list(found.shape)}")
         return found
+
+
+def _is_shared(one: ReadoutJob, other: ReadoutJob) -> bool:
+    """Whether one call may compute both."""
+    function = one.readout.function if one.readout.transport is not None else None
+    return other.readout.function is function and other.block == one.block
+
+
+def _transport(pieces: Sequence[_Piece], wide_ND: Tensor, arguments: RowArguments | None) -> None:
+    """Map the rows of each piece by the transport of its site."""
+    at = 0
+    for job, start, stop in pieces:
+        own = slice(at, at := at + stop - start)
+        given = None if arguments is None else RowArguments(arguments.host[own], arguments.device[own])
+        if job.readout.transport is not None:
+            rows_ND = wide_ND[own]
+            if (found := _called(job.readout.transport, rows_ND, given)) is not rows_ND:
+                rows_ND.copy_(found)
 
 
 class OutputBuffers:

@@ -9,7 +9,7 @@ import torch
 
 from headgate.capture.lens import LensKind, load, save
 from headgate.capture.schema.consumer import RowArguments
-from headgate.consumers.lens import LensReadout, _Outputs, _Words
+from headgate.consumers.lens import LensReadout, LensReduction, _Outputs
 from tests.fakes.heads import FakeHead
 
 HIDDEN, VOCABULARY, ROWS = 64, 5000, 37
@@ -18,7 +18,7 @@ HIDDEN, VOCABULARY, ROWS = 64, 5000, 37
 def test_a_lens_reads_on_a_gpu_what_it_reads_on_the_host_and_nothing_waits(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     save(tmp_path / "j.safetensors", LensKind.JACOBIAN, {0: random.normal(size=(HIDDEN, HIDDEN)).astype(np.float32)})
-    readout = LensReadout(0, [load(tmp_path / "j.safetensors")], _Outputs(5, 2), _Words())
+    readout = LensReadout(0, [load(tmp_path / "j.safetensors")], LensReduction(_Outputs(5, 2)))
     rows = torch.from_numpy(random.normal(size=(ROWS, HIDDEN)))
     host = np.array([[row % 2, row % 3 == 0, 5, 7, 9 if row % 2 else -1] for row in range(ROWS)], np.int64)
     found = []
@@ -26,13 +26,13 @@ def test_a_lens_reads_on_a_gpu_what_it_reads_on_the_host_and_nothing_waits(tmp_p
         device = torch.device(name)
         head = FakeHead(HIDDEN, VOCABULARY)
         head.weight = head.weight.to(device)
-        function = readout.with_head(device, head)
-        given = rows.to(device), RowArguments(host, torch.from_numpy(host).to(device))
-        function(*given)
+        transport, reduce = readout.transport(device), readout.reduction.with_head(device, head)
+        given, arguments = rows.to(device), RowArguments(host, torch.from_numpy(host).to(device))
+        reduce(transport(given, arguments), arguments)
         if name == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:
-            outputs = function(*given)
+            outputs = reduce(transport(given, arguments), arguments)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         found.append(outputs.cpu())

@@ -72,8 +72,8 @@ def test_a_row_is_read_by_blocks_as_it_is_read_whole(has_words):
     words = torch.rand(6000, device=DEVICE) < 0.5 if has_words else None
     found = []
     for sums_of in (None, kernel.block_sums):
-        outputs = torch.zeros(4, 2 * (9 + 2), device=DEVICE)
-        lens._reduce(logits.clone(), given, words, lens._Outputs(9, 2).split(outputs), sums_of)
+        outputs = torch.full((4, 2 * (9 + 2)), -torch.inf, device=DEVICE)
+        lens._reduce(logits.clone(), given, words, lens._Outputs(9, 2), outputs, sums_of)
         found.append(outputs)
 
     assert torch.equal(found[0][:, :9], found[1][:, :9])

@@ -32,13 +32,13 @@ from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.monitoring.machine_memory import available_memory, share_of_memory
 from headgate.capture.schema.batch import BatchView, Document, FinalState, NewRequest
 from headgate.capture.schema.config import HELD_STEPS, MIB, CaptureConsumersConfig
-from headgate.capture.schema.consumer import HeadReadout, ReadoutSite
+from headgate.capture.schema.consumer import HeadReadout, HeadReduction, ReadoutSite
 from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.registry import load_configured, load_readouts
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.column_parts import ColumnParts
-from headgate.capture.staging.readouts import BoundReadout, bind, row_cost
+from headgate.capture.staging.readouts import BoundReadout, Function, bind, row_cost
 from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing, most_part_rows
 
 ROWS = "rows"
@@ -455,10 +455,15 @@ def bind_readouts(
         flag = torch.tensor([uses_head], dtype=torch.float32, device=facts.device)  # what every gather takes
         if bool(facts.gather(flag).any()) and facts.tp_rank > 0:
             head()
+
+    @cache
+    def reduce(reduction: HeadReduction) -> Function:
+        return reduction.with_head(facts.device, head())
+
     for (bit, site, _), readout in found:
         name = f"consumer {config.consumers[bit].instance!r}: {site.name}"
         place, width = sites.index(site), facts.model.shape(site).width
-        bound.append(bind(readout, place, width=width, device=facts.device, name=name, bit=bit, head=head))
+        bound.append(bind(readout, place, width=width, device=facts.device, name=name, bit=bit, reduce=reduce))
     if bound:
         names = ", ".join(dict.fromkeys(each.site.name for each, _ in found))
         logger.info("capture: readouts on %s, of %s", facts.device.type, names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from torch import Tensor
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import PackGroup, StepPlan
 from headgate.capture.schema.batch import BatchView
+from headgate.capture.schema.consumer import HeadReadout, HeadReduction, ModelHead, RowArguments
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.staging import readouts
 from headgate.capture.staging.host_rows import StagedRows
-from headgate.capture.staging.readouts import OutputBuffers, bind
+from headgate.capture.staging.readouts import BoundReadout, OutputBuffers, bind
 from headgate.capture.staging.ring import StagingRing
 from tests.fakes.pipeline import HIDDEN, ROW_BYTES, SITES, row_values
 from tests.fakes.readouts import Declared, Failing, Multiples, bound, expected_rows, sites_of
@@ -38,7 +40,11 @@ def width_of(group: PackGroup) -> int:
 
 
 def make_ring(
-    declared: Sequence[Declared] = DECLARED, *, staging_rows: int = 4096, dtype: torch.dtype = torch.float32
+    declared: Sequence[Declared] = DECLARED,
+    *,
+    staging_rows: int = 4096,
+    dtype: torch.dtype = torch.float32,
+    bound_readouts: Sequence[BoundReadout] | None = None,
 ) -> StagingRing:
     return StagingRing(
         sites=SITES,
@@ -48,7 +54,7 @@ def make_ring(
         dtype=dtype,
         device=torch.device("cpu"),
         staging_bytes=staging_rows * HIDDEN * dtype.itemsize,
-        readouts=bound(declared),
+        readouts=bound(declared) if bound_readouts is None else bound_readouts,
     )
 
 
@@ -136,6 +142,68 @@ def test_outputs_of_many_chunks_are_those_of_one(monkeypatch: pytest.MonkeyPatch
     found = deliveries(run(ring, plan_of({1: SITES, 2: SITES}, 64), 64))
 
     assert len(found) == 2 * 3 * 64
+
+
+class Reduction(HeadReduction):
+    """A row with its first argument added; counts the rows of each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def with_head(self, device: torch.device, head: ModelHead | None) -> Callable[..., Tensor]:
+        def reduce(rows: Tensor, arguments: RowArguments) -> Tensor:
+            self.calls.append(len(rows))
+            assert arguments.host.tolist() == arguments.device.tolist()
+            return rows + arguments.device
+
+        return reduce
+
+
+class Moved(HeadReadout):
+    """A row times `factor`, ahead of the shared reduction; a factor of 1 returns the rows that it gets."""
+
+    num_outputs, num_arguments, key = HIDDEN, 1, "moved"
+
+    def __init__(self, factor: float, reduction: Reduction) -> None:
+        self._factor, self._reduction = factor, reduction
+
+    @property
+    def reduction(self) -> Reduction:
+        return self._reduction
+
+    def transport(self, device: torch.device) -> Callable[..., Tensor]:
+        def transport(rows: Tensor, arguments: RowArguments) -> Tensor:
+            assert len(arguments.host) == len(arguments.device) == len(rows)
+            return rows if self._factor == 1 else rows * self._factor
+
+        return transport
+
+
+@pytest.mark.parametrize(("chunk_rows", "calls"), [(1000, [192]), (40, [40, 40, 40, 40, 32])])
+def test_rows_of_all_sites_are_reduced_together_after_the_transport_of_each(
+    chunk_rows: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readouts, "CHUNK_BYTES", chunk_rows * 8 * HIDDEN)
+    reduction = Reduction()
+    reduce = cache(lambda shared: shared.with_head(torch.device("cpu"), None))
+    moved = [Moved(factor, reduction) for factor in (1, 3, 5)]
+    parts = [
+        bind(each, place, width=HIDDEN, device=torch.device("cpu"), name="m", bit=1, reduce=reduce)
+        for place, each in enumerate(moved)
+    ]
+    declared: list[Declared] = [(1, site, Multiples(HIDDEN)) for site in SITES]
+    ring = make_ring(declared, bound_readouts=parts)
+    ring.readouts.arguments["a", 1] = (11,)
+    reduction.calls.clear()
+
+    (part,) = run(ring, plan_of({1: SITES}, 64, declared), 64)
+
+    assert reduction.calls == calls
+    ((group, rows),) = groups_in(part)
+    assert group.sites == SITES
+    for place, factor in enumerate((1, 3, 5)):
+        assert torch.equal(rows[place], row_values(NUMBER, np.arange(64), place) * factor + 11)
+    part.release()
 
 
 def test_a_readout_that_fails_costs_its_own_consumer_the_rows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
