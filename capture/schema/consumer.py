@@ -302,7 +302,7 @@ class ModelHead(Protocol):
 
 
 class HeadReduction(ABC):
-    """What the readouts of a consumer have in common that use the model's own head.
+    """Computes outputs with the model's own head, for all the readouts of a consumer that share it.
 
     It gets the rows of all their sites at once, so the weights of the head are read once for all of them.
     """
@@ -318,7 +318,7 @@ class HeadReadout(Readout):
     @property
     @abstractmethod
     def reduction(self) -> HeadReduction:
-        """The same object for all sites whose rows are to be reduced together."""
+        """Computes the outputs: one object for all sites whose rows are to be reduced together."""
 
     @abstractmethod
     def transport(self, device: torch.device) -> Callable[..., Tensor]:
