@@ -122,15 +122,14 @@ def _tap(layer: nn.Module, index: int, taken: Reference, inputs: Rows, added: Te
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = args[0] if args else kwargs["hidden_states"]
-        if before in inputs:
-            value = inputs[before].view_as(value)
         taken.rows[before] = _rows(value)
+        value = inputs[before].view_as(value).to(value) if before in inputs else value
         return ((value, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": value})
 
     def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         value = output[0] if isinstance(output, tuple) else output
         taken.rows[after] = _rows(value)
-        value = inputs[after].view_as(value) if after in inputs else value
+        value = inputs[after].view_as(value).to(value) if after in inputs else value
         value = value + added if added is not None else value
         return (value, *output[1:]) if isinstance(output, tuple) else value
 
@@ -165,7 +164,7 @@ def _outer_norms(model: nn.Module) -> list[nn.Module]:
 def _norm_tap(taken: Reference, inputs: Rows) -> Any:
     def leave(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor | None:
         taken.rows[FINAL_NORM_SITE] = _rows(output)
-        return inputs[FINAL_NORM_SITE].view_as(output) if inputs else None
+        return inputs[FINAL_NORM_SITE].view_as(output).to(output) if inputs else None
 
     return leave
 

@@ -3,8 +3,8 @@
 ``python -m tests.engine.architectures RESULTS.json [TYPE ...]`` adds what is missing in RESULTS.json; with
 ``--at-once 6``, six types at a time; ``gpu`` in place of the types means `ON_A_GPU`.
 ``architectures_vllm_0.32.json`` holds what was found and judged on a CPU, ``architectures_vllm_0.26_gpu.json`` what on
-an H100; `test_architectures` compares with both. ``python -m tests.engine.architectures --table`` prints the sentences
-and the tables of docs/reference/models.md.
+an H100; `test_architectures` compares with both. ``python -m tests.engine.architectures --merge RESULTS.json 0.26_gpu``
+adds what was judged to the second, or with ``0.32`` to the first, and renews docs/reference/models.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -300,6 +301,9 @@ IN_BFLOAT16 = (*SPARSE, "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", 
 HUGGING_FACE = "Hugging Face: "
 """Begins the note of a type whose model Hugging Face's own code does not make."""
 
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+"""Shows the results of both documents."""
+
 LIMIT_S = patience(240)
 """Seconds for one type, the start of its process included."""
 
@@ -437,20 +441,49 @@ class Trials:
 
 
 def main(arguments: list[str]) -> None:
-    """Try what RESULTS.json lacks, or print the tables of what was judged."""
-    if arguments[0] == "--table":
-        results, on_a_gpu = judged()
-        print(summary(results), coverage(results, on_a_gpu), table(results), table(on_a_gpu), sep="\n\n")
+    """Try what RESULTS.json lacks, or add what was judged."""
+    if arguments[0] == "--merge":
+        merge(json.loads(Path(arguments[1]).read_text()), document(arguments[2]))
         return
     num_at_once = int(arguments.pop(arguments.index("--at-once") + 1)) if "--at-once" in arguments else 1
     path, *names = (argument for argument in arguments if argument != "--at-once")
     try_types(Path(path), ON_A_GPU if names == ["gpu"] else names or list(TYPES), num_at_once)
 
 
+def document(tried_with: str) -> Path:
+    """The judged results of ``0.32`` (vLLM's release, on a CPU) or ``0.26_gpu``."""
+    return Path(__file__).with_name(f"architectures_vllm_{tried_with}.json")
+
+
 def judged() -> tuple[dict[str, Any], dict[str, Any]]:
     """What was found and judged, on a CPU and on an H100."""
-    cpu, gpu = (Path(__file__).with_name(f"architectures_vllm_{name}.json") for name in ("0.32", "0.26_gpu"))
-    return json.loads(cpu.read_text()), json.loads(gpu.read_text())
+    cpu, gpu = (json.loads(document(name).read_text()) for name in ("0.32", "0.26_gpu"))
+    return cpu, gpu
+
+
+def merge(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Add `found` to the judged results at `path`, and to the page; a type that is still not built keeps its note.
+
+    Raises:
+        SystemExit: A type is wrong.
+    """
+    wrong = sorted(name for name, each in found.items() if each["result"] == "WRONG")
+    if wrong:
+        raise SystemExit(f"wrong, to be mended first: {', '.join(wrong)}")
+    before, old = _shown(), json.loads(path.read_text())
+    unbuilt = {name for name, each in found.items() if each["result"] == old.get(name, {}).get("result") == "not built"}
+    new = old | {name: each for name, each in found.items() if name not in unbuilt}
+    path.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n")
+    page = PAGE.read_text()
+    for was, now in zip(before, _shown(), strict=True):
+        words = [was] if "\n" in was else was.split()  # a table, or a sentence that is wrapped
+        page = re.sub(r"\s+".join(map(re.escape, words)), now.replace("\\", r"\\"), page)
+    PAGE.write_text(page)
+
+
+def _shown() -> list[str]:
+    results, on_a_gpu = judged()
+    return [summary(results), coverage(results, on_a_gpu), table(results), table(on_a_gpu)]
 
 
 def try_types(path: Path, names: Sequence[str], num_at_once: int) -> None:

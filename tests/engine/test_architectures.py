@@ -7,14 +7,16 @@ shows up as a difference. ``architectures_vllm_0.26_gpu.json`` holds those of a 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+import torch
 
-from tests.engine.architectures import Trials, coverage, judged, summary, table
+from headgate.capture.schema.sites import HookPoint, Site
+from tests.engine.architecture_reference import STEERED_LAYER, Rows, vector
+from tests.engine.architecture_runs import BOUNDS_IN_BFLOAT16, check_sums
+from tests.engine.architectures import HIDDEN, LAYERS, PAGE, Trials, coverage, judged, summary, table
 
 RESULTS, ON_A_GPU = judged()
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +51,41 @@ def test_the_page_shows_the_results() -> None:
 
 def test_the_page_says_how_much_of_vllm_was_tried() -> None:
     assert coverage(RESULTS, ON_A_GPU) in PAGE.read_text().replace("\n", " ")
+
+
+BOUNDARIES = (HookPoint.PRE_ATTN, HookPoint.POST_ATTN, HookPoint.MLP_OUT, HookPoint.POST_MLP)
+
+
+def streams_in_bfloat16() -> Rows:
+    """What a steered run in bfloat16 leaves: every sum is rounded, the vector is added to the branch."""
+    generator = torch.Generator().manual_seed(5)
+    stream = torch.randn(40, HIDDEN, generator=generator).bfloat16()
+    rows: Rows = {}
+    for index in range(LAYERS):
+        attention, branch = (torch.randn(40, HIDDEN, generator=generator).bfloat16() for _ in range(2))
+        between = stream + attention
+        left = between + branch
+        rows |= {Site(index, hook): row for hook, row in zip(BOUNDARIES, (stream, between, branch, left), strict=True)}
+        stream = between + (branch + vector()).bfloat16() if index == STEERED_LAYER else left
+    return rows
+
+
+def test_rounding_to_bfloat16_is_no_other_stream() -> None:
+    check_sums(streams_in_bfloat16(), BOUNDARIES, is_steered=True, bounds=BOUNDS_IN_BFLOAT16)
+
+
+@pytest.mark.parametrize(("layer", "hook"), [(1, HookPoint.PRE_ATTN), (2, HookPoint.POST_ATTN), (2, HookPoint.MLP_OUT)])
+def test_another_layers_stream_is_found_in_bfloat16(layer: int, hook: HookPoint) -> None:
+    rows = streams_in_bfloat16()
+    rows[Site(layer, HookPoint.PRE_ATTN)] = rows[Site(layer - 1, hook)]
+
+    with pytest.raises(AssertionError, match=f"layer {layer} gets another stream"):
+        check_sums(rows, BOUNDARIES, is_steered=True, bounds=BOUNDS_IN_BFLOAT16)
+
+
+def test_a_vector_that_was_not_added_is_found_in_bfloat16() -> None:
+    rows = streams_in_bfloat16()
+    rows[Site(STEERED_LAYER + 1, HookPoint.PRE_ATTN)] = rows[Site(STEERED_LAYER, HookPoint.POST_MLP)]
+
+    with pytest.raises(AssertionError, match=f"layer {STEERED_LAYER + 1} gets another stream"):
+        check_sums(rows, BOUNDARIES, is_steered=True, bounds=BOUNDS_IN_BFLOAT16)
