@@ -259,6 +259,7 @@ ATTENTION = Name("vllm.model_executor.layers.attention:Attention", "vllm.attenti
 LATENT_ATTENTION = Name(
     "vllm.model_executor.layers.attention:MLAAttention", "vllm.attention.layer:MLAAttention", is_required=False
 )
+MIXER = Name("vllm.model_executor.layers.mamba.abstract:MambaBase", is_required=False)
 ROTARY_EMBEDDING = Name(
     "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
     "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding",

@@ -41,6 +41,10 @@ class HookPoint(str, Enum):
     """The compressed row, after its norm, that latent attention (MLA) keeps in place of keys and values."""
     HOOK_Z = "hook_z"
     """Input of attention's output projection: the heads' results, concatenated."""
+    MIXER_IN = "mixer_in"
+    """Input of a layer's state-space model, linear attention or short convolution."""
+    MIXER_OUT = "mixer_out"
+    """Result of such a mixer, before the layer multiplies it or adds it to the stream."""
     ATTN_OUT_PRE = "attn_out_pre"
     """Attention's result in front of a norm of its own, before it is added to the stream."""
     ATTN_OUT = "attn_out"
@@ -77,8 +81,12 @@ BEFORE_KERNEL = (
     HookPoint.KV_LATENT,
     HookPoint.K,
     HookPoint.V,
+    HookPoint.MIXER_IN,
 )
-"""Hook points that reach the stream through the attention kernel alone, in the forward's order."""
+"""Hook points that reach the stream through the kernel of attention or of a mixer alone, in the forward's order."""
+
+MIXER_HOOKS = (HookPoint.MIXER_IN, HookPoint.MIXER_OUT)
+"""Hook points of layers with a mixer other than attention; their rows are as wide as the stream."""
 
 BEFORE_MLP_OUT = (
     HookPoint.MLP_IN,
@@ -93,15 +101,15 @@ BEFORE_MLP_OUT = (
 READ_ONLY = frozenset({HookPoint.EXPERTS, HookPoint.EXPERT_WEIGHTS})
 """Hook points whose values follow from those of `HookPoint.ROUTER_LOGITS`, and cannot be steered."""
 
-INNER_HOOKS = frozenset({*BEFORE_KERNEL, HookPoint.ATTN_OUT_PRE, *BEFORE_MLP_OUT}) - {
+INNER_HOOKS = frozenset({*BEFORE_KERNEL, HookPoint.MIXER_OUT, HookPoint.ATTN_OUT_PRE, *BEFORE_MLP_OUT}) - {
     HookPoint.ATTN_IN,
     HookPoint.MLP_IN,
 }
-"""Hook points within attention and the MLP that not every layer has; their rows have widths of their own."""
-NOT_OF_STREAM = INNER_HOOKS | {HookPoint.HOOK_Z}
+"""Hook points within attention, mixers and the MLP that not every layer has."""
+NOT_OF_STREAM = (INNER_HOOKS | {HookPoint.HOOK_Z}) - {*MIXER_HOOKS}
 """Hook points whose rows are neither the residual stream nor a norm of it, nor what is added to it."""
 
-STREAM_HOOKS = frozenset(HookPoint) - NOT_OF_STREAM - {HookPoint.FINAL_NORM}
+STREAM_HOOKS = frozenset(HookPoint) - INNER_HOOKS - {HookPoint.HOOK_Z, HookPoint.FINAL_NORM}
 """Hook points of layers whose rows are as wide as the stream in every model that has them."""
 
 ALIASES: dict[str, HookPoint] = {
@@ -133,6 +141,10 @@ ALIASES: dict[str, HookPoint] = {
     "mlp.input": HookPoint.MLP_IN,
     "mlp.down_proj.input": HookPoint.MLP_ACT,
     "mlp.gate.output": HookPoint.ROUTER_LOGITS,
+    "linear_attn.input": HookPoint.MIXER_IN,
+    "linear_attn.output": HookPoint.MIXER_OUT,
+    "mamba.input": HookPoint.MIXER_IN,
+    "mamba.output": HookPoint.MIXER_OUT,
 }
 """Names of TransformerLens, nnsight and others that are accepted wherever a hook point is read; answers use our own."""
 
@@ -370,6 +382,7 @@ _FLOW = {
             HookPoint.PRE_ATTN,
             *BEFORE_KERNEL,
             HookPoint.HOOK_Z,
+            HookPoint.MIXER_OUT,
             HookPoint.ATTN_OUT_PRE,
             HookPoint.ATTN_OUT,
             HookPoint.POST_ATTN,

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.sites import BEFORE_KERNEL, BEFORE_MLP_OUT, HookPoint, Site, sort_sites
+from headgate.capture.schema.sites import BEFORE_KERNEL, BEFORE_MLP_OUT, MIXER_HOOKS, HookPoint, Site, sort_sites
 from headgate.steering.programs.codes import (
     GATE_COLUMNS,
     LEAF_COLUMNS,
@@ -279,18 +279,28 @@ def _read(reading: Reading) -> Iterator[tuple[str, str]]:
         yield reading.weight.module, f"{reading.where}.{'cosine' if reading.is_cosine else 'weight'}"
 
 
-_ATTENTION = (*BEFORE_KERNEL, HookPoint.HOOK_Z, HookPoint.ATTN_OUT_PRE, HookPoint.ATTN_OUT)
-_MLP = (*BEFORE_MLP_OUT, HookPoint.MLP_OUT)
+_HEADS = {*BEFORE_KERNEL, HookPoint.HOOK_Z} - {HookPoint.ATTN_IN, *MIXER_HOOKS}
+_ATTENTION = {*_HEADS, *MIXER_HOOKS, HookPoint.ATTN_IN, HookPoint.ATTN_OUT_PRE, HookPoint.ATTN_OUT}
+_MLP = {*BEFORE_MLP_OUT, HookPoint.MLP_OUT}
 """Branches that some models compute side by side, in an order of their own."""
+
+
+def _are_beside(first: Site, second: Site) -> bool:
+    """Whether some models compute the values of two sites side by side, the first before the other in `sort_sites`."""
+    if first.layer != second.layer:
+        return False
+    is_mixer = first.hook in MIXER_HOOKS
+    other = second.hook if is_mixer else first.hook
+    heads_and_mixer = (is_mixer or second.hook in MIXER_HOOKS) and other in _HEADS
+    return heads_and_mixer or (first.hook in _ATTENTION and second.hook in _MLP)
 
 
 def is_reached(write: Site, read: Site) -> bool:
     """Whether a number that is read at a site can act at another one in the same forward, or at the same.
 
-    It cannot where the forward has been before, nor from a layer's attention in the MLP beside it.
+    It cannot where the forward has been before, nor from a layer's attention in the MLP or the mixer beside it.
     """
-    is_beside = read.layer == write.layer and read.hook in _ATTENTION and write.hook in _MLP
-    return not is_beside and sort_sites((write, read))[0] == read
+    return not _are_beside(read, write) and sort_sites((write, read))[0] == read
 
 
 def check_this_token(gate: Gate, reads: Collection[Site], writes: Collection[Site]) -> None:
@@ -313,7 +323,8 @@ def check_this_token(gate: Gate, reads: Collection[Site], writes: Collection[Sit
             raise RequestError(
                 f"{gate.where}.scope",
                 f"this_token cannot act: the gate reads at {read.name} and writes at {write.name}, which must not come "
-                "before, nor be in the MLP beside a layer's attention; next_token works, or write at later sites",
+                "before, nor be in the MLP or the mixer beside a layer's attention; next_token works, or write at "
+                "later sites",
             )
 
 
@@ -325,12 +336,12 @@ def check_reads(gate: Gate, reads: Collection[Site]) -> None:
         reads: Sites that its condition reads, as far as they are known.
 
     Raises:
-        RequestError: Naming its condition, if it reads both in the attention and in the MLP of a layer.
+        RequestError: Naming its condition, if it reads both in the attention and in the MLP or the mixer of a layer.
     """
     if len(reads) < 2:
         return
     for one, other in product(sort_sites(reads), repeat=2):
-        if one.layer == other.layer and one.hook in _ATTENTION and other.hook in _MLP:
+        if _are_beside(one, other):
             raise RequestError(
                 f"{gate.where}.when",
                 f"reads at {one.name} and at {other.name}, which some models compute side by side; read the stream "

@@ -43,6 +43,7 @@ class Anatomy:
         mlp_out: Module whose output is the MLP branch.
         mid: Module whose input is the stream after the attention branch; None with parallel attention.
         multiplier: Attribute of the layer that both branches are multiplied by.
+        mixer: Module in place of attention in layers that have none.
     """
 
     layers: str = "model.layers"
@@ -54,6 +55,7 @@ class Anatomy:
     mlp_out: str = "mlp"
     mid: str | None = "post_attention_layernorm"
     multiplier: str | None = None
+    mixer: str | None = None
 
     @property
     def missing(self) -> set[HookPoint]:
@@ -107,6 +109,17 @@ ANATOMIES: Mapping[str, Anatomy] = {
         mid="final_layer_norm",
     ),
     "gpt_oss": PRE_NORM,
+    "lfm2": Anatomy(
+        final_norm="model.embedding_norm",
+        out_proj=None,
+        mlp_in="feed_forward",
+        mlp_out="feed_forward",
+        mid="ffn_norm",
+        mixer="conv",
+    ),
+    "granitemoehybrid": Anatomy(
+        out_proj=None, mlp_in="shared_mlp", mlp_out="shared_mlp", multiplier="residual_multiplier", mixer="mamba"
+    ),
     "idefics3": Anatomy(layers="model.text_model.layers", final_norm="model.text_model.norm"),
     "gpt2": Anatomy(
         layers="transformer.h",
@@ -237,6 +250,11 @@ class HFReference:
         with ExitStack() as stack:
             for index, layer in enumerate(self.model.get_submodule(anatomy.layers)):
                 scale = getattr(layer, anatomy.multiplier) if anatomy.multiplier else 1.0
+                mixer = getattr(layer, anatomy.mixer or "", None)
+                if mixer is not None:
+                    setattr(layer, anatomy.attn, mixer)
+                    taps.at_input(stack, mixer, Site(index, HookPoint.MIXER_IN))
+                    taps.at_output(stack, mixer, Site(index, HookPoint.MIXER_OUT))
                 taps.at_input(stack, layer, Site(index, HookPoint.PRE_ATTN))
                 taps.at_output(stack, layer, Site(index, HookPoint.POST_MLP))
                 if anatomy.mid is not None:

@@ -16,6 +16,8 @@ from torch.nn import functional
 from headgate.capture.schema.sites import HookPoint, Site
 from tests.engine.hf_reference import HFReference, Reference, Request, _Taps
 
+DOWN_PROJECTIONS = ("down_proj", "w2", "output_linear")
+
 
 class InnerReference(HFReference):
     """Hugging Face's model, with its attention and rotary functions watched as well as its modules."""
@@ -52,8 +54,9 @@ class InnerReference(HFReference):
     def _watch_mlp(self, stack: ExitStack, taps: _Taps, mlp: nn.Module, index: int) -> None:
         """Take the neurons, of a layer with experts those of the shared one, and what its router computes."""
         neurons = next((getattr(mlp, name) for name in ("shared_expert", "shared_experts") if hasattr(mlp, name)), mlp)
-        if hasattr(neurons, "down_proj"):
-            taps.at_input(stack, neurons.down_proj, Site(index, HookPoint.MLP_ACT))
+        down = next((getattr(neurons, name) for name in DOWN_PROJECTIONS if hasattr(neurons, name)), None)
+        if down is not None:
+            taps.at_input(stack, down, Site(index, HookPoint.MLP_ACT))
         if not hasattr(mlp, "gate"):
             return
         site, linear, route = Site(index, HookPoint.ROUTER_LOGITS), functional.linear, mlp.gate.forward

@@ -9,7 +9,7 @@ import torch
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from tests.engine.hf_reference import ANATOMIES, Anatomy, HFReference, Reference, Steering, relative_error, row_cosines
-from tests.engine.tiny_models import FAMILIES, HIDDEN, LAYERS, tiny_model
+from tests.engine.tiny_models import FAMILIES, HIDDEN, LAYERS, MIXERS, tiny_model
 
 PROMPT = [1, *range(7, 60, 3)]
 OUTPUT = [11, 12, 13, 14]
@@ -42,7 +42,7 @@ def width(reference: HFReference, hook: HookPoint) -> int:
 
 
 def test_every_family_has_a_model_and_an_anatomy() -> None:
-    assert set(ANATOMIES) == {*FAMILIES, "gpt_oss"}  # whose models `quantised_models` makes
+    assert set(ANATOMIES) == {*FAMILIES, "gpt_oss", *MIXERS}  # `quantised_models` makes those of gpt_oss
 
 
 @pytest.mark.parametrize("family", FAMILIES)

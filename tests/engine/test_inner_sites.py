@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from headgate.capture.schema.sites import READ_ONLY, HookPoint, Site
+from headgate.capture.schema.sites import MIXER_HOOKS, READ_ONLY, HookPoint, Site
 from headgate.consumers.inline import fetch_rows
 from headgate.consumers.reader import open_captures
 from headgate.steering import ops
@@ -21,7 +21,7 @@ from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import Reference, Steering, own_process, relative_error
 from tests.engine.inner_reference import inner_rows
 from tests.engine.steering_cases import Acting, Case, every_method
-from tests.engine.tiny_models import LAYERS, tiny_model
+from tests.engine.tiny_models import LAYERS, MIXERS, tiny_model
 
 HEADS = [HookPoint.Q_PRE, HookPoint.K_PRE, HookPoint.Q, HookPoint.K, HookPoint.V]
 ROUTED = [HookPoint.ROUTER_LOGITS, HookPoint.EXPERTS, HookPoint.EXPERT_WEIGHTS]
@@ -34,12 +34,15 @@ FAMILIES: dict[str, list[HookPoint]] = {
     "mixtral": [*HEADS, *ROUTED],
     "qwen2_moe": [*HEADS, *ROUTED, HookPoint.MLP_ACT],
     "deepseek_v3": [HookPoint.Q, HookPoint.KV_LATENT, *ROUTED, HookPoint.MLP_ACT],
+    "lfm2": [*MIXER_HOOKS, *HEADS, HookPoint.MLP_ACT],
+    "granitemoehybrid": [*MIXER_HOOKS, HookPoint.Q, HookPoint.K, HookPoint.V, HookPoint.MLP_ACT],
 }
 ACTING = {
     "gemma3": (HookPoint.K_PRE, HookPoint.ATTN_OUT_PRE, HookPoint.MLP_OUT_PRE),
     "mixtral": (HookPoint.Q_PRE, HookPoint.V, HookPoint.ROUTER_LOGITS),
     "qwen2_moe": (HookPoint.Q, HookPoint.ROUTER_LOGITS, HookPoint.MLP_ACT),
     "deepseek_v3": (HookPoint.KV_LATENT, HookPoint.ROUTER_LOGITS, HookPoint.MLP_ACT),
+    **dict.fromkeys(MIXERS, (*MIXER_HOOKS, HookPoint.V)),
 }
 LAYOUTS = ("request", "shards", "raw")
 ROUTING: list[dict[str, Any]] = [
@@ -53,6 +56,8 @@ FIRST_WITH_EXPERTS = {"deepseek_v3": 1}
 
 
 def layers_of(family: str, hook: HookPoint) -> list[int]:
+    if family in MIXERS and hook in (*MIXER_HOOKS, *HEADS):
+        return [1] if hook in HEADS else [0, 2]
     return list(range(FIRST_WITH_EXPERTS.get(family, 0) if hook in ROUTED else 0, LAYERS))
 
 
@@ -82,7 +87,15 @@ def references() -> Iterator[ProcessPoolExecutor]:
 COMPILED = "qwen2_moe, compiled"
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param(COMPILED, marks=pytest.mark.extended)])
+EXTENDED = ("qwen3", "granitemoehybrid", COMPILED)
+"""Left out by default: others have each of their hook points."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*(family for family in FAMILIES if family not in EXTENDED)]
+    + [pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED],
+)
 def served(
     request: pytest.FixtureRequest, references: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
 ) -> Served:
@@ -107,8 +120,8 @@ def serve(family: str, references: ProcessPoolExecutor, folder: Path, **settings
         max_model_len=128,
         max_num_batched_tokens=32,
         in_process=True,
-        # vLLM's rotary kernel for CPUs rotates some of DeepSeek's queries wrongly.
-        compilation_config={"custom_ops": ["all", "-rotary_embedding"]} if family == "deepseek_v3" else {},
+        # vLLM's rotary kernel for CPUs rotates some queries with three dimensions wrongly.
+        compilation_config={"custom_ops": ["all", "-rotary_embedding"]} if family in ("deepseek_v3", "lfm2") else {},
         **settings,
     )
     try:

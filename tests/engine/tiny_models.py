@@ -154,6 +154,9 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Family -> name of its configuration class in transformers, and the configuration."""
 
+MIXERS = ("lfm2", "granitemoehybrid")
+"""Families whose first and last layer have a mixer in place of attention."""
+
 ATTENTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "bloom": ("BloomConfig", {**_COMMON, "hidden_size": HIDDEN, "n_layer": LAYERS, "n_head": 2}),
     "gpt_oss": (
@@ -167,9 +170,29 @@ ATTENTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            **_LLAMA,
+            "layer_types": ["conv", "full_attention", "conv"],
+            **dict.fromkeys(("block_dim", "conv_dim"), HIDDEN),
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_LLAMA,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 128,
+            "residual_multiplier": 0.5,
+            **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 16},
+        },
+    ),
     "mistral_window": ("MistralConfig", {**_LLAMA, "sliding_window": 16}),
 }
-"""Further families, whose attention is unlike the others'."""
+"""Further families, whose attention is unlike the others', or which have mixers of another kind."""
 
 
 def tiny_model(family: str, cache: Path | None = None) -> Path:

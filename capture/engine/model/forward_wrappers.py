@@ -173,9 +173,13 @@ def _leave_single(runs: Runs, repays: tuple[Run, ...]) -> Leave:
 
 def module_forward(taken: Sequence[tuple[HookPoint, HookPlace, tuple[Run, ...]]]) -> ForwardFactory:
     """Forward of a submodule with hook points at its arguments and at its result, in the order given."""
-    at_entry = tuple(
-        _at_entry(hook, place, place.value, runs) for hook, place, runs in taken if place.value is not None
-    )
+    at_arguments = [
+        (place.is_written, _at_entry(hook, place, place.value, runs))
+        for hook, place, runs in taken
+        if place.value is not None
+    ]
+    at_entry = tuple(enter for is_written, enter in at_arguments if not is_written)
+    at_written = tuple(enter for is_written, enter in at_arguments if is_written)
     at_exit = tuple(_at_exit(*entry) for entry in taken if entry[1].value is None)
 
     def factory(base: type[nn.Module]) -> Forward:
@@ -183,6 +187,8 @@ def module_forward(taken: Sequence[tuple[HookPoint, HookPlace, tuple[Run, ...]]]
             for enter in at_entry:
                 args, kwargs = enter(self, args, kwargs)
             out: Output = base.forward(self, *args, **kwargs)
+            for enter in at_written:
+                enter(self, args, kwargs)
             for leave in at_exit:
                 out = leave(self, out)
             return out
@@ -230,20 +236,29 @@ def _at_entry(hook: HookPoint, place: HookPlace, value_at: Key, runs: tuple[Run,
 
 
 def _at_heads(run: Run, hook: HookPoint, place: HookPlace, value_at: Key) -> Enter:
-    """An argument with a row for each token, in which heads may be a dimension of their own."""
-    name, keyword, width = hook.value, place.keyword, place.width
+    """An argument with a row for each token, in which heads may be a dimension of their own.
+
+    What the module has written there is changed in place, since its caller reads it from its own tensor.
+    """
+    name, keyword, width, is_written = hook.value, place.keyword, place.width, place.is_written
     position = value_at if isinstance(value_at, int) else -1
 
     def enter(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         is_positional = 0 <= position < len(args)
         value = args[position] if is_positional else kwargs[keyword]
         rows = value.flatten(1)
-        if rows.shape[1] != width:
+        if width and rows.shape[1] != width:
             raise UnsupportedError(
                 f"{place.module} gets rows of {rows.shape[1]} values for {name}, expected {width}: take {name} out of "
                 "the configured sites and report the architecture"
             )
-        carry = run(module, name, SiteValue(rows, None, rows)).reshape(value.shape)
+        carry = run(module, name, SiteValue(rows, None, rows))
+        if is_written and carry is rows:
+            return args, kwargs
+        carry = carry.reshape(value.shape)
+        if is_written:
+            value.copy_(carry)
+            return args, kwargs
         if is_positional:
             return (*args[:position], carry, *args[position + 1 :]), kwargs
         return args, {**kwargs, keyword: carry}

@@ -1,10 +1,10 @@
-"""The places of the hook points within attention and the MLP.
+"""The places of the hook points within attention, mixers and the MLP.
 
 Of attention they are arguments of its rotary embedding, its kernel and its output projection; of the MLP, arguments of
-its down projection, and of its experts what their router reads and chooses. Kernel and experts are vLLM's own layers,
-and widths are what these say of themselves. The output
-projection is the linear layer whose result is what attention returns. It is read from the source of the attention
-module's ``forward``, as decoder layers are.
+its down projection, and of its experts what their router reads and chooses; of a mixer of another kind (state-space
+model, linear attention), its input and result. Kernel, experts and mixers are vLLM's own layers, and widths are what
+these say of themselves. The output projection is the linear layer whose result is what attention returns. It is read
+from the source of the attention module's ``forward``, as decoder layers are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headgate.capture.engine.model.symbolic_forward import Path, walk_paths
 from headgate.capture.engine.model.symbols import Items, Key, NotUnderstoodError, Sum
 from headgate.capture.engine.vllm_types import ExpertsLayer
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.sites import HookPoint
+from headgate.capture.schema.sites import MIXER_HOOKS, HookPoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,8 @@ class HookPlace:
         scale: Multiplier between the result and what is added to the stream.
         width: Values of a row on this tensor-parallel rank, as the modules show it; 0: those of the stream.
         whole_width: The same on all ranks together; 0 if the modules do not show it.
-        has_heads: Whether the value's first dimension is its rows, and all others are a row of `width`.
+        has_heads: Whether the value's first dimension is its rows, and all others are a row.
+        is_written: Whether the module writes the argument `value`, which holds the site's value when it returns.
         is_shared: Whether other layers have this very module.
         is_choice: Whether the value is what the router of the module, a layer of experts, chooses: `result` 0 is the
             weights and 1 the experts.
@@ -54,12 +55,13 @@ class HookPlace:
     width: int = 0
     whole_width: int = 0
     has_heads: bool = False
+    is_written: bool = False
     is_shared: bool = False
     is_choice: bool = False
 
 
 class InnerPlaces(NamedTuple):
-    """The hook points within attention and the MLP.
+    """The hook points within attention, mixers and the MLP.
 
     Attributes:
         places: By hook point, in the forward's order.
@@ -81,6 +83,7 @@ def inner_places(layer: nn.Module, attn: str | None, attn_input: Key | None) -> 
     found = (
         _of_kernel(layer, attn or ""),
         _of_projection(layer, attn, attn_input),
+        _of_mixer(layer),
         _of_experts(layer),
         _of_neurons(layer, attn),
     )
@@ -95,9 +98,7 @@ _NO_HEADS = "latent attention (MLA) makes no keys and values of heads; kv_latent
 def _of_kernel(layer: nn.Module, attn: str) -> InnerPlaces:
     """Return the arguments of the one attention layer of vLLM's below `attn`."""
     every = (HookPoint.Q_PRE, HookPoint.K_PRE, *_HEADS, HookPoint.KV_LATENT)
-    kinds = tuple(filter(None, (vllm_names.ATTENTION.get(), vllm_names.LATENT_ATTENTION.get())))
-    below = layer.get_submodule(attn).named_modules() if kinds else ()
-    found = [(".".join(filter(None, (attn, name))), module) for name, module in below if isinstance(module, kinds)]
+    found = list(_kernels(layer, attn))
     if len(found) != 1:
         return InnerPlaces({}, dict.fromkeys(every, f"{len(found)} of vLLM's attention layers are in it, not one"))
     [(path, kernel)] = found
@@ -118,6 +119,13 @@ def _of_kernel(layer: nn.Module, attn: str) -> InnerPlaces:
         why = f"it reads the keys and values of {kernel.kv_sharing_target_layer_name}"
         absent |= dict.fromkeys((HookPoint.K, HookPoint.V), why)
     return InnerPlaces({hook: place for hook, place in arguments.items() if hook not in absent}, absent)
+
+
+def _kernels(layer: nn.Module, attn: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the attention layers of vLLM's below `attn`, each with its path below the layer."""
+    kinds = tuple(filter(None, (vllm_names.ATTENTION.get(), vllm_names.LATENT_ATTENTION.get())))
+    below = layer.get_submodule(attn).named_modules() if kinds else ()
+    return ((".".join(filter(None, (attn, name))), module) for name, module in below if isinstance(module, kinds))
 
 
 def _arguments(kernel: nn.Module) -> Iterator[tuple[HookPoint, str, int]]:
@@ -167,6 +175,30 @@ def _of_projection(layer: nn.Module, attn: str | None, attn_input: Key | None) -
     return InnerPlaces({HookPoint.HOOK_Z: place}, {})
 
 
+def _of_mixer(layer: nn.Module) -> InnerPlaces:
+    """Return the input and the result of the one mixer of vLLM's that is not attention."""
+    found = list(_mixers(layer))
+    if len(found) != 1:
+        why = f"{len(found)} state-space models or linear attentions of vLLM's are in it, not one"
+        return InnerPlaces({}, dict.fromkeys(MIXER_HOOKS, why))
+    [(path, mixer)] = found
+    names = list(inspect.signature(inspect.unwrap(type(mixer).forward)).parameters)[1:]
+    if "hidden_states" not in names:
+        return InnerPlaces({}, dict.fromkeys(MIXER_HOOKS, f"{type(mixer).__name__} shows no input hidden_states"))
+    taken, given = (
+        HookPlace(module=path, value=names.index(name), keyword=name, has_heads=True, is_written=name == "output")
+        if name in names
+        else HookPlace(module=path)
+        for name in ("hidden_states", "output")
+    )
+    return InnerPlaces(dict(zip(MIXER_HOOKS, (taken, given), strict=True)), {})
+
+
+def _mixers(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    kind = vllm_names.MIXER.get()
+    return ((path, module) for path, module in layer.named_modules() if kind is not None and isinstance(module, kind))
+
+
 def _of_experts(layer: nn.Module) -> InnerPlaces:
     """Return what the one layer of experts of vLLM's reads and chooses."""
     every = (HookPoint.ROUTER_LOGITS, HookPoint.EXPERTS, HookPoint.EXPERT_WEIGHTS)
@@ -212,10 +244,13 @@ def _of_neurons(layer: nn.Module, attn: str | None) -> InnerPlaces:
     """Return the input of the one down projection outside attention: of the MLP, or of the shared expert."""
     RowParallelLinear = vllm_names.ROW_PARALLEL_LAYER.get()
 
+    others = tuple(f"{path}." for path in (attn, *(path for path, _ in _mixers(layer))) if path)
+    with_kernel = {path.rpartition(".")[0] for path, _ in _kernels(layer, "")}  # attention's own projection is there
     found = [
         (path.removesuffix(".base_layer"), module)  # of a layer that LoRA adapters wrap
         for path, module in layer.named_modules()
-        if isinstance(module, RowParallelLinear) and (attn is None or not path.startswith(f"{attn}."))
+        if isinstance(module, RowParallelLinear) and not path.startswith(others)
+        if path.removesuffix(".base_layer").rpartition(".")[0] not in with_kernel
     ]
     if len(found) != 1:
         why = f"{len(found)} projections are in it behind attention, not one: routed experts have none of their own"

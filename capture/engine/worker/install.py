@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
@@ -217,6 +217,7 @@ def install_actions(
         if wanted:
             shapes = {} if model is None else {hook: model.shape(Site(index, hook)) for hook in wanted}
             where = f"{stack_name}.{index}"
+            _check_hooks(where, layer, wanted, layers)
             _install_layer(where, layer, wanted, shapes, is_first=index == 0, num_ranks=num_ranks)
     if FINAL_NORM_SITE in actions:
         _install_final_norm(parent, actions[FINAL_NORM_SITE])
@@ -224,6 +225,27 @@ def install_actions(
 
 _UNFUSED = INNER_HOOKS | {HookPoint.ATTN_IN, HookPoint.HOOK_Z}
 """Hook points whose actions the compiler does not fuse with what is in front of them."""
+
+
+def _check_hooks(where: str, layer: nn.Module, wanted: Wanted, layers: Sequence[tuple[int, nn.Module]]) -> None:
+    layout = analyse_layer(type(layer), layer)
+    missing = next((hook for hook in wanted if hook not in layout.hooks), None)
+    if missing is None:
+        return
+    why = f": {layout.absent[missing]}" if missing in layout.absent else ""
+    others = list(_layers_with(missing, layers))
+    elsewhere = f" Layers of this stage with {missing}: {others}." if others else ""
+    raise UnsupportedError(
+        f"{where} ({type(layer).__name__}) has no hook point {missing}{why}; it has "
+        f"{', '.join(sorted(layout.hooks))}.{elsewhere} Take {missing} out of the configured sites"
+    )
+
+
+def _layers_with(hook: HookPoint, layers: Sequence[tuple[int, nn.Module]]) -> Iterator[int]:
+    for index, layer in layers:
+        with suppress(UnsupportedError):  # a layer with an action is refused when that is installed
+            if hook in analyse_layer(type(layer), layer).hooks:
+                yield index
 
 
 def _install_layer(
@@ -236,13 +258,6 @@ def _install_layer(
     num_ranks: int,
 ) -> None:
     layout = analyse_layer(type(layer), layer)
-    missing = [hook for hook in wanted if hook not in layout.hooks]
-    if missing:
-        why = f": {layout.absent[missing[0]]}" if missing[0] in layout.absent else ""
-        raise UnsupportedError(
-            f"{where} ({type(layer).__name__}) has no hook point {missing[0]}{why}; it has "
-            f"{', '.join(sorted(layout.hooks))}. Take {missing[0]} out of the configured sites"
-        )
     _check_shapes(f"{where} ({type(layer).__name__})", layout, shapes, num_ranks)
     parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
     wanted = {**wanted} | {hook: _unfused(actions) for hook, actions in wanted.items() if hook in _UNFUSED}

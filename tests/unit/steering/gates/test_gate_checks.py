@@ -31,6 +31,12 @@ def sites(*names: str) -> list[Site]:
         ("1.attn_out", "1.mlp_in", False),
         ("1.hook_z", "1.mlp_out", False),
         ("1.attn_out", "2.mlp_in", True),
+        ("1.attn_in", "1.mixer_in", True),
+        ("1.mixer_in", "1.mixer_out", True),
+        ("1.mixer_out", "1.attn_out", True),
+        ("1.mixer_out", "1.mlp_in", False),
+        ("1.q", "1.mixer_in", False),
+        ("1.mixer_in", "1.hook_z", False),
         ("1.mlp_out", "1.attn_out", False),
         ("1.post_mlp", "final_norm", True),
         ("final_norm", "3.post_mlp", False),
@@ -62,6 +68,8 @@ def test_scores_come_in_one_order(scope: GateScope) -> None:
 
     check_reads(gate, sites("1.attn_out", "2.mlp_in", "2.post_attn"))
     check_reads(gate, sites("1.mlp_in", "1.mlp_out", "1.post_mlp"))
+    with pytest.raises(RequestError, match=r"1\.k and at 1\.mixer_out"):
+        check_reads(gate, sites("1.mixer_out", "1.k"))
     with pytest.raises(RequestError, match=r"1\.attn_out and at 1\.mlp_in") as refused:
         check_reads(gate, sites("1.mlp_in", "1.attn_out"))
 

@@ -14,7 +14,7 @@ from headgate.capture.engine.model.inner_places import inner_places
 from headgate.capture.engine.site_action import SiteAction, SiteValue
 from headgate.capture.engine.worker.install import install_actions
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import MIXER_HOOKS, HookPoint, Site
 
 HEADS, KV_HEADS, SIZE = 4, 2, 3
 
@@ -75,6 +75,7 @@ def standing_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ("LATENT_ATTENTION", Latent),
         ("ROTARY_EMBEDDING", Rotary),
         ("EXPERTS", Experts),
+        ("MIXER", Mixer),
         ("ROW_PARALLEL_LAYER", Down),
     ):
         monkeypatch.setattr(vllm_names, name, vllm_names.Name(f"{__name__}:{cls.__name__}", is_required=False))
@@ -269,3 +270,79 @@ def test_neurons_are_those_of_the_one_down_projection_behind_attention() -> None
 
     assert alone.absent[HookPoint.MLP_ACT].startswith("0 projections are in it behind attention, not one: routed")
     assert beside.places[HookPoint.MLP_ACT].module == "mlp.shared.1"
+
+
+class Mixer(nn.Module):
+    """As vLLM's state-space models, which return their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out_proj = Down(HEADS * SIZE, HEADS * SIZE)
+
+    def forward(self, hidden_states: Tensor, mup_vector: Tensor | None = None) -> Tensor:
+        found: Tensor = self.out_proj(hidden_states)
+        return found
+
+
+class WritingMixer(Mixer):
+    """As those of vLLM's that write into a tensor of their caller."""
+
+    def forward(self, hidden_states: Tensor, output: Tensor) -> None:  # type: ignore[override]
+        output[:] = self.out_proj(hidden_states)
+
+
+class MixerLayer(nn.Module):
+    """A layer that has a mixer alone, as Mamba's."""
+
+    def __init__(self, mixer: Mixer) -> None:
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(HEADS * SIZE), mixer
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        normed = self.norm(hidden_states)
+        if not isinstance(self.mixer, WritingMixer):
+            return hidden_states + self.mixer(hidden_states=normed)
+        output = torch.empty_like(normed)
+        self.mixer(normed, output=output)
+        return hidden_states + output
+
+
+@pytest.mark.parametrize("kind", [Mixer, WritingMixer])
+@pytest.mark.parametrize("is_steered", [False, True])
+def test_what_a_mixer_reads_and_gives_is_seen_and_what_is_added_goes_on(kind: type[Mixer], is_steered: bool) -> None:
+    rows: Seen = {}
+
+    def run(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+        rows[HookPoint(hook)] = site.value.clone()
+        return site.carry + (1.0 if hook == "mixer_in" else 2.0) if is_steered else site.carry
+
+    layer, stream = MixerLayer(kind()), torch.randn(7, HEADS * SIZE)
+    with torch.inference_mode():
+        normed = layer.norm(stream)
+        given = layer.mixer.out_proj(normed + 1.0 if is_steered else normed)
+        actions = {Site(0, hook): [SiteAction(run=run, order=0)] for hook in MIXER_HOOKS}
+        install_actions(nn.Module(), "layers", [(0, layer)], actions)
+        after = layer(stream)
+
+    torch.testing.assert_close(rows[HookPoint.MIXER_IN], normed)
+    torch.testing.assert_close(rows[HookPoint.MIXER_OUT], given)
+    torch.testing.assert_close(after, stream + given + (2.0 if is_steered else 0.0))
+
+
+def test_a_layer_without_a_mixer_says_so_and_which_layers_have_one() -> None:
+    actions = {Site(1, HookPoint.MIXER_IN): [SiteAction(run=lambda module, hook, site: site.carry, order=0)]}
+    layers = [(0, MixerLayer(Mixer())), (1, Layer(Attention(Kernel(), None))), (2, MixerLayer(Mixer()))]
+
+    with pytest.raises(UnsupportedError, match=r"no hook point mixer_in: 0 state-space.*with mixer_in: \[0, 2\]\."):
+        install_actions(nn.Module(), "layers", layers, actions)
+
+
+def test_projections_of_attention_and_mixers_are_no_neurons() -> None:
+    attention = Attention(Kernel(), None)
+    attention.o_proj = Down(HEADS * SIZE, HEADS * SIZE)
+    layer = Layer(attention)
+
+    for each in (layer, MixerLayer(Mixer())):
+        assert inner_places(each, None, None).absent[HookPoint.MLP_ACT].startswith("0 projections")
+    layer.mlp = Down(HEADS * SIZE, HEADS * SIZE)
+    assert inner_places(layer, None, None).places[HookPoint.MLP_ACT].module == "mlp"
