@@ -407,8 +407,10 @@ def _reduce(
         largest_N1 = maxima_NB.amax(dim=1, keepdim=True)
         total_N1 = largest_N1 + (sums_NB * (maxima_NB - largest_N1).exp()).sum(dim=1, keepdim=True).log()
     tokens = int((arguments.host[:, _FIRST_TOKEN:] >= 0).sum(axis=1).max(initial=0))
-    named = arguments.device[:, _FIRST_TOKEN : _FIRST_TOKEN + tokens].clamp(0, logits_NV.shape[1] - 1)
-    values = logits_NV.gather(1, named) if tokens else None
+    values = None
+    if tokens:
+        named = arguments.device[:, _FIRST_TOKEN : _FIRST_TOKEN + tokens].clamp(0, logits_NV.shape[1] - 1)
+        values = logits_NV.gather(1, named)
     if words is not None and (arguments.host[:, _WORDS] > 0).any():
         logits_NV.masked_fill_((arguments.device[:, _WORDS, None] > 0) & ~words, -torch.inf)
         maxima_NB = None if sums_of is None else sums_of(logits_NV)[0]
