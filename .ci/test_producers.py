@@ -3,8 +3,9 @@
 sae-lens and the others require two hundred packages and another torch. What they import of these is little, so they are
 installed without what they require, beside the environment of the tests: in .cache/producers, 250 MB. Their
 classes record files and activations anew; the tests of our readers then read those in place of the recorded ones.
-``test_producers.py --keep`` replaces the recorded ones. There, too, trainers are fed with data sets and exports read,
-by Ray Data, too, which has processes of its own and takes half a minute.
+``test_producers.py --keep`` replaces the recorded ones. What TransformerLens 4 computes of SmolLM2 is recorded
+anew as well, and compared with the record that a test compares an engine with. There, too, trainers are fed with data
+sets and exports read, by Ray Data, too, which has processes of its own and takes half a minute.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import tempfile
 from pathlib import Path
 
 import setup_env
+from safetensors.torch import load_file
 from setup_env import ROOT, SetupError, say
+from torch import Tensor
 
 PACKAGES = ROOT / ".cache" / "producers"
+LENS_PACKAGES = PACKAGES / "transformer-lens-4"
 RECORDED = ROOT / "tests" / "producers" / "recorded"
 TESTS = "tests/unit/steering/features/test_producers.py"
 TRAINERS = "tests/producers/test_trainers.py"
@@ -35,6 +39,10 @@ INSTALLED = (
     *("ray==2.60.0", "msgpack==1.2.4"),
 )
 """The producers, what they import and the environment of the tests has not; all of it without what it requires."""
+LENS_INSTALLED = ("transformer-lens==4.3.0", "beartype==0.23.1", "fancy-einsum==0.0.3")
+"""TransformerLens of today, which comes before the older one that sae-lens needs."""
+LENS_RECORD = "transformer_lens.safetensors"
+MAX_ERROR = 1e-4
 ENVIRONMENT = {
     "PYTHONPATH": str(PACKAGES),
     "HF_HUB_OFFLINE": "1",
@@ -51,12 +59,42 @@ def main() -> int:
             install()
             command: list[str | Path] = [sys.executable, ROOT / "tests" / "producers" / "record.py", target]
             setup_env.run(command, "the producers' classes could not record", env={**os.environ, **ENVIRONMENT})
+            record_lens(target / LENS_RECORD)
         except SetupError as error:
             print(f"\ntest-producers failed: {error}", file=sys.stderr)
             return 1
         environment = {**os.environ, "HEADGATE_RECORDED": str(target)}
         readers = subprocess.run([sys.executable, "-m", "pytest", "-q", TESTS], cwd=ROOT, env=environment).returncode
         return readers or test_trainers() or test_ray()
+
+
+def record_lens(target: Path) -> None:
+    """Record what TransformerLens computes, and compare it with the record.
+
+    Raises:
+        SetupError: If it fails, or finds something else.
+    """
+    path = os.pathsep.join([str(LENS_PACKAGES), str(PACKAGES)])
+    script = ROOT / "tests" / "producers" / "record_transformer_lens.py"
+    made = subprocess.run(
+        [sys.executable, ROOT / "examples" / "model.py"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+    command: list[str | Path] = [sys.executable, script, made.stdout.split()[-1], target]
+    setup_env.run(command, "TransformerLens could not record", env=environment)
+    found, known = load_file(target), load_file(RECORDED / LENS_RECORD)
+    if found.keys() != known.keys():
+        raise SetupError(f"TransformerLens recorded {sorted(found)}; expected {sorted(known)}")
+    off = [name for name, values in known.items() if not is_close(found[name], values)]
+    if off:
+        raise SetupError(f"TransformerLens finds something else than is recorded: {off}")
+
+
+def is_close(found: Tensor, known: Tensor) -> bool:
+    """Whether ids are equal, and other numbers within 1e-4 of the largest."""
+    if found.shape != known.shape or not known.is_floating_point():
+        return found.equal(known)
+    return bool((found - known).abs().max() <= MAX_ERROR * known.abs().max())
 
 
 def test_trainers() -> int:
@@ -73,19 +111,20 @@ def test_ray() -> int:
 
 def install() -> None:
     """Install the packages, unless they are there."""
-    done = PACKAGES / "done"
-    if done.is_file() and done.read_text() == repr(INSTALLED):
+    done, wanted = PACKAGES / "done", repr((INSTALLED, LENS_INSTALLED))
+    if done.is_file() and done.read_text() == wanted:
         return
     shutil.rmtree(PACKAGES, ignore_errors=True)
     python = Path(sys.executable)
     say("installing sae-lens and the others, about 250 MB")
-    setup_env.install(
-        python,
-        setup_env.pip_index(python),
-        ["--no-deps", "--target", PACKAGES, *INSTALLED],
-        "the producers' packages could not be installed",
-    )
-    done.write_text(repr(INSTALLED))
+    for folder, packages in ((PACKAGES, INSTALLED), (LENS_PACKAGES, LENS_INSTALLED)):
+        setup_env.install(
+            python,
+            setup_env.pip_index(python),
+            ["--no-deps", "--target", folder, *packages],
+            "the producers' packages could not be installed",
+        )
+    done.write_text(wanted)
 
 
 if __name__ == "__main__":

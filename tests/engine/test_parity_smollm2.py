@@ -20,7 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, INNER_HOOKS, HookPoint, Site
+from headgate.consumers.attention import fetch_patterns
 from tests.engine.hf_reference import HFReference, relative_error, row_cosines
+from tests.source_tree import ROOT
 
 CONVERSATIONS = [
     [{"role": "user", "content": "Why is the sky blue?"}],
@@ -75,7 +77,8 @@ def engine(
     shared_llm: Callable[..., Any], dtype: str, sae: Path, layers: Sequence[int] = EVERY_LAYER, *, eager: bool
 ) -> Any:
     features = {"name": "features", "params": {"saes": {"random": str(sae)}, "top": K}}
-    capture = {"consumers": [{"name": "memory"}, features, {"name": "lens"}], "sites": hooks_of(layers)}
+    consumers = [{"name": "memory"}, features, {"name": "lens"}, {"name": "attention"}]
+    capture = {"consumers": consumers, "sites": {**hooks_of(layers), "q": [15], "k": [15]}}
     return shared_llm(
         dtype=dtype,
         enforce_eager=eager,
@@ -190,6 +193,36 @@ def test_the_lens_after_the_last_layer_has_the_models_own_tokens_and_neighbours_
             np.testing.assert_allclose(read["logprobs"][first + step], [own[one].logprob for one in best], atol=1e-4)
             assert read["tokens"][first + step] == [llm.get_tokenizer().decode([token]) for token in ids]
         assert all(one == other for one, other in read["token_ranks"]), "' the' is token 260"
+
+
+def test_rows_a_pattern_and_lenses_are_those_of_transformer_lens(shared_llm: Callable[..., Any], sae: Path) -> None:
+    """`tests/producers/record_transformer_lens.py` recorded them; ``make test-producers`` compares the record."""
+    from headgate.capture import SamplingParams
+
+    recorded = load_file(ROOT / "tests" / "producers" / "recorded" / "transformer_lens.safetensors")
+    tokens, prompt = recorded["tokens"].tolist(), {"positions": "all_prompt"}
+    wanted = {
+        "memory": {"hooks": {"post_mlp": [4, 28]}, **prompt},
+        "attention": {"layers": [15], "queries": "all_prompt"},
+        "lens": {"layers": [4, 20, 29], "top": 10, **prompt},
+    }
+    params = SamplingParams(max_tokens=1, temperature=0, capture=wanted)
+
+    (output,) = engine(shared_llm, "float32", sae, eager=True).generate(
+        [{"prompt_token_ids": tokens}], params, use_tqdm=False
+    )
+
+    results = output.capture_results
+    assert {name: result.status for name, result in results.items()} == dict.fromkeys(wanted, "ok"), results
+    for site, rows in results["memory"].payload.rows.items():
+        assert relative_error(rows, recorded[f"stream.{site.layer}"]) <= MAX_ERROR
+    patterns = fetch_patterns(results["attention"].payload)
+    assert patterns.queries.tolist() == list(range(len(tokens)))
+    expected = recorded["attention.15"].transpose(0, 1)
+    torch.testing.assert_close(patterns["15.attention"], expected, rtol=0, atol=MAX_ERROR)
+    for layer, read in results["lens"].payload["layers"].items():
+        assert read["ids"] == recorded[f"lens.{layer}.ids"].tolist()
+        np.testing.assert_allclose(read["logprobs"], recorded[f"lens.{layer}.logprobs"], rtol=0, atol=MAX_ERROR)
 
 
 @pytest.mark.extended  # minutes of compiling; `make demo` compares compiled rows too, and so do the tiny models
