@@ -39,6 +39,13 @@ class StepOutcome(Protocol):
         """
         ...
 
+    def num_rejected(self) -> Any:
+        """Return how many of each request's rows, the last ones, do not count: a tensor int64 ``[num_requests]``.
+
+        It is on the device, and this does not wait for it; None if the step was not sampled.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class BatchView:

@@ -159,6 +159,11 @@ class GateContent:
         return cast("StoredType", self._steerable.dtype)
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether the engine verifies drafts."""
+        return not self._steerable.knows_positions
+
+    @property
     def max_gates(self) -> int:
         """Gates that a request may have here; 0 if there can be none."""
         return self._steerable.max_gates
@@ -314,7 +319,7 @@ def gated(
     if not content.max_gates:
         raise RequestError(
             gates[0].where,
-            "this engine takes no gates: it decodes speculatively; start it without --speculative-config",
+            "this engine takes no gates: --max-steering-gates is 0",
         )
     keys = owned.keys(gates, content)
     if keys or any(gate.then.attenuate is not None for gate in gates):
@@ -336,6 +341,8 @@ def gated(
     own = prefill, decode
     check_phases(static.brought.acting(own), limits, gates[0].where)
     source = GateSource.of(made.layout, own)
+    if content.has_drafts:
+        check_drafted(source)
     return resolved_of(
         static.spec, own, static.brought, num_prompt, source, takes_own=made.takes_own, latch_keys=keys or NO_LATCHES
     )
@@ -352,11 +359,29 @@ def _lowered(
     own = made.prefill, made.decode
     check_phases([[program] for program in own], limits, known.gates[0].where)
     source, wire = GateSource.of(made.layout, own), programs_to_wire(*own)
+    if content.has_drafts:
+        check_drafted(source)
     alone = resolved_of(SteeringSpec(), own, NOTHING_BROUGHT, num_prompt, source, own_wire=wire)
     lowered = LoweredGates(registered, made, alone, num_prompt)
     if content.registered.is_same(registered):
         cache.keep(known, lowered)
     return lowered
+
+
+def check_drafted(source: GateSource) -> None:
+    """Refuse gates that hand a strength on from row to row, where rows of drafts are computed together.
+
+    Raises:
+        RequestError: Naming the gate's scope.
+    """
+    for column in source.layout.gates:
+        if column.column in source.decode.early and not column.gate.is_constant_after_prompt:
+            raise RequestError(
+                f"{column.gate.where}.scope",
+                "writes at sites before the one where it is evaluated, so what acts there follows from the row before; "
+                "this engine decodes speculatively, and computes several rows of an answer together: write at later "
+                "sites, or pool all that the gate reads over the prompt",
+            )
 
 
 def lowered_rule(
@@ -378,6 +403,12 @@ def lowered_rule(
     for column in (first, 0):
         made = lower_gates([rule.gate], content, content.dtype, _NO_OWN, {}, column)
         pairs.append((made.prefill, made.decode))
+        if content.has_drafts and GateSource.of(made.layout, pairs[-1]).decode.early:
+            raise RequestError(
+                "then",
+                "writes at sites before the one where the rule is evaluated; this engine decodes speculatively, and "
+                "computes several rows of an answer together: write at later sites",
+            )
     if any(program.num_changes for program in pairs[0]):
         raise RequestError(
             "then",

@@ -451,8 +451,7 @@ def made_rule(state: SteeringState, rule: Rule) -> KeptRule:
     if state.steerable is not None and not state.steerable.max_rules:
         raise RequestError(
             "name",
-            "this engine takes no rules: --max-steering-rules is 0, or it decodes speculatively; start it without "
-            "--speculative-config",
+            "this engine takes no rules: --max-steering-rules is 0",
         )
     first = state.rules.place(rule)
     others = [each for each in state.rules.all() if each.name != rule.name]

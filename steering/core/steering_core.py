@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -40,7 +39,7 @@ from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.step_table import StepTable
-from headgate.steering.gates.trace import Note, Trace, join_notes
+from headgate.steering.gates.trace import Note, join_notes
 from headgate.steering.spec import PROGRAM_KEYS, from_wire, programs_to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
@@ -105,7 +104,9 @@ class SteeringCore:
         latches = ConversationLatches() if has_conversations else None
         self.state = SteeringState(dtype, limits, steerable, latches)
         self.reservations: Reservations[str] = Reservations(capacity, num_reserved_slots)
-        self._readings = RequestReadings(self.state.rules, latches)
+        # Where drafts are verified, the host alone knows which rows of a request that ends still count.
+        is_counted_there = steerable is None or steerable.knows_positions
+        self._readings = RequestReadings(self.state.rules, latches, is_counted_there=is_counted_there)
         self.operator = OperatorCalls(self.state, self.reservations, services, audit or Audit(), self._readings)
         self._controllers: Controllers | None = None
         self._resolved: dict[str, Resolved] = {}
@@ -183,12 +184,16 @@ class SteeringCore:
         )
         return keys if any(keys) else None
 
-    def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
+    def take_readings(
+        self, readings: Mapping[str, Any], discarded: Collection[str], ends: Mapping[str, int] | None = None
+    ) -> dict[str, Note]:
         """Return a piece of each request's trace; see `CorePart`."""
         self._readings.take_counts(readings.get("written", ()))
         if "ids" not in readings:
             return {}
         step = StepTable.of(readings)
+        if ends is not None:
+            step = step.cut(ends)
         if self._controllers is not None:
             self._controllers.read(step, discarded)
         return self._readings.take(step, discarded)
@@ -205,10 +210,10 @@ class SteeringCore:
         if self._controllers is not None:
             self._controllers.traced.add(req_id)
 
-    def description(self, req_id: str) -> Callable[[int], Trace] | None:
+    def description(self, req_id: str) -> Callable[[int], Mapping[str, Any]] | None:
         """Return the trace of a request that captured; see `CorePart`."""
-        notes = self._readings.traces.description(req_id)
-        return partial(join_notes, notes) if notes else None
+        log = self._readings.traces.log(req_id)
+        return None if log is None else lambda end: join_notes(log.notes, end) if log.notes else {}
 
     def decide(self) -> Decided | None:
         """Let controllers decide; see `CorePart`."""
@@ -321,8 +326,7 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
         owned = services.call_workers("op_sites", {})
         steerable = replace(steerable, stages=_stages(cast("list[list[str]]", owned)))
     if facts.has_drafts:
-        # What gates keep of a request's rows would be that of rows which do not count, too.
-        steerable = replace(steerable, max_gates=0, max_rules=0, knows_positions=False)
+        steerable = replace(steerable, knows_positions=False)
     dtype, has_conversations = cast("StoredType", model.dtype), facts.num_engines == 1
     core = SteeringCore(
         dtype,

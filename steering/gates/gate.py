@@ -229,6 +229,12 @@ class Gate:
         return any(leaf.pool in (Pool.LAST_PROMPT, Pool.PROMPT_MEAN) for leaf in self.leaves)
 
     @property
+    def is_constant_after_prompt(self) -> bool:
+        """Whether all that it compares is known at the end of the prompt: its strength stays from there on."""
+        leaves = list(self.leaves)
+        return bool(leaves) and all(leaf.pool in (Pool.LAST_PROMPT, Pool.PROMPT_MEAN) for leaf in leaves)
+
+    @property
     def has_state(self) -> bool:
         """Whether its strength at a row depends on other rows: those must be computed, not read from a cache."""
         remembers = any(leaf.pool is not Pool.TOKEN or leaf.hysteresis > 0 for leaf in self.leaves)

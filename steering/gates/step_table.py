@@ -43,6 +43,9 @@ def spread(values: Float32Rows, reported: Int64Array | None, num_columns: int) -
     return signals.T
 
 
+_NO_END = np.iinfo(np.int64).max
+
+
 class RequestSignals(NamedTuple):
     """The rows of one request in a step: position of the first, and their signals ``[rows, columns]``."""
 
@@ -75,6 +78,18 @@ class StepTable(NamedTuple):
         signals = spread(readings["values"], readings["reported"], readings["columns"])
         ids, firsts, counts = readings["ids"], readings["firsts"], readings["counts"]
         return cls(ids, firsts, counts, signals, readings["has_one_each"])
+
+    def cut(self, ends: Mapping[str, int]) -> StepTable:
+        """Return it without the rows of some requests from a position of each on."""
+        limits = np.array([ends.get(req_id, _NO_END) for req_id in self.ids], np.int64)
+        counts = np.clip(limits - self.firsts, 0, self.counts)
+        if np.array_equal(counts, self.counts):
+            return self
+        offsets = np.arange(len(self.signals)) - (self.counts.cumsum() - self.counts).repeat(self.counts)
+        (at,) = counts.nonzero()
+        ids = tuple(self.ids[each] for each in at.tolist())
+        signals = self.signals[offsets < counts.repeat(self.counts)]
+        return StepTable(ids, self.firsts[at], counts[at], signals, has_one_row_each=bool((counts[at] == 1).all()))
 
     def rows(self, wanted: Container[str]) -> Iterator[RequestSignals]:
         """Yield the rows of each of the requests that are wanted."""

@@ -357,14 +357,25 @@ def scan_gates(
         options: What that launch is compiled for.
     """
     (num_tokens, hidden_size), num_entries, num_columns = rows[0].shape, tables[2].shape[1], gates[0].shape[1]
-    signals_TC, states_QC, tokens_T2 = gates
+    signals_TC, _, tokens_T2 = gates
     sizes = (num_tokens, num_entries, num_columns)
     _scores_kernel[grid](*rows, *tables, signals_TC, tokens_T2, *strides_of(*rows), *sizes, hidden_size, **options)
+    scan_scored(tables, gates)
+
+
+def scan_scored(tables: tuple[Tensor, Tensor, Tensor, Tensor], gates: Gates) -> None:
+    """Evaluate the gates of rows that are scanned, and whose scores are in their signals.
+
+    Args:
+        tables: See `scan_gates`.
+        gates: Likewise.
+    """
+    (num_tokens, num_columns), num_entries = gates[0].shape, tables[2].shape[1]
     _scan_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
-        *(*tables, signals_TC, states_QC, tokens_T2, *sizes),
+        *(*tables, *gates, num_tokens, num_entries, num_columns),
         TOKENS=_TOKENS,
         ROWS=_ROWS,
-        BLOCK_E=options["BLOCK_E"],
+        BLOCK_E=triton.next_power_of_2(max(num_entries, 1)),
         num_warps=_SCAN_WARPS,
     )
 

@@ -7,7 +7,7 @@ E entries of a program at a site, K changes of a batch row.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -28,7 +28,7 @@ from headgate.steering.programs.codes import (
     FeatureActivation,
 )
 from headgate.steering.vectors.dtypes import Float32Rows
-from headgate.steering.worker.gates.reference import GateTensors
+from headgate.steering.worker.gates.reference import GateTensors, evaluate_scored
 from headgate.steering.worker.gates.step_gates import GateWrites
 from headgate.steering.worker.placed_programs import ProgramWrites
 from headgate.steering.worker.reconstruction import EncodedSae
@@ -328,6 +328,24 @@ class DeviceTables:
             if count or is_stale:
                 extent = self._extent
                 self._resolved[:, :extent] = self._map.index_select(1, self.rows[:extent])
+
+    def evaluate_again(self, op_sites: Iterable[int], gates: GateTensors) -> None:
+        """Evaluate the gates of rows that a forward has scored, as it did; nothing is added to the stream.
+
+        Args:
+            op_sites: Indices of the sites, whose order does not matter.
+            gates: Rows without `TokenFlag.IS_SCANNED` are left out.
+        """
+        if self.programs is None:
+            raise AssertionError("gates without tables of programs")
+        evaluate = evaluate_scored
+        if gates.states.device.type == "cuda":
+            from headgate.steering.kernels.scan_gates import scan_scored as evaluate
+        end = len(gates.tokens)
+        for index in op_sites:
+            programs = self.programs
+            tables = self.rows[:end], programs.active[index][:end], programs.codes[index], programs.params[index]
+            evaluate(tables, gates)
 
     def _update_gates(self, gates: GateWrites | None) -> None:
         """Bring the gates' tensors up to date in a step that changes nothing else."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.gates.step_table import ReportedCounts
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steered
+from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
 from headgate.steering.worker.device_tables import DeviceTables
@@ -80,8 +81,7 @@ class WorkerSteering:
         saes: Mapping[int, EncodedSae] | None = None,
     ) -> None:
         self._op_sites, here = tuple(op_sites), None if facts.pp_size == 1 else frozenset(op_sites)
-        dtype: Any = str(facts.dtype).removeprefix("torch.")
-        num_rows = rows_needed(facts.max_num_seqs)
+        num_rows, dtype = rows_needed(facts.max_num_seqs), cast("StoredType", str(facts.dtype).removeprefix("torch."))
         pool = SlotPool(num_slots, limits.row_size or facts.model.hidden_size, dtype)
         self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool, op_sites=op_sites, max_entries=limits.entries)
         self.gates: StepGates | None = None
@@ -151,11 +151,17 @@ class WorkerSteering:
         step = self._resolver.resolve(view, goes_on=goes_on)
         gates = None if self.gates is None else self.gates.step_begins(view, goes_on=goes_on)
         self.tables.update(self.table.take_writes(), step, gates, view)
+        if self.gates is not None:
+            self.gates.launches()
 
     def step_ends(self) -> None:
         """Follow up a step whose forward was launched."""
         if self.gates is not None:
             with inference_mode():
+                if (again := self.gates.take_back()) is not None:
+                    sites, gates = again
+                    at = [index for index, site in enumerate(self._op_sites) if site in sites]
+                    self.tables.evaluate_again(at, gates)
                 self.gates.step_ends()
 
     def to_next_stage(self) -> Tensor | None:

@@ -142,19 +142,20 @@ class Drafter:
     """Drafts the tokens that it knows will follow, with as many of them wrong as a test wants.
 
     Attributes:
-        answers: The greedy answer of each prompt.
+        answers: Prompts and their greedy answers; of several with one prompt, the first that a request has so far.
         rights: Of each prompt, which of the drafts are right: ``all``, ``none`` or ``some``. A draft is right or wrong
             whenever it is made, so that two engines answer alike.
     """
 
-    answers: Mapping[tuple[int, ...], Sequence[int]]
+    answers: Sequence[tuple[tuple[int, ...], Sequence[int]]]
     rights: Mapping[tuple[int, ...], str]
 
     def draft(self, known: Sequence[int]) -> list[int]:
         """The drafts after the tokens of a request so far."""
-        for prompt, answer in self.answers.items():
-            if tuple(known[: len(prompt)]) == prompt:
-                rest = [*answer[len(known) - len(prompt) :], *[0] * NUM_DRAFTS][:NUM_DRAFTS]
+        for prompt, answer in self.answers:
+            given = len(known) - len(prompt)
+            if tuple(known[: len(prompt)]) == prompt and list(answer[:given]) == list(known[len(prompt) :]):
+                rest = [*answer[given:], *[0] * NUM_DRAFTS][:NUM_DRAFTS]
                 chance = {"all": 256, "none": 0, "some": 150}[self.rights[prompt]]
                 lots = hashlib.sha256(repr((prompt, len(known))).encode()).digest()
                 return [token if lot < chance else (token + 1) % 500 for token, lot in zip(rest, lots, strict=False)]
@@ -164,8 +165,22 @@ class Drafter:
         """Draft for a model runner that was started with `CONFIG`."""
         if hasattr(runner, "speculator"):
             runner.speculator.propose = self._for_v2(runner)
-        else:
+        elif runner.speculative_config.method == "ngram":
             runner.drafter.propose = self._for_v1
+        else:
+            runner.propose_draft_token_ids = self._after_model(runner, runner.propose_draft_token_ids)
+
+    def _after_model(self, runner: Any, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Let the draft model run, and take other drafts than its own."""
+
+        def propose(step: Any, sampled: torch.Tensor, *args: Any) -> torch.Tensor:
+            found, batch = original(step, sampled, *args), runner.input_batch
+            known = [batch.token_ids_cpu[i, : batch.num_tokens_no_spec[i]].tolist() for i in range(len(found))]
+            new = [[token for token in tokens if 0 <= token < batch.vocab_size] for tokens in sampled.tolist()]
+            drafts = [self.draft(before + after) for before, after in zip(known, new, strict=True)]
+            return torch.tensor(drafts, dtype=found.dtype, device=found.device)[:, : found.shape[1]]
+
+        return propose
 
     def _for_v1(
         self, num_drafts: int, sampled: Sequence[Sequence[int]], num_tokens: Any, token_ids: Any, **_: Any
@@ -215,6 +230,28 @@ def eagle_folder(method: str, model: Path) -> Path:
     return folder
 
 
+def mtp_folder(model: Path) -> Path:
+    """A tiny DeepSeek with a layer of random weights that predicts the token after the next."""
+    from safetensors.torch import load_file, save_file
+
+    folder = model.with_name(f"{model.name}-mtp")
+    if (folder / "config.json").exists():
+        return folder
+    config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    hidden, number, drawn = config["hidden_size"], config["num_hidden_layers"], torch.Generator().manual_seed(0)
+    last, name = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    for key in [each for each in weights if each.startswith(last)]:
+        weights[name + key.removeprefix(last)] = weights[key].clone()
+    weights |= {f"{name}{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    weights[f"{name}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=drawn) * 0.1
+    weights[f"{name}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{name}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    return folder
+
+
 def start(**settings: Any) -> Any:
     """Start an engine with few KV blocks, so that requests are preempted, and steps of few tokens."""
     return start_llm(
@@ -238,7 +275,7 @@ def start(**settings: Any) -> Any:
 def draft(llm: Any, answers: Mapping[tuple[int, ...], Sequence[int]], asked: Sequence[Asked]) -> Any:
     """Dictate the drafts of an engine in this process; returns its model runner."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    Drafter(answers, {each.prompt: each.rights for each in asked}).install(runner)
+    Drafter(list(answers.items()), {each.prompt: each.rights for each in asked}).install(runner)
     return runner
 
 

@@ -64,24 +64,22 @@ def start(
     """
     saes = {"sae": f"{SAE.save(folder / 'sae')}@{SAE_SITE.name}"}
     usual = {"sites": SITES, "op_sites": SITES, "saes": saes, "max_probe_units": 40}
+    capture = {"consumers": [{"name": "memory"}, *consumers], "sites": SITES}
     llm = start_llm(
-        model=tiny_model(FAMILY),
-        dtype="float32",
-        in_process=True,
-        skip_tokenizer_init=True,
-        max_model_len=128,
-        max_num_batched_tokens=16,
-        num_gpu_blocks_override=14,
-        block_size=BLOCK,
-        max_logprobs=-1,
-        enable_prefix_caching=True,
-        additional_config={
-            "headgate": {
-                "capture": {"consumers": [{"name": "memory"}, *consumers], "sites": SITES},
-                "steering": {**usual, **(steering or {})},
-            }
-        },
-        **settings,
+        **{
+            "model": tiny_model(FAMILY),
+            "dtype": "float32",
+            "in_process": True,
+            "skip_tokenizer_init": True,
+            "max_model_len": 128,
+            "max_num_batched_tokens": 16,
+            "num_gpu_blocks_override": 14,
+            "block_size": BLOCK,
+            "max_logprobs": -1,
+            "enable_prefix_caching": True,
+            "additional_config": {"headgate": {"capture": capture, "steering": {**usual, **(steering or {})}}},
+            **settings,
+        }
     )
     name_all(llm)
     return llm

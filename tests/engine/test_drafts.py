@@ -7,7 +7,9 @@ preempted, and small steps, so that prompts come in chunks between drafts.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,24 +17,44 @@ import pytest
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint
 from tests.conftest import stop_llm
+from tests.engine import gate_runs
 from tests.engine.drafting import (
+    CONFIG,
     CONSUMERS,
+    MAX_ERROR,
+    NUM_DRAFTS,
+    NUM_OUTPUT,
     SITES,
     Asked,
+    Drafter,
     check,
     counts,
     draft,
     eagle_folder,
     generate,
     greedy,
+    mtp_folder,
     requests,
     start,
 )
-from tests.engine.hf_reference import HFReference, Steering
+from tests.engine.gate_making import PROMPTS, GateCase
+from tests.engine.hf_reference import HFReference, Steering, own_process, relative_error
 from tests.engine.steering_cases import Case, Tiers, sites_of, vectors
 from tests.engine.tiny_models import tiny_model
 from tests.fresh_python import run_python
 
+ENGINE = {
+    "max_model_len": 160,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 8,
+    "disable_log_stats": False,
+    "speculative_config": CONFIG,
+}
+NUM_GATED = 12
+NOT_WITH_DRAFTS = "scope: writes at sites before|positions: name some positions of the answer"
+MANY = 100_000
+"""Rows."""
 REQUESTS = requests()
 EVERYWHERE = sites_of(HookPoint.PRE_ATTN, HookPoint.POST_ATTN, HookPoint.POST_MLP)
 (OP_SITE,) = sites_of(HookPoint.POST_MLP, layers=[1])
@@ -55,10 +77,19 @@ def answers(reference: HFReference) -> dict[tuple[int, ...], list[int]]:
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[Any]:
-    steering = {"op_sites": {"post_mlp": [1]}}
-    config = {"headgate": {"capture": {"consumers": CONSUMERS, "sites": SITES}, "steering": steering}}
-    llm = start(additional_config=config)
+def references() -> Iterator[ProcessPoolExecutor]:
+    with own_process() as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def cases(references: ProcessPoolExecutor) -> list[GateCase]:
+    return gate_runs.made_cases(references)
+
+
+@pytest.fixture(scope="module")
+def llm(cases: list[GateCase], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    llm = gate_runs.start(tmp_path_factory.mktemp("saes"), **ENGINE)
     yield llm
     stop_llm(llm)
 
@@ -107,13 +138,73 @@ def test_steered_answers_and_rows_are_those_without_drafts(llm, reference):
         check(each, tokens, captured, reference, acts)
 
 
+def refusal(llm: Any, case: GateCase) -> str:
+    """Why an engine does not take the gates of a case; empty if it does."""
+    try:
+        gate_runs.generate(llm, [case], [PROMPTS[case.prompt]], 1)
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+def test_gates_go_on_over_accepted_rows_alone(llm, references, cases):
+    """Rows, logprobs and traces are Hugging Face's with drafts that are all wrong, wrong in part, and all right."""
+    reasons = {case.name: refusal(llm, case) for case in cases}
+    assert all(re.search(NOT_WITH_DRAFTS, reason) for reason in reasons.values() if reason), reasons
+    assert not [name for name, reason in reasons.items() if "early" in name and not reason]
+    served = [case for case in cases if not reasons[case.name]]
+    assert len(served) > 33
+    prompts = [tuple(PROMPTS[case.prompt]) for case in served]
+    answers: list[tuple[tuple[int, ...], Sequence[int]]] = []
+    run = None
+    for rights, shares in (("none", (0, 0.1)), ("some", (0.2, 0.8)), ("all", (0.8, 1))):
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        Drafter(answers, dict.fromkeys(prompts, rights)).install(runner)
+        before = counts(llm)
+
+        outputs = gate_runs.generate(llm, served, prompts, NUM_GATED, captures=True)
+
+        samples = [output.outputs[0] for output in outputs]
+        run = run or gate_runs.told_of(served, outputs, references)
+        gate_runs.check(run._replace(outputs=outputs, samples=samples), captures=True)
+        more = {name: value - before.get(name, 0) for name, value in counts(llm).items()}
+        share = more["spec_decode_num_accepted_tokens"] / more["spec_decode_num_draft_tokens"]
+        assert shares[0] <= share <= shares[1], (rights, share)
+        assert more["num_preemptions"] > 0
+        answers = [(prompt, list(sample.token_ids)) for prompt, sample in zip(prompts, samples, strict=True)]
+
+
+@pytest.mark.extended
+def test_of_many_requests_no_row_is_of_a_rejected_draft(llm, reference, answers):
+    draft(llm, answers, REQUESTS)
+    lots, num_rows, before = random.Random(7), 0, counts(llm)
+    known = {asked.prompt: reference.run(asked.prompt, answers[asked.prompt]).rows[OP_SITE] for asked in REQUESTS}
+    while num_rows < MANY:
+        some = [replaced(lots.choice(REQUESTS), lots.randrange(1, NUM_OUTPUT + 1)) for _ in range(256)]
+        capture = [{"memory": {"hooks": {"post_mlp": [1]}, "positions": "all_generated"}}] * len(some)
+        params = [each.params(answers[each.prompt], capture=one) for each, one in zip(some, capture, strict=True)]
+        for asked, (tokens, captured) in zip(some, generate(llm, some, params), strict=True):
+            positions = list(range(len(asked.prompt), len(asked.prompt) + len(tokens) - 1))
+            assert tokens == asked.answer(answers[asked.prompt])
+            assert captured.positions.tolist() == positions
+            assert captured.token_ids.tolist() == tokens[:-1]
+            if positions:
+                assert relative_error(captured.rows[OP_SITE], known[asked.prompt][positions]) <= MAX_ERROR
+            num_rows += len(positions)
+    more = {name: value - before.get(name, 0) for name, value in counts(llm).items()}
+    print(
+        num_rows, more["spec_decode_num_draft_tokens"], more["spec_decode_num_accepted_tokens"], more["num_preemptions"]
+    )
+
+
+def replaced(asked: Asked, max_tokens: int) -> Asked:
+    """The same request, which ends elsewhere."""
+    return Asked(asked.prompt, asked.rights, "all_generated", max_tokens)
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        (
-            {"steering_gates": [{"when": "always", "then": {"vectors": {"post_mlp": {"1": AXIS.tolist()}}}}]},
-            "steering_gates.*decodes speculatively",
-        ),
         (
             {
                 "steering_ops": [
@@ -147,6 +238,49 @@ def test_a_draft_model_is_neither_captured_nor_steered(method, reference, answer
         assert accepted > 0.9 if method == "draft_model" else accepted < 0.5
     finally:
         stop_llm(llm)
+
+
+@pytest.mark.extended
+def test_rows_beside_a_layer_that_predicts_several_tokens_are_of_accepted_tokens():
+    model = tiny_model("deepseek_v3")
+    reference = HFReference(model, "deepseek_v3")
+    answers = {asked.prompt: greedy(reference, asked.prompt) for asked in REQUESTS}
+    sites = {hook: layers for hook, layers in SITES.items() if hook != "hook_z"}
+    settings = {
+        "model": mtp_folder(model),
+        "num_gpu_blocks_override": 16,  # of half the size that others have
+        "speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": NUM_DRAFTS},
+        # vLLM's rotary kernel for CPUs rotates some of DeepSeek's queries wrongly.
+        "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+    }
+    prompts = [{"prompt_token_ids": list(each.prompt)} for each in REQUESTS]
+    plain = []
+    for config in ({}, {"headgate": {"capture": {"consumers": CONSUMERS, "sites": sites}}}):
+        llm = start(**settings, additional_config=config)
+        try:
+            draft(llm, answers, REQUESTS)
+            params = [each.params(answers[each.prompt], logprobs=0) for each in REQUESTS]
+            plain.append([output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)])
+            if config:
+                _check_captured(llm, sites, answers, reference)
+        finally:
+            stop_llm(llm)
+    for stock, ours in zip(*plain, strict=True):
+        assert (ours.token_ids, ours.logprobs) == (stock.token_ids, stock.logprobs)
+
+
+def _check_captured(llm: Any, sites: Any, answers: Any, reference: HFReference) -> None:
+    params = []
+    for each in REQUESTS:
+        fields = {"memory": {"hooks": sites, "positions": each.positions}}
+        params.append(each.params(answers[each.prompt], capture=fields))
+    before = counts(llm)
+    for asked, (tokens, captured) in zip(REQUESTS, generate(llm, REQUESTS, params), strict=True):
+        assert tokens == asked.answer(answers[asked.prompt]), asked
+        check(asked, tokens, captured, reference)
+    more = {name: value - before[name] for name, value in counts(llm).items() if name in before}
+    assert 0.2 < more["spec_decode_num_accepted_tokens"] / more["spec_decode_num_draft_tokens"] < 0.8
+    assert more["num_preemptions"] > 0
 
 
 @pytest.mark.extended

@@ -103,7 +103,9 @@ class ReadingCore(CorePart):
     def call(self, method: str, args: Mapping[str, object]) -> object:
         return {"names": [], "known": sorted(self._next)}[method]
 
-    def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, object]:
+    def take_readings(
+        self, readings: Mapping[str, Any], discarded: Collection[str], ends: Mapping[str, int] | None = None
+    ) -> dict[str, object]:
         notes: dict[str, object] = {}
         for req_id, (start, end) in readings["rows"].items():
             first = max(self._next.get(req_id, 0), start)

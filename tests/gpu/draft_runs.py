@@ -96,7 +96,7 @@ def main(name: str, out: str) -> None:
     given = torch.load(os.environ["DRAFT_ANSWERS"], weights_only=False)["steered" if mode.steers else "plain"]
     if mode.dictates:
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        Drafter(given, {each.prompt: each.rights for each in asked}).install(runner)
+        Drafter(list(given.items()), {each.prompt: each.rights for each in asked}).install(runner)
     steering = TIERS.fields() if mode.steers else {}
     params = [
         each.params(given[each.prompt], **({} if is_stock else {"capture": each.capture}), **steering) for each in asked

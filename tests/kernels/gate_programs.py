@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +26,8 @@ from headgate.steering.programs.codes import (
     gate_field,
     with_change,
 )
-from headgate.steering.worker.gates.reference import GateTensors
+from headgate.steering.worker.gates.reference import GateTensors, evaluate_scored
+from headgate.steering.worker.gates.step_gates import DraftedRows
 from headgate.steering.worker.program_reference import program_deltas_reference
 from tests.kernels.test_run_programs import (
     ACTIVATIONS,
@@ -36,6 +39,8 @@ from tests.kernels.test_run_programs import (
     features,
     run_programs,
 )
+
+scan_scored = pytest.importorskip("headgate.steering.kernels.scan_gates").scan_scored
 
 NUM_COLUMNS = 80
 EARLY_COLUMN = NUM_COLUMNS - 3
@@ -80,8 +85,13 @@ class Steps:
         self.states = states.to(DEVICE)
         self.signals = [torch.randn(request.length, NUM_COLUMNS, generator=generator) for request in self.requests]
 
-    def step(self, numbers: Sequence[int], *, scans: bool = True) -> tuple[Tensor, Tensor]:
-        """Run so many further rows of each request; compare, and return deltas and signals of the rows."""
+    def step(
+        self, numbers: Sequence[int], *, scans: bool = True, rejected: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Run so many further rows of each request; compare, and return deltas and signals of the rows.
+
+        The last `rejected` rows of each request are of rejected drafts, and leave nothing behind.
+        """
         at = [(r, p) for r, n in enumerate(numbers) for p in range(self.done[r], self.done[r] + n)]
         example = Example(self.programs, [self.requests[r].program for r, _ in at], self.width)
         example.value = torch.stack([self.rows[r][p] for r, p in at]).to(DEVICE)
@@ -91,6 +101,7 @@ class Steps:
         made = GateTensors(signals, self.states, flags)
         known = GateTensors(*(tensor.clone() for tensor in made))
         arguments = example.tables.arguments()
+        drafted = self._drafted(at, numbers, made, known) if any(rejected) else []
         delta = run_programs.program_deltas(example.value, None, *arguments, gates=made, scans=scans)
         expected = program_deltas_reference(example.value, None, *example.tables.arguments(), gates=known)
         active = example.tables.counts > 0
@@ -98,8 +109,28 @@ class Steps:
         torch.testing.assert_close(made.states, known.states, rtol=2e-4, atol=2e-4, equal_nan=True)
         size = expected.abs().amax(-1, keepdim=True) + example.value.double().abs().amax(-1, keepdim=True)
         assert ((delta.double() - expected).abs() <= 3e-4 * size)[active].all()
-        self.done = [done + number for done, number in zip(self.done, numbers, strict=True)]
+        for rows, gates in zip(drafted, (made, known), strict=False):
+            again = rows.take_back(gates, torch.tensor(rejected, device=DEVICE))
+            assert again is not None
+            used = slice(len(again.tokens))
+            tables = arguments[1][used], arguments[2][used], arguments[3], arguments[4]
+            if gates is made:
+                scan_scored(tables, again)
+            else:
+                row, count, codes, params = (table.cpu() for table in tables)
+                on_host = GateTensors(*(tensor.cpu() for tensor in again))
+                evaluate_scored((row, count, codes, params), on_host)
+                known.states.copy_(on_host.states)
+        torch.testing.assert_close(made.states, known.states, rtol=2e-4, atol=2e-4, equal_nan=True)
+        stays = [number - gone for number, gone in zip(numbers, rejected or [0] * len(numbers), strict=True)]
+        self.done = [done + number for done, number in zip(self.done, stays, strict=True)]
         return delta, signals
+
+    def _drafted(self, at: Sequence[tuple[int, int]], numbers: Sequence[int], *gates: GateTensors) -> list[DraftedRows]:
+        """The rows of requests with several in a step, for each of some tensors."""
+        listed = [(token, r, self.done[r] + numbers[r] - 1 - p) for token, (r, p) in enumerate(at) if numbers[r] > 1]
+        rows = np.array(listed, np.int64).reshape(-1, 3).T
+        return [DraftedRows(rows, frozenset(), each) for each in gates]
 
     def _flags(self, request: int, position: int, number: int) -> int:
         given = self.requests[request]

@@ -253,6 +253,22 @@ def run_requests(composed: list[list[Entry]], data: st.DataObject) -> None:
         steps.step(numbers if any(numbers) else left)
 
 
+@settings(max_examples=3)
+@GIVEN
+def test_rejected_drafts_leave_the_states_of_the_last_row_that_counts(composed, data):
+    requests = [Request(data.draw(st.integers(1, len(composed))), 2, 9, slot) for slot in (2, 0, 1)]
+    drafting, plain = Steps(composed, requests), Steps(composed, requests)
+    for steps in (drafting, plain):
+        steps.step([2, 2, 2])
+    while max(drafting.done) < 5:
+        accepted = [data.draw(st.integers(1, 3)) for _ in requests]
+        rejected = [data.draw(st.integers(0, 2)) for _ in requests]
+        drafting.step([one + other for one, other in zip(accepted, rejected, strict=True)], rejected=rejected)
+        plain.step(accepted)
+
+        torch.testing.assert_close(drafting.states, plain.states, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def test_rows_are_the_same_however_a_prompt_is_cut():
     program = [score(0), *(leaf(1 + 3 * at, 0, pool, (0.1, 0.3, 1, 0.2)) for at, pool in enumerate(Pool))]
     program += [gate(13 + 3 * at, 1 + 3 * at, scope) for at, scope in enumerate([*GateScope, GateScope.REST])]

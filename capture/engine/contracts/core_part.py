@@ -279,14 +279,21 @@ class CorePart(Protocol):
         """
         ...
 
-    def take_readings(self, readings: Document, discarded: Collection[str]) -> Mapping[str, object]:
-        """Take what one step read. Engine thread, in the order of the steps, before its tokens are looked at.
+    def take_readings(
+        self, readings: Document, discarded: Collection[str], ends: Mapping[str, int] | None = None
+    ) -> Mapping[str, object]:
+        """Take what one step read. Engine thread, in the order of the steps.
+
+        That is before the step's tokens are looked at; where drafts are verified, after that, but before the `release`
+        of requests that end with them.
 
         Args:
             readings: The part's own document of that step, as the worker collected it.
             discarded: Requests of the step for which it does not count: after it was launched they ended, or their
                 prompts began again. Rows that are computed again, after a preemption or a change of global vectors,
                 come a second time.
+            ends: Where drafts are verified, the position of each request's last token: rows from there on are of
+                drafts after a token with which the request ended, and count no more.
 
         Returns:
             A note for each request that the front end is to be sent something of: plain values and bytes, by id. They
@@ -309,12 +316,11 @@ class CorePart(Protocol):
         """Follow a request that captures, after `accept`, whether or not it asks for notes. Input thread."""
 
     def description(self, req_id: str) -> Callable[[int], Document] | None:
-        """Return what is to be reported of a request that is followed and ends now; None if nothing was read or
-        decided.
+        """Return what is to be reported of a request that is followed and ends now; None if it is not followed.
 
-        The function is given how many tokens were kept, prompt and output; the front end may still have to say that.
-        It returns plain values; a list in them whose length is that of their ``positions``, and which has numbers or
-        None, is by row.
+        The function is called when all readings were taken. It is given how many tokens were kept, prompt and output;
+        the front end may still have to say that. It returns plain values, none if nothing was read or decided; a list
+        in them whose length is that of their ``positions``, and which has numbers or None, is by row.
         """
         return None
 

@@ -126,9 +126,13 @@ class StepNotes:
         scheduler: vLLM's.
         name: The part's.
         part: Its half in the engine core.
+        release: Frees what is kept for a request; None unless drafts are verified. Then a step's rows count as far as
+            its tokens do: they are taken after these, and requests that end with them are released after that.
     """
 
-    def __init__(self, scheduler: Scheduler, name: str, part: CorePart) -> None:
+    def __init__(
+        self, scheduler: Scheduler, name: str, part: CorePart, release: Callable[[str], None] | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._name = name
         self._part = part
@@ -139,6 +143,9 @@ class StepNotes:
         self._outdated: dict[str, int] = {}
         """Steps in flight whose rows of a request do not count, since its prompt has begun again."""
         self._is_in_step = False
+        self._release = release
+        self._ending: dict[str, Request] | None = None
+        """Requests that ended with a step's tokens, whose readings are yet to be taken; None between steps."""
         self._running: list[str] = []
         """Requests of the last step that was looked at, if all of them ran and none was freed since."""
 
@@ -148,11 +155,12 @@ class StepNotes:
         """Let the scheduler make the outputs of a step, and complete them with its notes and earlier ones."""
         readings: Mapping[str, Document] | None = getattr(output, READINGS_ATTRIBUTE, None)
         outdated = self._take_outdated() if self._outdated else set()
-        if readings is not None:
-            self._take(readings, self._ended(scheduler_output.num_scheduled_tokens) | outdated)
+        discarded = set() if readings is None else self._ended(scheduler_output.num_scheduled_tokens) | outdated
+        if readings is not None and self._release is None:
+            self._take(readings, discarded)
         self._is_in_step = True
         try:
-            made: dict[int, CoreOutputs] = original(self._scheduler, scheduler_output, output)
+            made = self._outputs(original, scheduler_output, output, readings, discarded)
             self._decide(made)
             if self._kept:
                 self._attach(made.values())
@@ -161,6 +169,38 @@ class StepNotes:
         for req_id in [known for known in self._kept if known not in self._scheduler.requests]:
             del self._kept[req_id]
         return made
+
+    def _outputs(
+        self,
+        original: Function,
+        scheduler_output: SchedulerOutput,
+        output: RunnerOutput,
+        readings: Mapping[str, Document] | None,
+        discarded: Collection[str],
+    ) -> dict[int, CoreOutputs]:
+        """Let the scheduler make the outputs of a step; where drafts are verified, take what was read after that."""
+        made: dict[int, CoreOutputs]
+        if self._release is None or readings is None:
+            made = original(self._scheduler, scheduler_output, output)
+            return made
+        known = self._scheduler.requests
+        held = {req_id: known[req_id] for req_id in scheduler_output.num_scheduled_tokens if req_id in known}
+        self._ending = {}
+        try:
+            made = original(self._scheduler, scheduler_output, output)
+            self._take(readings, discarded, {req_id: request.num_tokens - 1 for req_id, request in held.items()})
+        finally:
+            ending, self._ending = self._ending, None
+            for req_id in ending:
+                self._release(req_id)
+        return made
+
+    def waits(self, request: Request) -> bool:
+        """Whether a request that was freed is released later, once the readings of the present step were taken."""
+        if self._ending is None:
+            return False
+        self._ending[request.request_id] = request
+        return True
 
     def release(self, req_id: str) -> None:
         """Forget a request that was freed; in the middle of a step its last output is yet to be made."""
@@ -189,7 +229,14 @@ class StepNotes:
     def description(self, req_id: str) -> Callable[[int], Document]:
         """Return a function of how many tokens of a capturing request were kept: what there is to report, by part."""
         found = self._part.description(req_id)
-        return nothing_noted if found is None else lambda end: {self._name: found(end)}
+        if found is None:
+            return nothing_noted
+
+        def described(end: int) -> Document:
+            document = found(end)
+            return {self._name: document} if document else {}
+
+        return described
 
     def _decide(self, made: dict[int, CoreOutputs]) -> None:
         """Let the part decide after a step whose outputs are `made`, and end the requests that it ends."""
@@ -202,18 +249,20 @@ class StepNotes:
 
     def _keep(self, req_id: str, note: object) -> None:
         if (wants := self._wanting.get(req_id)) is None:
-            request = self._scheduler.requests.get(req_id)
+            request = self._scheduler.requests.get(req_id) or (self._ending or {}).get(req_id)
             if request is None:
                 return
             wants = self._wanting[req_id] = wants_notes(request.sampling_params)
         if wants:
             self._kept.setdefault(req_id, []).append(note)
 
-    def _take(self, readings: Mapping[str, Document], discarded: Collection[str]) -> None:
+    def _take(
+        self, readings: Mapping[str, Document], discarded: Collection[str], ends: Mapping[str, int] | None = None
+    ) -> None:
         for name, document in readings.items():
             if name != self._name:
                 raise AssertionError(f"nothing in this engine core takes the readings of part {name!r}")
-            for req_id, note in self._part.take_readings(document, discarded).items():
+            for req_id, note in self._part.take_readings(document, discarded, ends).items():
                 if req_id not in discarded:
                     self._keep(req_id, note)
 
@@ -302,7 +351,7 @@ class EngineCoreAdapter:
         actions = None if target.address is None else ActionInbox(target.address)
         self._services = PartServices(core, part.name, steps, self._waiting, actions)
         self._part: CorePart = part.core(facts, section(config, part.name), self._services)
-        self.notes = StepNotes(core.scheduler, part.name, self._part)
+        self.notes = StepNotes(core.scheduler, part.name, self._part, self.release if facts.has_drafts else None)
         steps.begin_again = self.notes.begin_again
         self._services.open(self._part)
         setattr(core.scheduler, SERVICES, self._services)
@@ -607,7 +656,7 @@ def free_request(original: Function) -> Function:
             ended = Ended(*tokens, status, describe, num_outdated)
             _ends(self).end(request.request_id, ended, is_decided=status == "abort" or not params.stop)
         result = original(self, request, *args, **kwargs)
-        if adapter is not None:
+        if adapter is not None and not adapter.notes.waits(request):
             adapter.release(request.request_id)
         return result
 

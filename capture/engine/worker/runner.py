@@ -238,6 +238,7 @@ class SampledStep:
     def __init__(self, view: BatchView) -> None:
         self._planned = view
         self._found: Tensor | None = None
+        self._rejected: Tensor | None = None
         self._event: torch.cuda.Event | None = None
         self._view: BatchView | None = None
 
@@ -249,6 +250,7 @@ class SampledStep:
     def sampled(self, num_computed: Tensor, num_rejected: Tensor) -> None:
         """Start to copy to the host what the device knows; both ``[num_requests]`` there."""
         found = torch.stack([num_computed.to(torch.int64), num_rejected.to(torch.int64)])
+        self._rejected = found[1]
         if not found.is_cuda:
             self._found = found
             return
@@ -260,6 +262,10 @@ class SampledStep:
     def is_known(self) -> bool:
         """Whether `view` returns without waiting."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def num_rejected(self) -> Tensor | None:
+        """Return how many rows of each request do not count, on the device; None if the step was not sampled."""
+        return self._rejected
 
     def view(self) -> BatchView:
         """Wait until the device knows, and return the rows that count."""

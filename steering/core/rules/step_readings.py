@@ -80,10 +80,14 @@ class CountedRequest:
         source: The gates.
         latch_keys: Keys of the ones that go on in a conversation, by their names.
         num_prompt: Tokens of its prompt.
+        may_be_counted: Whether workers may count what its gates write.
     """
 
-    def __init__(self, source: GateSource, latch_keys: Mapping[str, LatchKey], num_prompt: int) -> None:
+    def __init__(
+        self, source: GateSource, latch_keys: Mapping[str, LatchKey], num_prompt: int, *, may_be_counted: bool = True
+    ) -> None:
         self.source = source
+        self._may_be_counted = may_be_counted
         self.latches = {
             key: column.column
             for column in self.source.layout.gates
@@ -97,7 +101,8 @@ class CountedRequest:
     def is_countable(self) -> bool:
         """Whether rows need not be sent: workers can count what is written, and nothing else reads the rows."""
         decode = self.source.decode
-        return bool(self._columns) and not self.latches and decode.early.isdisjoint(self._columns)
+        may_be = self._may_be_counted and bool(self._columns)
+        return may_be and not self.latches and decode.early.isdisjoint(self._columns)
 
 
 HandedOn = dict[tuple[bytes, int], float]
@@ -462,10 +467,9 @@ class StepTraces:
             self.add(req_id, GateSource.nothing() if own is None else own, num_prompt)
         self._logs[req_id] = TraceLog()
 
-    def description(self, req_id: str) -> Sequence[Note]:
-        """Return all pieces of the trace of a request that is described, in few."""
-        log = self._logs.get(req_id)
-        return () if log is None else log.notes
+    def log(self, req_id: str) -> TraceLog | None:
+        """Return the pieces of the trace of a request that is described, in few; None of others."""
+        return self._logs.get(req_id)
 
     def keep(self, notes: Mapping[str, Note]) -> None:
         """Keep pieces of the traces of requests that are described."""
@@ -533,18 +537,22 @@ class RequestReadings:
     Args:
         rules: Rules of the engine core.
         latches: Where gates of conversations are latched; None if there are none.
+        is_counted_there: Whether workers may count what gates write, so that rows need not be sent.
 
     Attributes:
         traces: Traces of requests whose traces are wanted.
         beside: Returns, by the id of a request, what is read of its rows beside its gates and rules.
     """
 
-    def __init__(self, rules: RuleRegistry, latches: ConversationLatches | None = None) -> None:
+    def __init__(
+        self, rules: RuleRegistry, latches: ConversationLatches | None = None, *, is_counted_there: bool = True
+    ) -> None:
         self.traces = StepTraces()
         self.beside: Callable[[str], Sequence[GateSource]] = lambda _: ()
         self._counting = StepCounts(rules)
         self._rules = rules
         self._latches = latches
+        self._is_counted_there = is_counted_there
         self._latching: dict[str, CountedRequest] = {}
         """Requests with gates that go on in a conversation."""
 
@@ -585,7 +593,7 @@ class RequestReadings:
             if is_traced:
                 self.traces.add(req_id, GateSource.nothing(), num_prompt)
             return False
-        own = CountedRequest(resolved.gates, resolved.latch_keys, num_prompt)
+        own = CountedRequest(resolved.gates, resolved.latch_keys, num_prompt, may_be_counted=self._is_counted_there)
         self._counting.add(req_id, own)
         if own.latches:
             self._latching[req_id] = own

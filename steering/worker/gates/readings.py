@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.schema.batch import Int32Array, Int64Array
+from headgate.capture.schema.batch import Int32Array, Int64Array, StepOutcome
 from headgate.steering.gates.gate import FOLLOWING
 from headgate.steering.gates.step_table import ReportedCounts, spread
 from headgate.steering.programs.codes import TokenFlag
@@ -177,6 +177,7 @@ class StepSignals:
     Args:
         rows: The step's rows.
         copied: Their signals, which are copied here.
+        outcome: Says which of the rows count; None if all do.
 
     Attributes:
         rows: As given.
@@ -184,24 +185,31 @@ class StepSignals:
         reported: int64 ``[K]``: the columns that were copied; None if all were.
     """
 
-    def __init__(self, rows: GateRows, copied: SignalRows) -> None:
+    def __init__(self, rows: GateRows, copied: SignalRows, outcome: StepOutcome | None = None) -> None:
         self.rows, self.num_columns, self.reported = rows, copied.num_columns, copied.reported
+        self._counted, self._outcome = rows, outcome
         self._values = copied.copy()
         self._lock = Lock()
 
-    def values(self) -> Float32Rows:
-        """Return the signals ``[N, len(told)]`` of the rows, or ``[N, C]``; waits for the copy."""
+    def counted(self) -> tuple[GateRows, Float32Rows]:
+        """Return the rows that count, and their signals ``[N, len(reported)]`` or ``[N, C]``; waits for both."""
         with self._lock:
             if isinstance(self._values, PinnedCopy):
                 self._values = self._values.take()
-            return self._values
+            if self._outcome is not None:
+                self._counted, counts = self.rows.counted(self._outcome.view())
+                self._values, self._outcome = self._values[counts], None
+            return self._counted, self._values
 
     def of(self, req_id: str) -> tuple[int, Float32Rows]:
-        """Return position of the first row, and the signals ``[n, C]``, of one of the requests."""
-        at = self.rows.req_ids.index(req_id)
-        start = int(self.rows.counts[:at].sum())
-        values = self.values()[start : start + int(self.rows.counts[at])]
-        return int(self.rows.firsts[at]), spread(values, self.reported, self.num_columns)
+        """Return position of the first row, and the signals ``[n, C]``, of one of the requests; 0 if no row counts."""
+        rows, values = self.counted()
+        if req_id not in rows.req_ids:
+            return 0, np.empty((0, self.num_columns), np.float32)
+        at = rows.req_ids.index(req_id)
+        start = int(rows.counts[:at].sum())
+        own = values[start : start + int(rows.counts[at])]
+        return int(rows.firsts[at]), spread(own, self.reported, self.num_columns)
 
 
 class SignalCopier:
@@ -221,8 +229,8 @@ class SignalCopier:
         self._copied: SignalRows | None = None
         """Signals of that step's rows."""
 
-    def copy(self, rows: GateRows, batch: GatedBatch) -> StepSignals:
-        """Copy the signals of a step's rows that are sent; there are some."""
+    def copy(self, rows: GateRows, batch: GatedBatch, outcome: StepOutcome | None = None) -> StepSignals:
+        """Copy the signals of a step's rows that are sent; there are some. Its outcome says which of them count."""
         if self._reported is None or self._copied is None or self._starts is not rows.starts:
             reported = rows.part(batch.reported_at)
             self._copied = self._rows_to_copy(reported, batch)
@@ -230,7 +238,7 @@ class SignalCopier:
             are_all = len(batch.reported_at) == len(rows.req_ids)
             reported = rows if are_all else self._reported._replace(firsts=rows.firsts[batch.reported_at])
         self._reported, self._starts = reported, rows.starts
-        return StepSignals(reported, self._copied)
+        return StepSignals(reported, self._copied, outcome)
 
     def _rows_to_copy(self, reported: GateRows, batch: GatedBatch) -> SignalRows:
         """Return the rows to copy; indices that the device has are not sent again."""
@@ -268,7 +276,9 @@ class SignalReadings:
         )
         if self._signals is None:
             return written
-        rows, values, reported = self._signals.rows, self._signals.values(), self._signals.reported
+        rows, values = self._signals.counted()
+        if not rows.req_ids:
+            return written
         return {
             **written,
             "ids": rows.req_ids,
@@ -276,7 +286,7 @@ class SignalReadings:
             "counts": rows.counts,
             "has_one_each": rows.has_one_each,
             "columns": self._signals.num_columns,
-            "reported": reported,
+            "reported": self._signals.reported,
             "values": values,
         }
 

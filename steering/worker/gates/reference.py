@@ -113,6 +113,22 @@ def evaluate(
             tensor.copy_(torch.from_numpy(values))
 
 
+def evaluate_scored(tables: tuple[Tensor, Tensor, Tensor, Tensor], gates: GateTensors) -> None:
+    """Evaluate the gates of one site on rows whose scores are in their signals, as `evaluate` does.
+
+    Args:
+        tables: Row of the table and number of entries of each token; codes and params of the site, by row.
+        gates: On the host. Tokens without `TokenFlag.IS_SCANNED` are left out.
+    """
+    row_T, count_T, codes_REC, params_REP = tables
+    signals, states, tokens = (tensor.numpy() for tensor in gates)
+    is_scanned = (gates.tokens[:, FLAGS] & TokenFlag.IS_SCANNED != 0) & (count_T > 0)
+    for token in is_scanned.nonzero()[:, 0].tolist():
+        row, (slot, flags) = int(row_T[token]), tokens[token].tolist()
+        codes = codes_REC[row, : int(count_T[token])].tolist()
+        _evaluate_row(codes[: gate_entries(codes)], params_REP[row].tolist(), signals[token], states[slot], flags)
+
+
 def _scores_of(x_ND: Tensor, pool_SD: Tensor, codes: Entries, params: Params) -> Iterator[tuple[int, Tensor]]:
     """Yield column and scores ``[N]`` of each score of a program."""
     total_N = torch.zeros_like(x_ND[:, 0])

@@ -18,6 +18,7 @@ from headgate.capture.schema.batch import BatchView, BoolArray, Int32Array, Int6
 from headgate.capture.schema.sites import Site
 from headgate.steering.gates.gate import Selection
 from headgate.steering.programs.codes import (
+    CODE,
     CODE_MASK,
     EARLY,
     GATE_COLUMNS,
@@ -70,6 +71,7 @@ class GatedRequest:
         of_rules: The columns of `early` that belong to rules: they may not have been there on earlier rows.
         reported: Columns of its rows that the host reads.
         is_counted: Whether the count in its states is all that the host reads of it, when it ends or on request.
+        sites: Where its gates are evaluated.
     """
 
     num_prompt: int
@@ -77,6 +79,7 @@ class GatedRequest:
     of_rules: frozenset[int] = frozenset()
     reported: frozenset[int] = frozenset()
     is_counted: bool = False
+    sites: frozenset[Site] = frozenset()
 
 
 def gated_request(
@@ -101,7 +104,14 @@ def gated_request(
     columns = _Columns.joined([*of_own, *of_rules])
     early = tuple(sorted(columns.early))
     is_counted = own.is_counted and not (own.is_captured or rules or early)
-    return GatedRequest(own.num_prompt, early, _Columns.joined(of_rules).early, columns.reported, is_counted)
+    of_rules_early, sites = _Columns.joined(of_rules).early, _sites_of([*gated, *evaluated])
+    return GatedRequest(own.num_prompt, early, of_rules_early, columns.reported, is_counted, sites)
+
+
+def _sites_of(programs: Sequence[Program]) -> frozenset[Site]:
+    """Return the sites at which gates of programs are evaluated."""
+    kinds = [(program.sites, (program.codes[:, CODE] & CODE_MASK).tolist()) for program in programs]
+    return frozenset(site for sites, codes in kinds for site, kind in zip(sites, codes, strict=True) if kind == _GATE)
 
 
 class _Columns(NamedTuple):
@@ -173,6 +183,19 @@ class GateRows(NamedTuple):
     firsts: Int64Array
     counts: Int64Array
     has_one_each: bool
+
+    def counted(self, view: BatchView) -> tuple[GateRows, BoolArray]:
+        """Return the rows that count, and for each of these rows, ``[N]``, whether it does.
+
+        Args:
+            view: Of the step, as its outcome has it. Requests without a row that counts are left out.
+        """
+        place_of = {req_id: at for at, req_id in enumerate(view.req_ids)}
+        at = np.array([place_of[req_id] for req_id in self.req_ids], np.int64)
+        firsts, counts = view.num_computed[at], view.num_scheduled[at]
+        counted = GateRows(self.req_ids, self.starts, firsts, counts, has_one_each=bool((counts == 1).all()))
+        counts_row: BoolArray = self.offsets < counts.repeat(self.counts)
+        return counted.part(counts.nonzero()[0]), counts_row
 
     def part(self, at: Int64Array) -> GateRows:
         """Return the rows of some of the requests, by their places; all are ascending."""
@@ -257,13 +280,15 @@ _RESETS, _ENDS_PROMPT, _IS_GENERATED, _IS_REPLAYED, _IS_SCANNED = (np.int32(flag
 """Numpy takes ten times as long to multiply by a member of an enumeration."""
 
 
-def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32Array:
+def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray, *, has_drafts: bool = False) -> Int32Array:
     """Return the `TokenFlag` of each row of a step, int32 ``[N]``.
 
     Args:
         rows: The rows.
         num_prompt: int64 ``[G]``: tokens of each request's prompt.
         is_new: ``[G]``: requests that got a slot for this step.
+        has_drafts: Whether generated rows may be of drafts. Gates that act early hand the same on from each generated
+            row then, so rows find it in the states, unless the prompt's are among the rows.
     """
     flags: Int32Array
     if rows.has_one_each:
@@ -279,12 +304,16 @@ def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32
     flags = _RESETS * begins
     flags |= _ENDS_PROMPT * (left == 1)
     flags |= _IS_GENERATED * is_generated
-    flags |= _IS_REPLAYED * (is_generated & behind)
+    is_replayed = is_generated & behind
+    if has_drafts:
+        is_replayed &= (rows.firsts < num_prompt).repeat(counts)
+    flags |= _IS_REPLAYED * is_replayed
     flags |= _IS_SCANNED * (counts > 1).repeat(counts)
     return flags
 
 
 _NUM_PROMPT, _EARLY, _IS_COUNTED = map(attrgetter, ("num_prompt", "early", "is_counted"))
+_NO_DRAFTS: Int64Array = np.empty((3, 0), np.int64)
 
 
 class GatedBatch:
@@ -342,8 +371,21 @@ class GatedBatch:
         """Whether each request has one generated row that goes on from its states."""
         return not self._is_new.any() and rows.has_one_each and bool((rows.firsts >= self._num_prompt).all())
 
-    def take_flags(self, rows: GateRows) -> Int32Array:
+    def drafted(self, rows: GateRows) -> Int64Array:
+        """Return those rows of a step of this batch that may be of drafts, and the row before each request's.
+
+        Returns:
+            int64 ``[3, n]``: the batch row, the place of its request in the batch, and how many of its request's rows
+            come after it.
+        """
+        may_be = (rows.counts > 1) & (rows.firsts >= self._num_prompt)
+        if not may_be.any():
+            return _NO_DRAFTS
+        place, after = self._places.repeat(rows.counts), rows.counts.repeat(rows.counts) - 1 - rows.offsets
+        return np.stack([rows.batch_rows, place, after])[:, may_be.repeat(rows.counts)]
+
+    def take_flags(self, rows: GateRows, *, has_drafts: bool = False) -> Int32Array:
         """Return the flags of a step's rows, int32 ``[N]``; new slots count as known from here on."""
-        flags = flags_of(rows, self._num_prompt, self._is_new)
+        flags = flags_of(rows, self._num_prompt, self._is_new, has_drafts=has_drafts)
         self._is_new = np.zeros_like(self._is_new)
         return flags

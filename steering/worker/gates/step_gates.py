@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
+from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array, StepOutcome
 from headgate.capture.schema.sites import Site
 from headgate.steering.gates.coefficient_changes import CoefficientChanges, ColumnChanges
 from headgate.steering.gates.step_table import ReportedCounts
@@ -43,7 +43,7 @@ from headgate.steering.worker.gates.requests import (
     slots_needed,
 )
 from headgate.steering.worker.placed_programs import ActingRule, acting_of
-from headgate.steering.worker.transfers import PinnedCopies
+from headgate.steering.worker.transfers import PinnedCopies, inference_mode, sent
 
 _FEW = 64
 """Pieces of a history, of a step each, that are put together."""
@@ -470,6 +470,42 @@ class GateWrites(NamedTuple):
     states: Float32Rows = _NO_VALUES
 
 
+class DraftedRows:
+    """The rows of a step that may be of drafts, from before its forward until it was sampled.
+
+    States go on from row to row, so after a forward they are those after the last draft. They are taken back to what
+    they were before, and the rows that count are evaluated again, from the scores that their signals still have.
+
+    Args:
+        rows: As `GatedBatch.drafted` returns them, int64 ``[3, n]``.
+        sites: Where gates of their requests are evaluated.
+        tensors: As they are right before the forward.
+    """
+
+    def __init__(self, rows: Int64Array, sites: frozenset[Site], tensors: GateTensors) -> None:
+        self.sites = sites
+        self._end = int(rows[0].max()) + 1
+        self._rows, self._places, self._after = sent(rows, tensors.states.device)
+        self._tokens = tensors.tokens[self._rows]
+        self._slots = self._tokens[:, SLOT].long()
+        self._states = tensors.states[self._slots]
+
+    def take_back(self, tensors: GateTensors, num_rejected: torch.Tensor | None) -> GateTensors | None:
+        """Let states be what they were; return the gates with the rows to evaluate again as their only ones.
+
+        Args:
+            tensors: The gates.
+            num_rejected: See `StepOutcome.num_rejected`.
+        """
+        tensors.states.index_copy_(0, self._slots, self._states)
+        if num_rejected is None:
+            return None
+        tokens = torch.zeros_like(tensors.tokens[: self._end])
+        counts = self._after >= num_rejected[self._places]
+        tokens[self._rows] = self._tokens * counts[:, None]
+        return tensors._replace(signals=tensors.signals[: self._end], tokens=tokens)
+
+
 class StepGates:
     """Follows the requests with gates of one worker through its steps.
 
@@ -520,6 +556,9 @@ class StepGates:
         self._decoded: tuple[GatedBatch, GateRows] | None = None
         """The step before, if each request had one generated row."""
         self._rows: GateRows | None = None
+        self._outcome: StepOutcome | None = None
+        """The last step's, which says which of its rows count; None if all do."""
+        self._drafted: DraftedRows | None = None
         self._signals: StepSignals | None = None
 
     @property
@@ -603,7 +642,8 @@ class StepGates:
             view: The step; None for dummy and idle ones.
             goes_on: Whether it goes on from the step before, as `StepSequence` has it.
         """
-        self._rows = self._signals = None
+        self._rows = self._signals = self._drafted = None
+        self._outcome = None if view is None else view.outcome
         decoded = self._decoded
         if view is not None and goes_on and decoded is not None and decoded[0] is self._batch and not self._new_columns:
             return self._goes_on(view, *decoded)
@@ -632,7 +672,7 @@ class StepGates:
         for place in batch.restarted(rows):
             self._counts.read_last(rows.req_ids[place])
         cleared = batch.cleared(rows)
-        index, flags = rows.batch_rows, batch.take_flags(rows)
+        index, flags = rows.batch_rows, batch.take_flags(rows, has_drafts=self._outcome is not None)
         handed_on = self._history.strengths(rows, batch, flags) if batch.has_early else []
         replayed = Places.joined(Places.of(handed_on, self._num_columns), self._driven.replayed(rows, batch, flags))
         states = self._driven.states(rows, batch, cleared)
@@ -658,6 +698,28 @@ class StepGates:
             states=states.values,
         )
 
+    def launches(self) -> None:
+        """Keep what a step with drafts will find, once all was written that its forward finds."""
+        if self._rows is None or self._batch is None or self._outcome is None:
+            return
+        rows = self._batch.drafted(self._rows)
+        if rows.size:
+            sites = frozenset[Site]().union(*(request.sites for request in self._batch.requests))
+            with inference_mode():
+                self._drafted = DraftedRows(rows, sites, self.tensors)
+
+    def take_back(self) -> tuple[frozenset[Site], GateTensors] | None:
+        """Let the states forget the rows of a step with drafts, after its sampling.
+
+        Returns:
+            The sites of gates, and the gates with the rows that are to be evaluated again; None if there are none.
+        """
+        if (drafted := self._drafted) is None or self._outcome is None:
+            return None
+        self._drafted = None
+        gates = drafted.take_back(self.tensors, self._outcome.num_rejected())
+        return None if gates is None else (drafted.sites, gates)
+
     def step_ends(self) -> None:
         """Copy what the gates of the step did, after its forward."""
         rows, batch = self._rows, self._batch
@@ -665,7 +727,7 @@ class StepGates:
             return
         if not (self._is_output_rank or batch.has_early):
             return
-        self._signals = self._copier.copy(rows, batch)
+        self._signals = self._copier.copy(rows, batch, self._outcome)
         if batch.has_early:
             self._history.keep(self._signals, batch.reported_requests)
 

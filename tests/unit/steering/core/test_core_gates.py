@@ -39,6 +39,7 @@ HIDDEN = 4
 READ, LATE, UNDECLARED = Site(1, HookPoint.POST_MLP), Site(2, HookPoint.POST_MLP), Site(3, HookPoint.POST_MLP)
 CONFIG = parse_config({"op_sites": {"post_mlp": [1, 2]}})
 STEERABLE = CONFIG.steerable(num_layers=4, hidden_size=HIDDEN, dtype="float32")
+DRAFTED = replace(STEERABLE, knows_positions=False)
 WEIGHT = np.array([1, 0, 0, 0], np.float32)
 VECTORS = PhaseVectors.from_rows({LATE: WEIGHT})
 assert VECTORS is not None
@@ -146,10 +147,10 @@ def test_a_probe_of_several_classes_cannot_decide():
         accepted(core, "a", gate(NamedProbe("mood"), threshold=0.0))
 
 
-def test_an_engine_with_drafts_takes_no_gates():
+def test_an_engine_without_room_takes_no_gates():
     core = core_with(steerable=replace(STEERABLE, max_gates=0))
 
-    with pytest.raises(RequestError, match="decodes speculatively"):
+    with pytest.raises(RequestError, match="--max-steering-gates is 0"):
         accepted(core, "a", gate())
 
 
@@ -157,7 +158,7 @@ def test_an_engine_without_room_takes_no_rules():
     core = core_with(steerable=replace(STEERABLE, max_rules=0))
     rule = read_rule("calm", {"applies_to": "all", "when": "always", "then": "observe"}, STEERABLE)
 
-    with pytest.raises(RequestError, match=r"^name: this engine takes no rules: .* decodes speculatively"):
+    with pytest.raises(RequestError, match=r"^name: this engine takes no rules: --max-steering-rules is 0"):
         core.operator.register_rule(rule)
 
 
@@ -244,6 +245,56 @@ def test_the_trace_of_a_request_that_wants_one_is_told():
     assert core.take_readings(readings("a", 5, signals), ()) == {}
 
 
+def test_rows_of_drafts_behind_the_last_token_are_neither_told_nor_counted():
+    core = core_with(steerable=DRAFTED)
+    accepted(core, "a", gate(), trace=True)
+    layout = layout_of([gate()])
+    signals = np.ones((4, layout.num_columns))
+
+    told = core.take_readings(readings("a", 5, signals), (), {"a": 7})
+    none = core.take_readings(readings("a", 7, signals), (), {"a": 7})
+    core.release("a")
+
+    assert join_notes([told["a"]], None)["positions"] == [5, 6]
+    assert none == {}
+    assert core.operator.call("dynamic", {})["gates"] == {"g": 2}
+
+
+def test_with_drafts_workers_count_nothing_by_themselves():
+    spec = to_wire(SteeringSpec(gates=(gate(),)))
+
+    assert core_with().accept("a", spec, 5).get("counted") is True
+    assert "counted" not in core_with(steerable=DRAFTED).accept("a", spec, 5)
+
+
+def reading_late(core: SteeringCore) -> SteeringCore:
+    core.state.probes.put("late", Probe(site=LATE, weight=WEIGHT[None], threshold=0.25))
+    return core
+
+
+@pytest.mark.parametrize("scope", [GateScope.NEXT, GateScope.REST], ids=lambda scope: scope.name)
+def test_with_drafts_no_row_waits_for_the_one_before_it(scope: GateScope):
+    """What acts at an earlier site follows from the row before, unless the prompt alone decides it."""
+    core, usual = reading_late(core_with(steerable=DRAFTED)), reading_late(core_with())
+    late = NamedProbe("late", "steering_gates[0].when.probe")
+    early = gate(late, scope=scope, then=adding(READ))
+    accepted(core, "late", gate(scope=scope))
+    accepted(core, "pooled", gate(late, scope=scope, then=adding(READ), pool=Pool.PROMPT_MEAN))
+
+    with pytest.raises(RequestError, match=r"^steering_gates\[0\].scope: writes at sites before"):
+        accepted(core, "early", early)
+    accepted(usual, "early", early)
+
+
+def test_with_drafts_a_rule_writes_where_it_was_evaluated():
+    core = reading_late(core_with(steerable=DRAFTED))
+    vectors = {"vectors": {"post_mlp": {READ.layer: WEIGHT.tolist()}}}
+    asked = {"applies_to": "all", "when": {"probe": "late"}, "then": vectors, "scope": "next_token"}
+
+    with pytest.raises(RequestError, match=r"^then: writes at sites before"):
+        core.operator.register_rule(read_rule("calm", asked, STEERABLE))
+
+
 def test_a_request_that_captures_is_described_though_it_asks_for_nothing():
     core = core_with()
     accepted(core, "captured", gate())
@@ -268,7 +319,10 @@ def test_a_request_that_captures_is_described_though_it_asks_for_nothing():
         "gates": {"g": {"strength": [0.0, 0.0, 1.0, 1.0], "applied": [0.0, 0.0, 1.0, 1.0]}},
         "actions": [],
     }
-    assert core.description("plain") is core.description("untouched") is core.description("nobody") is None
+    assert core.description("plain") is core.description("nobody") is None
+    untouched = core.description("untouched")
+    assert untouched is not None
+    assert untouched(8) == {}
     core.release("captured")
     assert core.description("captured") is None
 

@@ -21,7 +21,7 @@ class Part(CorePart):
     def __init__(self) -> None:
         self.discarded: list[set[str]] = []
 
-    def take_readings(self, readings: Any, discarded: Any) -> Any:
+    def take_readings(self, readings: Any, discarded: Any, ends: Any = None) -> Any:
         self.discarded.append(set(discarded))
         return dict(readings)
 
@@ -240,3 +240,38 @@ def test_other_parts_describe_nothing(scheduler: Scheduler) -> None:
     scheduler.notes.describe("a", 5)
 
     assert scheduler.notes.description("a")(7) == {}
+
+
+def test_where_drafts_are_verified_rows_are_taken_as_far_as_tokens_were_before_a_request_is_released() -> None:
+    """A token of a draft ends "a": what the part gets is known after that, and then alone "a" is forgotten."""
+    scheduler, happened = Scheduler(), []
+
+    class Cutting(Part):
+        def take_readings(self, readings: Any, discarded: Any, ends: Any = None) -> Any:
+            happened.append(("taken", dict(ends), set(discarded)))
+            return dict(readings)
+
+    def release(req_id: str) -> None:
+        happened.append(("released", req_id))
+        scheduler.notes.release(req_id)
+
+    scheduler.notes = StepNotes(scheduler, "reading", Cutting(), release)  # type: ignore[arg-type]
+    for req_id in "ab":
+        scheduler.add(req_id)
+    a, b = scheduler.requests["a"], scheduler.requests["b"]
+    a.request_id, a.num_tokens, b.num_tokens = "a", 5, 9
+
+    def original(*_: Any) -> Any:
+        a.num_tokens, b.num_tokens = 6, 12
+        del scheduler.requests["a"]
+        assert scheduler.notes.waits(a)
+        return {0: SimpleNamespace(outputs=[EngineCoreOutput(req_id, [1]) for req_id in "ab"])}
+
+    scheduled = SimpleNamespace(num_scheduled_tokens={"a": 4, "b": 4, "gone": 1})
+    output = SimpleNamespace(headgate_readings={"reading": {"a": "rows of a", "b": "rows of b"}})
+    made = scheduler.notes.update(original, scheduled, output)  # type: ignore[arg-type]
+
+    assert happened == [("taken", {"a": 5, "b": 11}, {"gone"}), ("released", "a")]
+    found = {one.request_id: one.kv_transfer_params for one in made[0].outputs}
+    assert found == {"a": noted("rows of a"), "b": noted("rows of b")}
+    assert not scheduler.notes.waits(b)

@@ -115,7 +115,7 @@ def test_engines_on_several_hosts_and_launchers_of_one_rank_are_served(changes):
     refuse_unsupported_settings(settings(**{f"parallel_config__{name}": value for name, value in changes.items()}))
 
 
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp"])
 def test_drafts_are_served_on_one_stage(method):
     refuse_unsupported_settings(settings(speculative_config=drafts(method)))
     with pytest.raises(UnsupportedError, match="speculative decoding with pipeline parallelism"):

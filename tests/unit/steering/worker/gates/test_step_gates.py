@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -219,6 +221,77 @@ def test_a_request_of_the_step_does_not_lose_its_slot_to_another_one_of_it():
     found, is_new = slots.take(["c", "a"])
 
     assert (found[1], is_new.tolist(), lost) == (first, [True, False], ["b"])
+
+
+class Sampled:
+    """What a step with drafts turned out to be: rows that count, and how many of each request do not."""
+
+    def __init__(self, counted: BatchView, rejected: list[int]) -> None:
+        self.counted, self.rejected = counted, torch.tensor(rejected)
+
+    def is_known(self) -> bool:
+        return True
+
+    def view(self) -> BatchView:
+        return self.counted
+
+    def num_rejected(self) -> torch.Tensor:
+        return self.rejected
+
+
+def test_rows_of_rejected_drafts_are_taken_back_and_not_sent() -> None:
+    gates = gates_with(("a", gated(2)), ("b", gated(2)), ("c", gated(9)))
+    for first, count in ((0, 2), (2, 1)):
+        gates.step_begins(view(*((name, first, count) for name in "abc")))
+    # The host takes all drafts of the step before for accepted; c computes its prompt.
+    planned = view(("a", 6, 3), ("plain", 1, 1), ("b", 4, 2), ("c", 3, 2))
+    exact = replace(view(("a", 4, 1), ("plain", 1, 1), ("b", 4, 2), ("c", 3, 2)), starts=planned.starts)
+    step = replace(planned, outcome=Sampled(exact, [2, 0, 0, 0]))
+
+    writes = gates.step_begins(step)
+    assert writes is not None
+    gates.tensors.tokens[: len(writes.tokens)] = torch.from_numpy(writes.tokens)
+    before = gates.tensors.states.normal_().clone()
+    gates.launches()
+    after = gates.tensors.states.normal_().clone()
+    gates.tensors.signals[:8] = torch.arange(32.0).view(8, COLUMNS)
+    again = gates.take_back()
+    gates.step_ends()
+
+    slots = writes.tokens[:, 0].tolist()
+    of_drafts = torch.zeros(len(before), dtype=torch.bool)
+    of_drafts[[slots[0], slots[4]]] = True
+    assert torch.equal(gates.tensors.states, torch.where(of_drafts[:, None], before, after))
+    assert again is not None
+    assert again[0] == {SITE}
+    generated = GENERATED | SCANNED
+    assert again[1].tokens.tolist() == [[slots[0], generated], *[[0, 0]] * 3, *[[slots[4], generated]] * 2]
+    readings = gates.readings()
+    assert readings is not None
+    found = [
+        (rows.req_id, rows.first, rows.signals[:, 0].tolist()) for rows in StepTable.of(readings.collect()).rows("abc")
+    ]
+    assert found == [("a", 4, [0.0]), ("b", 4, [16.0, 20.0]), ("c", 3, [24.0, 28.0])]
+    assert gates.take_back() is None
+
+
+def test_rows_of_drafts_find_in_the_states_what_the_prompt_decided() -> None:
+    gates = gates_with(("a", gated(2, is_early=True)))
+    gates.step_begins(view(("a", 0, 2)))
+    drafted = replace(view(("a", 2, 3)), outcome=Sampled(view(("a", 2, 3)), [0]))
+
+    assert flags(gates.step_begins(drafted)) == [GENERATED | SCANNED] * 3
+
+
+def test_nothing_is_read_of_a_step_without_rows_that_count() -> None:
+    gates = gates_with(("a", gated(2)))
+    gates.step_begins(view(("a", 0, 2)))
+    gates.step_begins(replace(view(("a", 2, 3)), outcome=Sampled(view(("a", 2, 0)), [3])))
+    gates.step_ends()
+
+    readings = gates.readings()
+    assert readings is not None
+    assert readings.collect() == {}
 
 
 @pytest.mark.parametrize("is_first", [True, False])
