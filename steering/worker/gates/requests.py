@@ -372,13 +372,16 @@ class GatedBatch:
         return not self._is_new.any() and rows.has_one_each and bool((rows.firsts >= self._num_prompt).all())
 
     def drafted(self, rows: GateRows) -> Int64Array:
-        """Return those rows of a step of this batch that may be of drafts, and the row before each request's.
+        """Return those rows of a step of this batch that may be of drafts, and the rows before them of each request.
+
+        Drafts come after generated tokens; or after the last row of a prompt, where vLLM gives a request that begins
+        with one row as many as others have: they are never accepted.
 
         Returns:
             int64 ``[3, n]``: the batch row, the place of its request in the batch, and how many of its request's rows
             come after it.
         """
-        may_be = (rows.counts > 1) & (rows.firsts >= self._num_prompt)
+        may_be = (rows.counts > 1) & (rows.firsts + rows.counts > self._num_prompt)
         if not may_be.any():
             return _NO_DRAFTS
         place, after = self._places.repeat(rows.counts), rows.counts.repeat(rows.counts) - 1 - rows.offsets
