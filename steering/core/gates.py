@@ -330,7 +330,8 @@ def gated(
             known = owned.cache.read(wire, gates_key(wire))
         lowered = _lowered(known, content, limits, num_prompt, owned.cache)
         if static.is_nothing:
-            return lowered.alone if lowered.num_prompt == num_prompt else for_prompt(lowered.alone, num_prompt)
+            alone = lowered.alone if lowered.num_prompt == num_prompt else for_prompt(lowered.alone, num_prompt)
+            return _drafted(alone, content, num_prompt)
         made = lowered.made
     if made.takes_own:
         static = Ungated()
@@ -340,12 +341,9 @@ def gated(
     decode = prefill if is_alike else made.decode if second is None else joined([second, made.decode])
     own = prefill, decode
     check_phases(static.brought.acting(own), limits, gates[0].where)
-    source = GateSource.of(made.layout, own)
-    if content.has_drafts:
-        check_drafted(source)
-    return resolved_of(
-        static.spec, own, static.brought, num_prompt, source, takes_own=made.takes_own, latch_keys=keys or NO_LATCHES
-    )
+    source, keys = GateSource.of(made.layout, own), keys or NO_LATCHES
+    made_of = static.spec, own, static.brought, num_prompt, source
+    return _drafted(resolved_of(*made_of, takes_own=made.takes_own, latch_keys=keys), content, num_prompt)
 
 
 def _lowered(
@@ -359,8 +357,6 @@ def _lowered(
     own = made.prefill, made.decode
     check_phases([[program] for program in own], limits, known.gates[0].where)
     source, wire = GateSource.of(made.layout, own), programs_to_wire(*own)
-    if content.has_drafts:
-        check_drafted(source)
     alone = resolved_of(SteeringSpec(), own, NOTHING_BROUGHT, num_prompt, source, own_wire=wire)
     lowered = LoweredGates(registered, made, alone, num_prompt)
     if content.registered.is_same(registered):
@@ -368,20 +364,31 @@ def _lowered(
     return lowered
 
 
-def check_drafted(source: GateSource) -> None:
-    """Refuse gates that hand a strength on from row to row, where rows of drafts are computed together.
+def _drafted(resolved: Resolved, content: GateContent, num_prompt: int) -> Resolved:
+    """Return a request's steering, unless the engine verifies drafts, and what acts on one follows from a row beside it.
 
     Raises:
         RequestError: Naming the gate's scope.
     """
-    for column in source.layout.gates:
-        if column.column in source.decode.early and not column.gate.is_constant_after_prompt:
+    if not content.has_drafts or resolved.gates is None:
+        return resolved
+    early = resolved.gates.decode.early
+    for gate in [column.gate for column in resolved.gates.layout.gates if column.column in early]:
+        if not gate.is_constant_after_prompt:
             raise RequestError(
-                f"{column.gate.where}.scope",
+                f"{gate.where}.scope",
                 "writes at sites before the one where it is evaluated, so what acts there follows from the row before; "
                 "this engine decodes speculatively, and computes several rows of an answer together: write at later "
                 "sites, or pool all that the gate reads over the prompt",
             )
+        if num_prompt == 1:
+            raise RequestError(
+                f"{gate.where}.scope",
+                "writes at sites before the one where it is evaluated; this engine decodes speculatively, and may "
+                "compute rows of the answer together with the prompt, whose only token decides what acts on them: "
+                "write at later sites, or send a prompt of two tokens or more",
+            )
+    return resolved
 
 
 def lowered_rule(

@@ -231,8 +231,8 @@ class Gate:
     @property
     def is_constant_after_prompt(self) -> bool:
         """Whether all that it compares is known at the end of the prompt: its strength stays from there on."""
-        leaves = list(self.leaves)
-        return bool(leaves) and all(leaf.pool in (Pool.LAST_PROMPT, Pool.PROMPT_MEAN) for leaf in leaves)
+        pools = [leaf.pool for leaf in self.leaves]
+        return self.pid is None and bool(pools) and {*pools} <= {Pool.LAST_PROMPT, Pool.PROMPT_MEAN}
 
     @property
     def has_state(self) -> bool:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headgate.capture.schema.sites import HookPoint
+from headgate.capture.schema.sites import HookPoint, Site
 from tests.conftest import start_llm
 from tests.engine.drafting import CONFIG, NUM_DRAFTS, SITES, Asked, Drafter, eagle_folder, requests
 from tests.engine.steering_cases import Tiers, sites_of, vectors
-from tests.engine.tiny_models import tiny_model
+from tests.engine.tiny_models import HIDDEN, tiny_model
 
 ROUNDS = 3
 """How often all requests are asked: what was captured before must leave nothing behind."""
@@ -31,6 +31,12 @@ class Mode(NamedTuple):
     is_eager: bool = True
     dictates: bool = False
     steers: bool = False
+    is_gated: bool = False
+
+    @property
+    def answers(self) -> str:
+        """Which greedy answers its drafts are made of."""
+        return "steered" if self.steers else "plain"
 
 
 MODES = {
@@ -39,6 +45,8 @@ MODES = {
     "eagle v1": Mode("eagle"),
     "eagle graphs": Mode("eagle", is_v2=True, is_eager=False, dictates=True),
     "eagle steered": Mode("eagle", is_v2=True, is_eager=False, dictates=True, steers=True),
+    "eagle gates": Mode("eagle", is_v2=True, is_eager=False, dictates=True, is_gated=True),
+    "eagle v1 gates": Mode("eagle", dictates=True, is_gated=True),
     "eagle3": Mode("eagle3", is_v2=True),
     "eagle3 stock": Mode("eagle3", is_v2=True),
 }
@@ -46,9 +54,41 @@ STEERED = sites_of(HookPoint.POST_MLP)
 TIERS = Tiers(prefill=vectors(STEERED, 2, 0.5), decode=vectors(STEERED, 3, 0.5))
 
 
+BEFORE, READ, AFTER = sites_of(HookPoint.POST_MLP, layers=range(3))
+WEIGHT = vectors([READ], 11, HIDDEN**-0.5)[READ].tolist()
+"""Of the probe that all gates read."""
+
+
+class Scores(NamedTuple):
+    """The probe's scores on rows of plain answers."""
+
+    median: float
+    high: float
+    spread: float
+
+
+def gates_of(asked: Asked, scores: Scores) -> list[dict[str, Any]]:
+    """A request's gates: what each strength is, follows from all rows before. One that acts early needs two tokens."""
+
+    def gate(name: str, then: Site, above: float, pool: Any, scope: str = "this_token", **more: float) -> Any:
+        acts = vectors([then], len(name), 0.3)[then].tolist()
+        when = {"probe": {"at": READ.name, "weight": WEIGHT, "bias": 0.0}, "above": above, "pool": pool, **more}
+        return {"name": name, "when": when, "then": {"vectors": {"post_mlp": {then.layer: acts}}}, "scope": scope}
+
+    found = [
+        gate("average", AFTER, scores.median, {"ema": 0.25}, hysteresis=scores.spread / 4),
+        gate("latch", AFTER, scores.high, {"ema": 0.5}, "rest_of_request"),
+        gate("prompt", BEFORE, scores.median, "prompt_mean", "rest_of_request"),
+    ]
+    return found if len(asked.prompt) > 1 else found[:2]
+
+
 def asked_of(mode: Mode) -> list[Asked]:
-    """The requests of a mode."""
-    return requests()[:8] if mode.steers else requests()
+    """The requests of a mode; prompts of one token begin beside the drafts of others."""
+    if mode.steers:
+        return requests()[:8]
+    short = [Asked((9,), "some"), Asked((11,), "all")]
+    return [*requests()[:8], *short] if mode.is_gated else [*requests(), *short]
 
 
 def drafts_of(method: str) -> dict[str, Any]:
@@ -68,7 +108,8 @@ def open_engine(name: str) -> Any:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(mode.is_v2))
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # sampling is greedy, and FlashInfer may be missing
     capture = {"consumers": [{"name": "memory", "params": {"max_bytes": 1 << 30}}], "sites": SITES}
-    steering = {"steering": {"sites": {"post_mlp": "all"}}} if mode.steers else {}
+    sites = {"post_mlp": "all"}
+    steering = {"steering": {"sites": sites, "op_sites": sites}} if mode.steers or mode.is_gated else {}
     settings: dict[str, Any] = {
         "dtype": "float32",
         "skip_tokenizer_init": True,
@@ -93,14 +134,19 @@ def main(name: str, out: str) -> None:
     """Have all requests answered, some times, and save what came."""
     mode, is_stock = MODES[name], name.endswith("stock")
     llm, asked = open_engine(name), asked_of(mode)
-    given = torch.load(os.environ["DRAFT_ANSWERS"], weights_only=False)["steered" if mode.steers else "plain"]
+    known = torch.load(os.environ["DRAFT_ANSWERS"], weights_only=False)
+    given = known[mode.answers]
     if mode.dictates:
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         Drafter(list(given.items()), {each.prompt: each.rights for each in asked}).install(runner)
-    steering = TIERS.fields() if mode.steers else {}
-    params = [
-        each.params(given[each.prompt], **({} if is_stock else {"capture": each.capture}), **steering) for each in asked
-    ]
+    params = []
+    for each in asked:
+        fields: dict[str, Any] = {} if is_stock else {"capture": each.capture}
+        if mode.steers:
+            fields |= TIERS.fields()
+        if mode.is_gated:
+            fields |= {"steering_gates": gates_of(each, Scores(*known["scores"])), "return_steering_trace": True}
+        params.append(each.params(given[each.prompt], **fields))
     rounds = []
     for _ in range(ROUNDS):
         found = []
@@ -112,6 +158,8 @@ def main(name: str, out: str) -> None:
                 if (captured := result.payload) is not None:
                     entry["rows"] = dict(captured.rows)
                     entry["positions"], entry["token_ids"] = captured.positions.copy(), captured.token_ids.copy()
+            if mode.is_gated:
+                entry["trace"] = output.outputs[0].steering_trace
             found.append(entry)
         rounds.append(found)
     counts = {

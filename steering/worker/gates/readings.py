@@ -388,20 +388,16 @@ class GateHistory:
         for _, kept in self._unread:
             kept.pop(req_id, None)
 
-    def strengths(
-        self, rows: GateRows, batch: GatedBatch, flags: Int32Array, *, has_drafts: bool = False
-    ) -> list[tuple[int, int, float]]:
+    def strengths(self, rows: GateRows, batch: GatedBatch, flags: Int32Array) -> list[tuple[int, int, float]]:
         """Return the strengths that act again on replayed rows: batch row, column and value of each.
 
         Args:
             rows: Rows of a step.
             batch: Batch of the step.
             flags: `TokenFlag` of each row, int32 ``[N]``.
-            has_drafts: Whether rows may be of drafts. After the last row of a prompt these are never accepted, and
-                nothing acts on them.
 
         Raises:
-            AssertionError: If a row was not computed before, and is not of a draft.
+            AssertionError: If a row was not computed before.
         """
         if not (flags & TokenFlag.IS_REPLAYED).any():
             return []
@@ -411,18 +407,16 @@ class GateHistory:
         for at, (req_id, request) in enumerate(zip(rows.req_ids, batch.requests, strict=True)):
             start, end = end, end + int(rows.counts[at])
             for index in np.flatnonzero(flags[start:end] & TokenFlag.IS_REPLAYED).tolist() if request.early else ():
-                values = self._at(req_id, request, int(rows.firsts[at]) + index - 1, has_drafts=has_drafts)
+                values = self._at(req_id, request, int(rows.firsts[at]) + index - 1)
                 row = int(rows.starts[at]) + index
                 found += [(row, column, value) for column, value in zip(request.early, values, strict=True)]
         return found
 
-    def _at(self, req_id: str, request: GatedRequest, position: int, *, has_drafts: bool) -> list[float]:
+    def _at(self, req_id: str, request: GatedRequest, position: int) -> list[float]:
         known = self._strengths.get(req_id)
         if known is None:
             known = self._strengths[req_id] = _Strengths(request)
         if (values := known.at(position)) is None:
-            if has_drafts:
-                return [0.0] * len(request.early)
             raise AssertionError(f"request {req_id}: nothing is known of its gates at position {position}")
         return values
 

@@ -374,8 +374,8 @@ class GatedBatch:
     def drafted(self, rows: GateRows) -> Int64Array:
         """Return those rows of a step of this batch that may be of drafts, and the rows before them of each request.
 
-        Drafts come after generated tokens; or after the last row of a prompt, where vLLM gives a request that begins
-        with one row as many as others have: they are never accepted.
+        Drafts come after generated tokens; or after the last row of a prompt: vLLM gives a request that begins with one
+        row as many as others have.
 
         Returns:
             int64 ``[3, n]``: the batch row, the place of its request in the batch, and how many of its request's rows

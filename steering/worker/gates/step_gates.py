@@ -672,9 +672,8 @@ class StepGates:
         for place in batch.restarted(rows):
             self._counts.read_last(rows.req_ids[place])
         cleared = batch.cleared(rows)
-        index, has_drafts = rows.batch_rows, self._outcome is not None
-        flags = batch.take_flags(rows, has_drafts=has_drafts)
-        handed_on = self._history.strengths(rows, batch, flags, has_drafts=has_drafts) if batch.has_early else []
+        index, flags = rows.batch_rows, batch.take_flags(rows, has_drafts=self._outcome is not None)
+        handed_on = self._history.strengths(rows, batch, flags) if batch.has_early else []
         replayed = Places.joined(Places.of(handed_on, self._num_columns), self._driven.replayed(rows, batch, flags))
         states = self._driven.states(rows, batch, cleared)
         changed = np.empty((len(flags), 2), np.int32)

@@ -23,13 +23,14 @@ from headgate.steering.gates.gate import (
     Leaf,
     ModuleThen,
     NamedProbe,
+    Pid,
     Then,
     layout_of,
     probe_key,
 )
 from headgate.steering.gates.lowering import lower_gates
 from headgate.steering.gates.trace import join_notes
-from headgate.steering.programs.codes import CODE, CODE_MASK, UNIT_MASK, Code, GateScope, Pool, UnitFunction
+from headgate.steering.programs.codes import CODE, CODE_MASK, UNIT_MASK, Code, GateScope, Mode, Pool, UnitFunction
 from headgate.steering.programs.operations import Method, ModuleVector, Operation
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import ModuleRef, SteeringSpec, from_wire, to_wire
@@ -284,6 +285,29 @@ def test_with_drafts_no_row_waits_for_the_one_before_it(scope: GateScope):
     with pytest.raises(RequestError, match=r"^steering_gates\[0\].scope: writes at sites before"):
         accepted(core, "early", early)
     accepted(usual, "early", early)
+
+
+def test_with_drafts_a_loop_goes_on_from_row_to_row_whatever_it_reads():
+    core = reading_late(core_with(steerable=DRAFTED))
+    loop = {"mode": Mode.PID, "pid": Pid(setpoint=0.2), "threshold": None, "pool": Pool.PROMPT_MEAN}
+    late = NamedProbe("late", "steering_gates[0].when.probe")
+
+    with pytest.raises(RequestError, match=r"^steering_gates\[0\].scope: writes at sites before"):
+        accepted(core, "loop", gate(late, scope=GateScope.NEXT, then=adding(READ), **loop))
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_with_drafts_rows_beside_the_only_token_of_a_prompt_wait_for_nothing(has_more: bool):
+    """Whether or not the gates were lowered before, for a longer prompt."""
+    core = reading_late(core_with(steerable=DRAFTED))
+    late = NamedProbe("late", "steering_gates[0].when.probe")
+    early = gate(late, scope=GateScope.REST, then=adding(READ), pool=Pool.LAST_PROMPT)
+    spec = {"decode": {LATE: WEIGHT}} if has_more else {}
+    wire = to_wire(SteeringSpec(gates=(early,), **{key: PhaseVectors.from_rows(rows) for key, rows in spec.items()}))
+
+    assert core.accept("two", wire, 2) is not None
+    with pytest.raises(RequestError, match=r"^steering_gates\[0\].scope: .*a prompt of two tokens or more"):
+        core.accept("one", wire, 1)
 
 
 def test_with_drafts_a_rule_writes_where_it_was_evaluated():

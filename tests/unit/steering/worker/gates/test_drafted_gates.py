@@ -87,6 +87,11 @@ class Running:
     tokens: int = 0
     notes: list[Any] = field(default_factory=list)
 
+    @property
+    def is_early(self) -> bool:
+        """Whether a gate writes at a site before the one where it is evaluated."""
+        return any(operation.site == EARLY for gate in self.gates for operation in gate.then.operations)
+
 
 class Engine:
     """Worker, engine core and the rows of the forward."""
@@ -174,7 +179,7 @@ class Engine:
 def requests(number: int, lots: random.Random, drawn: torch.Generator) -> list[Running]:
     made = []
     for at in range(number):
-        num_prompt = lots.randrange(1, 6)
+        num_prompt = lots.randrange(1 if at % len(GATES) < 2 else 2, 6)  # gates that act early need two tokens
         length = num_prompt + lots.randrange(1, 40)
         rows = torch.randn(length, LAYERS, HIDDEN, generator=drawn)
         gates = [replace(one, name=f"{one.name} {at % len(GATES)}") for one in GATES[at % len(GATES)]]
@@ -193,7 +198,8 @@ def in_plain_steps(engine: Engine, given: Sequence[Running]) -> None:
 def with_drafts(engine: Engine, given: Sequence[Running], lots: random.Random, preempted: float) -> dict[str, int]:
     """Run all, some at a time; returns how many rows were of rejected drafts, and came after an answer's end.
 
-    The last row of a prompt alone mostly has drafts that are rejected, as vLLM lays out requests that begin with it.
+    The last row of a prompt, alone, has drafts, as vLLM lays out requests that begin with it. Gates that act early keep
+    the cache from being read, so a request with some never begins with one row.
     Before each step, a request is preempted with the probability that is given.
     """
     waiting, running, drawn = list(given), [], torch.Generator().manual_seed(1)
@@ -208,9 +214,11 @@ def with_drafts(engine: Engine, given: Sequence[Running], lots: random.Random, p
                 one.done = one.host = 0  # preempted
                 found["again"] += 1
             known = one.tokens - one.done
-            if known == 1 and one.done < one.num_prompt and lots.random() < 0.8:
+            if known == 1 and one.done < one.num_prompt and not one.is_early:
+                gone = lots.choice([3, 3, 2, 0])
                 found["padded"] += 1
-                parts.append((one, 4, 3))
+                found["after"] += max(one.done + 4 - gone - one.length, 0)
+                parts.append((one, 4, gone))
                 continue
             if known > 1 or one.done < one.num_prompt:
                 parts.append((one, lots.randrange(1, known + 1), 0))
