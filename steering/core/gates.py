@@ -341,9 +341,9 @@ def gated(
     decode = prefill if is_alike else made.decode if second is None else joined([second, made.decode])
     own = prefill, decode
     check_phases(static.brought.acting(own), limits, gates[0].where)
-    source, keys = GateSource.of(made.layout, own), keys or NO_LATCHES
+    source, latches = GateSource.of(made.layout, own), keys or NO_LATCHES
     made_of = static.spec, own, static.brought, num_prompt, source
-    return _drafted(resolved_of(*made_of, takes_own=made.takes_own, latch_keys=keys), content, num_prompt)
+    return _drafted(resolved_of(*made_of, takes_own=made.takes_own, latch_keys=latches), content, num_prompt)
 
 
 def _lowered(
@@ -365,7 +365,7 @@ def _lowered(
 
 
 def _drafted(resolved: Resolved, content: GateContent, num_prompt: int) -> Resolved:
-    """Return a request's steering, unless the engine verifies drafts, and what acts on one follows from a row beside it.
+    """Return a request's steering, if what acts on rows of drafts does not follow from rows computed with them.
 
     Raises:
         RequestError: Naming the gate's scope.

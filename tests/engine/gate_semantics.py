@@ -98,7 +98,7 @@ class _Leaf:
         self.direction = 1.0 if "above" in document else -1.0
         self.threshold = float(document.get("above", document.get("below", "nan")))
         self.hysteresis = float(document.get("hysteresis") or 0.0)
-        self.pool = document.get("pool") or "token"
+        self.pool: Any = document.get("pool") or "token"
         self.mode = strength
         self.named = document["probe"] if isinstance(document.get("probe"), str) else None
         self.site, self._score = _reading(document, names)

@@ -46,7 +46,7 @@ MODES = {
     "eagle graphs": Mode("eagle", is_v2=True, is_eager=False, dictates=True),
     "eagle steered": Mode("eagle", is_v2=True, is_eager=False, dictates=True, steers=True),
     "eagle gates": Mode("eagle", is_v2=True, is_eager=False, dictates=True, is_gated=True),
-    "eagle v1 gates": Mode("eagle", dictates=True, is_gated=True),
+    "eagle v1 gates": Mode("eagle", is_gated=True),
     "eagle3": Mode("eagle3", is_v2=True),
     "eagle3 stock": Mode("eagle3", is_v2=True),
 }
@@ -130,23 +130,30 @@ def open_engine(name: str) -> Any:
     return start_llm(model=tiny_model("llama"), **settings | json.loads(os.environ.get("GPU_TEST_ENGINE", "{}")))
 
 
+def steering_of(mode: Mode, asked: Asked, scores: Scores) -> dict[str, Any]:
+    """A request's fields of steering."""
+    if mode.is_gated:
+        return {"steering_gates": gates_of(asked, scores), "return_steering_trace": True}
+    return TIERS.fields() if mode.steers else {}
+
+
 def main(name: str, out: str) -> None:
     """Have all requests answered, some times, and save what came."""
     mode, is_stock = MODES[name], name.endswith("stock")
     llm, asked = open_engine(name), asked_of(mode)
     known = torch.load(os.environ["DRAFT_ANSWERS"], weights_only=False)
     given = known[mode.answers]
+    drafts = list(given.items())
     if mode.dictates:
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        Drafter(list(given.items()), {each.prompt: each.rights for each in asked}).install(runner)
-    params = []
-    for each in asked:
-        fields: dict[str, Any] = {} if is_stock else {"capture": each.capture}
-        if mode.steers:
-            fields |= TIERS.fields()
-        if mode.is_gated:
-            fields |= {"steering_gates": gates_of(each, Scores(*known["scores"])), "return_steering_trace": True}
-        params.append(each.params(given[each.prompt], **fields))
+        Drafter(drafts, {each.prompt: each.rights for each in asked}).install(runner)
+    scores = Scores(*known["scores"])
+    params = [
+        each.params(
+            given[each.prompt], **({} if is_stock else {"capture": each.capture}), **steering_of(mode, each, scores)
+        )
+        for each in asked
+    ]
     rounds = []
     for _ in range(ROUNDS):
         found = []
@@ -162,6 +169,8 @@ def main(name: str, out: str) -> None:
                 entry["trace"] = output.outputs[0].steering_trace
             found.append(entry)
         rounds.append(found)
+        if mode.is_gated:  # the first answers differ from plain ones, of which their drafts were
+            drafts += [(each.prompt, entry["tokens"]) for each, entry in zip(asked, found, strict=True)]
     counts = {
         metric.name.removeprefix("vllm:"): metric.value for metric in llm.get_metrics() if hasattr(metric, "value")
     }
