@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from headgate.capture.engine.contracts.parts import Part
 
 if TYPE_CHECKING:
+    from headgate.capture.monitoring.verify_checks import CheckPart
     from headgate.consumers.reader import CaptureFolder
 
 
@@ -27,6 +28,12 @@ class ConsumersAsPart(Part):
             ),
             "moments": ("headgate.consumers.moments.commands:app", "Look at moments of captured rows."),
         }
+
+    def checks(self) -> CheckPart:
+        """Lenses, attention patterns and features agree with the model, and with themselves."""
+        from headgate.consumers.verify import ReadingChecks
+
+        return ReadingChecks()
 
     def captures(self, root: str) -> CaptureFolder:
         """Requests in a root of ``filesystem``."""

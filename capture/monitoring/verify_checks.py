@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.sites import Site
 
 STOCK, IDLE, SERVED, EAGER = "stock", "idle", "served", "eager"
@@ -65,6 +66,22 @@ class AnswerRows(msgspec.Struct, frozen=True, kw_only=True):
         return np.frombuffer(self.values[site], np.float32).reshape(-1, self.widths.get(site, self.hidden_size))
 
 
+class ConsumerReading(msgspec.Struct, frozen=True):
+    """The result of a consumer that the user configured.
+
+    Attributes:
+        consumer: Its entry point's name.
+        status: ``ok`` if nothing is missing.
+        error: The reason, if something is.
+        payload: As an `LLM` returns it.
+    """
+
+    consumer: str
+    status: str
+    error: str | None
+    payload: Any
+
+
 class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one request.
 
@@ -74,6 +91,7 @@ class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
         tokens: What was generated, greedily.
         logprobs: For each generated token, the logprobs of the most probable ones by token id.
         rows: What was captured, if anything was asked for.
+        readings: What other consumers found, by instance.
     """
 
     label: str
@@ -81,6 +99,7 @@ class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     logprobs: list[dict[int, float]]
     rows: AnswerRows | None = None
+    readings: dict[str, ConsumerReading] = {}
 
 
 class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +199,7 @@ class Stage:
         sites: Those open for capture.
         width: Returns the numbers of a row at a site of the model.
         earlier: What `SERVED` recorded, for `EAGER`.
+        consumers: Those of the user that are checked.
     """
 
     kind: str
@@ -188,6 +208,7 @@ class Stage:
     sites: Sequence[Site]
     width: Callable[[Site], int]
     earlier: Recording | None = None
+    consumers: Sequence[CaptureConsumerSpec] = ()
 
 
 class Status(str, Enum):

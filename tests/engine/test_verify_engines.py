@@ -19,9 +19,10 @@ from headgate.capture.engine.commands.verify import environment, run_engine
 from headgate.capture.engine.commands.verify_engine import CAPTURED, judge_complete
 from headgate.capture.engine.commands.verify_stock import judge_graphs
 from headgate.capture.engine.contracts.parts import check_parts
-from headgate.capture.monitoring.verify_checks import SERVED, Recording, Status
+from headgate.capture.monitoring.verify_checks import SERVED, Recording, Status, Verdict
 from tests.deadlines import patience
 from tests.engine.tiny_models import tiny_model
+from tests.fakes.saes import TinySae
 
 FLAGS = [
     *("--dtype", "float32", "--skip-tokenizer-init", "--max-model-len", "128", "--max-num-batched-tokens", "64"),
@@ -30,7 +31,7 @@ FLAGS = [
 EACH_KIND = ("q_pre", "k_pre", "q", "k", "v", "hook_z", "mlp_act", "attn_out", "mlp_out")
 SECTIONS = {
     "capture": {
-        "sites": {**{hook: [1] for hook in EACH_KIND}, "post_mlp": [0, 1], "pre_attn": [1], "final_norm": "all"}
+        "sites": {**{hook: [1] for hook in EACH_KIND}, "post_mlp": "all", "pre_attn": [1], "final_norm": "all"}
     },
     "steering": {"sites": {**{hook: [1] for hook in EACH_KIND}, "post_mlp": "all", "pre_attn": "all"}},
 }
@@ -53,10 +54,15 @@ def install():
 def record(folder: Path, env: dict[str, str]) -> Recording:
     """What the engine in use records of a tiny model whose heads and neurons have widths of their own."""
     out, file, log = folder / "out.msgpack", folder / "job.json", folder / "log"
+    saes = {"random": f"{TinySae(architecture='topk', width=64).save(folder / 'sae')}@1.post_mlp"}
+    consumers = [{"name": "lens"}, {"name": "attention"}, {"name": "features", "params": {"saes": saes}}]
+    # Of patterns, the layer must not be one whose queries and keys are steered.
+    sites = {**SECTIONS["capture"]["sites"], "q": [0], "k": [0]}
+    capture = {"sites": sites, "consumers": consumers}
     job = {
         "kind": SERVED,
         "arguments": ["--model", str(tiny_model("qwen3")), *FLAGS],
-        "sections": SECTIONS,
+        "sections": {**SECTIONS, "capture": capture},
         "out": str(out),
     }
     file.write_text(json.dumps(job))
@@ -74,6 +80,8 @@ def test_what_an_engine_records_passes_the_checks_that_need_no_other(tmp_path: P
     served = record(tmp_path, {})
 
     assert set(steering_verdicts(served).values()) == {Status.PASSED}
+    readings: list[Verdict] = list(check_parts()["consumers"].judge({SERVED: [served]}))
+    assert [verdict.status for verdict in readings] == [Status.PASSED] * 4, readings
     assert judge_complete(served.scenes[CAPTURED]).status is Status.PASSED
     run_counts, replays = judge_graphs({"stock": [served], SERVED: [served]})
     assert (run_counts.status, replays.status) == (Status.PASSED, Status.SKIPPED), (run_counts, replays)

@@ -148,7 +148,8 @@ def run(
 ) -> None:
     """Verify headgate with MODEL on this machine: headgate verify MODEL --tensor-parallel-size 2 --max-model-len 4096
 
-    Takes every flag of vLLM's engine, and headgate's --capture-sites, --steering-sites and --max-steering-slots.
+    Takes every flag of vLLM's engine, and headgate's --capture-sites, --capture-consumers (lens, attention and
+    features are checked), --steering-sites and --max-steering-slots.
     Engines are started one after the other: stock vLLM, headgate idle, stock again, headgate in use, headgate in
     eager mode. Exits with 0 if all is well, 1 if something is off, 2 if the arguments are wrong.
     """

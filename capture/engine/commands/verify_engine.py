@@ -39,6 +39,7 @@ from headgate.capture.monitoring.verify_checks import (
     STOCK,
     USAGE_STATUS,
     AnswerRows,
+    ConsumerReading,
     Float32Rows,
     Recording,
     RequestAnswer,
@@ -54,6 +55,7 @@ from headgate.capture.monitoring.verify_checks import (
     noise_of,
 )
 from headgate.capture.schema.batch import Document
+from headgate.capture.schema.config import CaptureConsumerSpec, parse_config
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import READ_ONLY, Site, site_map
@@ -78,14 +80,29 @@ MOE_SHARE = 0.01
 """Rows of a mixture of experts that may be further off: rounding may send a token to other experts."""
 
 
+CHECKED = ("attention", "features", "lens")
+"""Consumers that the consumers' part of ``verify`` checks if the user configures them."""
+
+
+def checked_consumers(given: Document) -> list[CaptureConsumerSpec]:
+    """Return the user's consumers that are checked.
+
+    Raises:
+        ConfigError: If the section is wrong.
+    """
+    return [each for each in parse_config(given).consumers if each.name in CHECKED]
+
+
 class CaptureChecks:
     """Implements `headgate.capture.monitoring.verify_checks.CheckPart`."""
 
     def section(self, given: Document, *, counts: bool) -> dict[str, object]:
-        """The user's section with the memory consumer alone: nothing is written, and no limit is in the way."""
+        """The user's section with the memory consumer, and in use those of `CHECKED`: nothing is written, and no
+        limit is in the way."""
         kept = {name: value for name, value in given.items() if not name.startswith("max_request_")}
         consumer = {"name": CONSUMER, "params": {"max_bytes": MAX_BYTES}}
-        return {"sites": SITES, **kept, "consumers": [consumer], "fire_counter": counts}
+        read = [msgspec.to_builtins(each) for each in checked_consumers(given)] if counts else []
+        return {"sites": SITES, **kept, "consumers": [consumer, *read], "fire_counter": counts}
 
     def scenes(self, stage: Stage) -> Iterator[Scene]:
         """Everything of every request; in eager mode, their answers are part of the prompts."""
@@ -289,6 +306,7 @@ class VerifiedEngine:
     def __init__(self, job: EngineJob, earlier: Recording | None) -> None:
         self._job = job
         self._earlier = earlier
+        self._consumers = checked_consumers(job.sections.get("capture") or {}) if job.kind == SERVED else []
         began = time.perf_counter()
         self._llm = _open(job)
         self._start_s = time.perf_counter() - began
@@ -341,6 +359,7 @@ class VerifiedEngine:
             sites=info.sites,
             width=lambda site: info.shape(site).width,
             earlier=self._earlier,
+            consumers=self._consumers,
         )
 
     def _serve(self, scene: Scene) -> None:
@@ -352,8 +371,24 @@ class VerifiedEngine:
                 use_tqdm=False,
             )
         self._scenes[scene.name] = [
-            _answer(request, output) for request, output in zip(scene.requests, outputs, strict=True)
+            self._answer(request, output) for request, output in zip(scene.requests, outputs, strict=True)
         ]
+
+    def _answer(self, request: SceneRequest, output: Any) -> RequestAnswer:
+        (sample,) = output.outputs
+        results = getattr(output, "capture_results", None) or {}  # the stock engine runs without headgate
+        return RequestAnswer(
+            label=request.label,
+            prompt=list(output.prompt_token_ids),
+            tokens=list(sample.token_ids),
+            logprobs=[{token: entry.logprob for token, entry in step.items()} for step in sample.logprobs],
+            rows=_rows(results[CONSUMER]) if results and request.captures else None,
+            readings={
+                each.instance: ConsumerReading(each.name, found.status, found.error, found.payload)
+                for each in self._consumers
+                if (found := results.get(each.instance)) is not None
+            },
+        )
 
     def _empty_cache(self) -> None:
         """Two scenes of the same prompts compute the same only if neither finds blocks of the other."""
@@ -481,7 +516,7 @@ def _open(job: EngineJob) -> Any:
     if job.kind != STOCK:
         parts = check_parts()
         sections = {name: part.section(ours.get(name) or {}, counts=job.kind == SERVED) for name, part in parts.items()}
-        given[OUR_KEY] = {**ours, **sections}
+        given[OUR_KEY] = {**ours, **{name: section for name, section in sections.items() if section}}
     arguments.additional_config = given
     if job.kind == EAGER:
         arguments.enforce_eager = True
@@ -507,18 +542,6 @@ def fit_cpu_cache(arguments: Any) -> None:
         config = copy(arguments).create_engine_config()
         bound_cpu_cache(config)
         arguments.kv_cache_memory_bytes = config.cache_config.kv_cache_memory_bytes
-
-
-def _answer(request: SceneRequest, output: Any) -> RequestAnswer:
-    (sample,) = output.outputs
-    results = getattr(output, "capture_results", None)  # the stock engine runs without headgate
-    return RequestAnswer(
-        label=request.label,
-        prompt=list(output.prompt_token_ids),
-        tokens=list(sample.token_ids),
-        logprobs=[{token: entry.logprob for token, entry in step.items()} for step in sample.logprobs],
-        rows=_rows(results[CONSUMER]) if results and request.captures else None,
-    )
 
 
 def _rows(result: CaptureResult) -> AnswerRows:

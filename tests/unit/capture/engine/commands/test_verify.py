@@ -224,10 +224,10 @@ def test_flags_that_contradict_each_other_are_refused() -> None:
 
 
 def test_sections_of_the_engines() -> None:
-    """Consumers of the user are not opened, and nothing limits the captures; everything else is as given."""
+    """Of the user's consumers only those that are checked are opened, in use; nothing limits the captures."""
     given = {
         "sites": {"post_mlp": "all"},
-        "consumers": [{"name": "filesystem"}],
+        "consumers": [{"name": "filesystem"}, {"name": "lens", "instance_name": "mine"}],
         "max_request_rows": 1,
         "ring_rows": 99,
     }
@@ -235,6 +235,9 @@ def test_sections_of_the_engines() -> None:
     section = PARTS["capture"].section(given, counts=False)
 
     assert [consumer["name"] for consumer in section["consumers"]] == ["memory"]
+    in_use = PARTS["capture"].section(given, counts=True)["consumers"]
+    assert [consumer["name"] for consumer in in_use] == ["memory", "lens"]
+    assert in_use[1]["instance_name"] == "mine"
     assert (section["sites"], section["ring_rows"], section["fire_counter"]) == (given["sites"], 99, False)
     assert "max_request_rows" not in section
     assert PARTS["steering"].section({"max_steering_slots": 9}, counts=True) == {

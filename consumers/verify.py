@@ -1,0 +1,159 @@
+"""The consumers' part of ``headgate verify``: what lenses, attention patterns and features say of rows must agree.
+
+Consumers that the user names by ``--capture-consumers`` are checked, and only these: each in two ways that share no
+more than the rows, or against the model's own answer. One engine is enough for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from headgate.capture.monitoring.verify_checks import (
+    PLAIN,
+    SERVED,
+    ConsumerReading,
+    RequestAnswer,
+    Runs,
+    Scene,
+    Stage,
+    Status,
+    Verdict,
+    difference,
+    equality,
+    noise_of,
+    step_difference,
+)
+from headgate.capture.schema.config import CaptureConsumerSpec
+from headgate.capture.schema.sites import HookPoint
+from headgate.consumers.attention import fetch_patterns
+
+READ, READ_AGAIN = "read", "read again"
+TOP, GIVEN = 5, 8
+"""Strongest tokens, keys and features that are asked for; features that are asked for by their ids, from 0 on."""
+ROUNDING = {"float32": 1e-3, "float16": 0.04, "bfloat16": 0.25}
+"""How far logits of a dtype may be from those of a lens, which are float32."""
+MAX_ERROR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
+"""How far probabilities, and activations relative to the largest, of the same rows may be apart."""
+
+
+class ReadingChecks:
+    """Implements `headgate.capture.monitoring.verify_checks.CheckPart`."""
+
+    def section(self, given: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
+        """Return the section of the user: consumers have none."""
+        return dict(given)
+
+    def scenes(self, stage: Stage) -> Iterator[Scene]:
+        """The plain requests, twice, with everything that is read of them in one way and in another."""
+        asked = {each.instance: _asked(each, stage) for each in stage.consumers}
+        if stage.kind != SERVED or not asked:
+            return
+        for place, name in enumerate((READ, READ_AGAIN)):
+            capture = {instance: both[place] for instance, both in asked.items() if place < len(both)}
+            if capture:
+                fields = {"capture": capture}
+                yield Scene(name=name, requests=[replace(request, fields=fields) for request in stage.plain])
+
+    def judge(self, runs: Runs) -> Iterator[Verdict]:
+        """Neighbours, and each consumer that was asked."""
+        served = runs[SERVED][0]
+        answers = served.scenes.get(READ)
+        if answers is None:
+            return
+        again = served.scenes.get(READ_AGAIN, answers)
+        yield equality(
+            "lenses, patterns and features change no answer",
+            difference(served.scenes[PLAIN], answers),
+            noise=noise_of([served]),
+        )
+        for instance, reading in answers[0].readings.items():
+            statement, problem_of = CHECKS[reading.consumer]
+            problems = (
+                _problem(instance, problem_of, one, other, served.facts.dtype)
+                for one, other in zip(answers, again, strict=True)
+            )
+            found = next((f"request {at}: {text}" for at, text in enumerate(problems) if text), None)
+            status = Status.PASSED if found is None else Status.FAILED
+            yield Verdict(f"{instance}: {statement}", status, found or f"{len(answers)} requests")
+
+
+def _asked(consumer: CaptureConsumerSpec, stage: Stage) -> tuple[dict[str, Any], ...]:
+    """Return what a consumer is asked in each of the two scenes, or in the first alone."""
+    if consumer.name == "lens":
+        return ({"layers": [-1], "top": TOP, "positions": "all_generated"},)
+    if consumer.name == "attention":
+        layers = [site.layer for site in stage.sites if site.hook is HookPoint.K][:1]
+        return {"layers": layers}, {"layers": layers, "top": TOP}
+    sae = next(iter(consumer.params["saes"]))
+    alike = {"sae": sae, "positions": "all_prompt"}
+    return {**alike, "top": TOP}, {**alike, "features": list(range(GIVEN))}
+
+
+Problem = Callable[[RequestAnswer, Any, Any, str], str | None]
+
+
+def _problem(instance: str, problem_of: Problem, one: RequestAnswer, other: RequestAnswer, dtype: str) -> str | None:
+    readings: list[ConsumerReading] = []
+    for answer in (one, other):
+        reading = answer.readings.get(instance, one.readings[instance])
+        if reading.status != "ok":
+            return f"{reading.status}: {reading.error}"
+        readings.append(reading)
+    return problem_of(one, readings[0].payload, readings[1].payload, dtype)
+
+
+def lens_problem(answer: RequestAnswer, payload: Any, _: Any, dtype: str) -> str | None:
+    """The logit lens after the last layer reads the logprobs that the model samples from."""
+    first = len(answer.prompt)
+    positions = list(range(first, first + len(answer.tokens) - 1))
+    if payload["positions"] != positions:
+        return f"positions {payload['positions']}; expected {positions}"
+    (read,) = payload["layers"].values()
+    for step, own in enumerate(answer.logprobs[1:]):
+        found = dict(zip(read["ids"][step], read["logprobs"][step], strict=True))
+        if not step_difference(own, found) <= ROUNDING[dtype]:
+            return f"position {positions[step]}: {found}; the model's own are {own}"
+    return None
+
+
+def attention_problem(_: RequestAnswer, payload: Any, largest: Any, dtype: str) -> str | None:
+    """Rows sum to 1, and the largest keys are those of the whole rows."""
+    whole, top = fetch_patterns(payload), fetch_patterns(largest)
+    for name in whole:
+        weights, keys, values = whole[name].double(), top[f"{name}.keys"].long(), top[f"{name}.values"].double()
+        if not float((weights.sum(dim=-1) - 1).abs().max()) <= MAX_ERROR[dtype]:
+            return f"{name}: rows sum to {weights.sum(dim=-1).flatten().tolist()}"
+        count = min(TOP, weights.shape[-1])
+        expected = weights.topk(count, dim=-1).values
+        own = weights.gather(-1, keys[..., :count].clamp(min=0))
+        for found in (values[..., :count], own):
+            if not torch.allclose(found, expected, rtol=0, atol=MAX_ERROR[dtype]):
+                return f"{name}: the largest are {found.flatten().tolist()}; expected {expected.flatten().tolist()}"
+    return None
+
+
+def features_problem(_: RequestAnswer, payload: Any, given: Any, dtype: str) -> str | None:
+    """Features that are asked for by ids have the activations of the strongest, or smaller ones than these."""
+    if payload["positions"] != given["positions"]:
+        return f"positions {payload['positions']}, and {given['positions']}"
+    rows = zip(payload["ids"], payload["values"], given["ids"], given["values"], strict=True)
+    for position, (ids, values, asked, found) in zip(payload["positions"], rows, strict=True):
+        strongest = dict(zip(ids, values, strict=True))
+        allowed = MAX_ERROR[dtype] * max(values, default=1.0)
+        least = min(values) if len(values) == TOP else 0.0
+        for feature, value in zip(asked, found, strict=True):
+            wanted = strongest.get(feature, min(value, least))
+            if not abs(value - wanted) <= allowed:
+                return f"position {position}: feature {feature} is {value}; the strongest are {strongest}"
+    return None
+
+
+CHECKS: Mapping[str, tuple[str, Problem]] = {
+    "attention": ("patterns sum to 1, and the largest keys are theirs", attention_problem),
+    "features": ("features have the activations of the strongest", features_problem),
+    "lens": ("the last layer's tokens are the model's own", lens_problem),
+}
