@@ -25,7 +25,7 @@ def test_capture_steering_and_the_consumers_are_the_parts_and_each_says_what_it_
 
     assert found == {
         "capture": {"worker", "routes", "metrics", "commands", "checks"},
-        "consumers": {"commands", "captures"},
+        "consumers": {"commands", "captures", "checks"},
         "steering": METHODS - {"captures"},
     }
     assert list(PARTS) == sorted(PARTS)
