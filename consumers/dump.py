@@ -200,7 +200,10 @@ def _fired(decision: Mapping[str, Any]) -> str:
 
 
 def _statistics_table(capture: StoredCapture) -> Table:
-    """Return a line for each site, such as ``3.hook_z[0:4][8:12]`` where only these columns were kept."""
+    """Return a line for each site, such as ``3.hook_z[0:4][8:12]`` where only these columns were kept.
+
+    A site whose rows a readout read has its consumer's name: ``12.post_mlp (features)``.
+    """
     table = Table(box=None, header_style="bold", pad_edge=False)
     columns = capture.metadata.get("columns") or {}
     table.add_column("site")
@@ -210,7 +213,8 @@ def _statistics_table(capture: StoredCapture) -> Table:
         bad = [f"[red]{line[key]:,}[/red]" if line[key] else "0" for key in ("num_nan", "num_inf")]
         numbers = ["-" if line[key] is None else f"{line[key]:.4g}" for key in ("mean_norm", "max_norm", "min", "max")]
         kept = "".join(f"[{start}:{stop}]" for start, stop in columns.get(line["site"], ()))
-        table.add_row(escape(line["site"] + kept), f"{line['rows']:,}", *numbers, *bad)
+        read = f" ({readout['consumer']})" if (readout := capture.metadata.get("readout")) else ""
+        table.add_row(escape(line["site"] + kept + read), f"{line['rows']:,}", *numbers, *bad)
     return table
 
 

@@ -30,6 +30,7 @@ from headgate.capture.schema.consumer import (
     HeadReduction,
     ModelHead,
     ModelInfo,
+    OutputColumns,
     Readout,
     RequestInfo,
     RowArguments,
@@ -481,6 +482,22 @@ class LensConsumer(StreamingConsumer):
                 reduction,
             )
             for site in sites
+        }
+
+    @classmethod
+    def named_outputs(cls, spec: CaptureSpec, context: SpecContext) -> dict[str, OutputColumns]:
+        """``ids`` and ``logprobs`` of the strongest tokens, ``token_logprobs`` and ``token_ranks`` of the given ones.
+
+        Where fewer tokens can be ranked, the ``logprobs`` are -inf.
+        """
+        layout = context.parsed_params(parse_params).layout
+        top, count = spec.options[TOP], len(spec.options[TOKENS])
+        starts = (0, layout.top, 2 * layout.top, 2 * layout.top + layout.tokens)
+        return {
+            "ids": OutputColumns(starts[0], starts[0] + top, "int64"),
+            "logprobs": OutputColumns(starts[1], starts[1] + top),
+            "token_logprobs": OutputColumns(starts[2], starts[2] + count),
+            "token_ranks": OutputColumns(starts[3], starts[3] + count, "int64"),
         }
 
     def begin(self, request: RequestInfo) -> None:

@@ -178,6 +178,23 @@ class StoredCapture:
         """
         return _widened(self._stored(site))
 
+    def outputs(self, site: Site | str) -> dict[str, npt.NDArray[Any]]:
+        """Outputs of the readout whose outputs were stored in place of rows, by name: ``[rows, n]`` each.
+
+        Those of `features` are ``ids``, int64, and ``values``, float32, the strongest first; where features were given,
+        ``values`` alone, in their order. Those of `lens` are ``ids``, ``logprobs``, ``token_logprobs`` and
+        ``token_ranks``.
+
+        Raises:
+            KeyError: As `tensor` does.
+            ValueError: If the capture has rows of the model itself.
+        """
+        readout = self._first.sidecar.readout
+        rows = self.numpy(site)
+        if readout is None:
+            raise ValueError(f"{self!r} has rows of the model, and no outputs of a readout")
+        return readout.named(rows)
+
     def _stored(self, site: Site | str) -> npt.NDArray[Any]:
         """``[rows, hidden]`` as stored; of bfloat16 its bits as uint16."""
         source, ref = self._place(site)

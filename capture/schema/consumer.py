@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -349,6 +349,20 @@ class ReadoutFacts(NamedTuple):
     def shape(self) -> SiteShape:
         """The shape of the outputs of a row."""
         return SiteShape(self.num_outputs, "float32")
+
+
+class OutputColumns(NamedTuple):
+    """Some of the outputs of a readout.
+
+    Attributes:
+        start: The first.
+        stop: The one after the last.
+        dtype: What they are: ``float32``, or ``int64`` of ids, ranks and counts.
+    """
+
+    start: int
+    stop: int
+    dtype: Literal["float32", "int64"] = "float32"
 
 
 class ReadoutSite(NamedTuple):
@@ -749,6 +763,21 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
         Raises:
             RequestError: Naming the field, if its result could be too large.
         """
+
+    @classmethod
+    def named_outputs(cls, spec: CaptureSpec, context: SpecContext) -> dict[str, OutputColumns]:
+        """Name the outputs of its readouts that a request wants, for consumers that store them as they are.
+
+        By default none, and nothing is stored.
+
+        Args:
+            spec: As `validate_client_spec` returned it.
+            context: As it got it.
+
+        Raises:
+            RequestError: Naming a field that would change outputs after they were read.
+        """
+        return {}
 
     @classmethod
     def own_names(cls, spec: CaptureSpec, context: SpecContext, num_samples: int) -> Sequence[str]:

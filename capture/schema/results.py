@@ -438,16 +438,22 @@ class StoredRequest(Protocol):
 
 
 def has_whole(request: StoredRequest, site: Site) -> bool:
-    """Whether a request has rows of a site, and not some of their columns alone."""
-    return site in request.sites and site.name not in request.metadata.get("columns", {})
+    """Whether a request has rows of a site, and not some of their columns or outputs of a readout alone."""
+    is_cut = site.name in request.metadata.get("columns", {}) or request.metadata.get("readout") is not None
+    return site in request.sites and not is_cut
 
 
 def whole_rows(request: StoredRequest, site: Site) -> npt.NDArray[Any]:
     """Return the rows of a site that a request has, ``[rows, width]`` of the site in float16 or float32.
 
     Raises:
-        CaptureFileError: If some columns of the rows were captured alone.
+        CaptureFileError: If some columns of the rows, or outputs of a readout, were captured alone.
     """
+    if (readout := request.metadata.get("readout")) is not None:
+        raise CaptureFileError(
+            f"{request.tag}/{request.request_id}: has what {readout['consumer']!r} read of rows, not the rows; capture "
+            "these"
+        )
     if not has_whole(request, site):
         columns = request.metadata["columns"][site.name]
         raise CaptureFileError(

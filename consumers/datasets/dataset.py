@@ -32,6 +32,7 @@ from headgate.consumers.datasets.index import (
 from headgate.consumers.datasets.mixing import DEFAULT_REQUESTS, DEFAULT_ROWS, MixedBatches
 from headgate.consumers.datasets.selection import Selection, parse_selection, parse_sites
 from headgate.consumers.datasets.view import DatasetView, Files, RangeReader, RowBatch, fingerprint_of, plain_batches
+from headgate.consumers.filesystem.formats.layout import StoredReadout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -232,6 +233,16 @@ class Dataset:
         """
         store_manifest(path, self.manifest(revision=revision, tokenizer=tokenizer))
 
+    def readout(self, site: str) -> StoredReadout | None:
+        """Return the readout whose outputs the rows of a site are; `StoredReadout.named` splits them.
+
+        None if they are rows of the site itself, or if there are none.
+        """
+        entries = self._view((site,))[0].entries
+        groups = self._table.groups
+        given = groups[int(self._table.columns["group"][entries[0, 0]])].readout if len(entries) else ""
+        return msgspec.json.decode(given, type=StoredReadout) if given else None
+
     def close(self) -> None:
         """Close all files but those of mixed batches. They are opened again when rows are read."""
         for view, _ in self._views.values():
@@ -412,16 +423,17 @@ def _same(table: EntryTable, one: int, other: int) -> bool:
 
 def _shape_of(table: EntryTable, entries: Numbers, sites: tuple[str, ...]) -> tuple[str, int]:
     groups = np.unique(table.columns["group"][entries])
-    shapes: dict[tuple[str, int, Columns], str] = {}
+    shapes: dict[tuple[str, int, Columns, str], str] = {}
     for group in (table.groups[n] for n in groups):
         for site in sites:
             shape, columns = group.shape(site), dict(group.columns).get(site, ())
             names = [site] if len(sites) > 1 else []
-            shapes[shape.dtype, shape.width, columns] = ", ".join((*names, group.model))
+            shapes[shape.dtype, shape.width, columns, group.readout] = ", ".join((*names, group.model))
     if len(shapes) > 1:
         shown = "; ".join(
-            f"{dtype}, width {width}{f', columns {list(map(list, columns))}' if columns else ''} ({model})"
-            for (dtype, width, columns), model in shapes.items()
+            f"{dtype}, width {width}{f', columns {list(map(list, columns))}' if columns else ''}"
+            f"{f', outputs of the readout {readout}' if readout else ''} ({model})"
+            for (dtype, width, columns, readout), model in shapes.items()
         )
         raise CaptureFileError(f"{', '.join(sites)}: rows of different kinds: {shown}; open them apart")
-    return next(iter(shapes), ("float32", 0, ()))[:2]
+    return next(iter(shapes), ("float32", 0, (), ""))[:2]

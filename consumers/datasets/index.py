@@ -109,6 +109,7 @@ class EntryGroup(msgspec.Struct, frozen=True):
         pp_rank: The stage that wrote it, of `pp_size`.
         shapes: Width and dtype of the sites whose rows have others.
         columns: What the rows are of the sites', where that is not all.
+        readout: Whose outputs they are, a `StoredReadout` as JSON; empty if they are rows of the sites.
     """
 
     layout: LayoutName
@@ -122,6 +123,7 @@ class EntryGroup(msgspec.Struct, frozen=True):
     pp_size: int
     shapes: tuple[tuple[str, tuple[int, str]], ...] = ()
     columns: tuple[tuple[str, Columns], ...] = ()
+    readout: str = ""
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -330,6 +332,7 @@ def _group(part: StoredPart, tensors: tuple[str, ...]) -> EntryGroup:
         pp_size=sidecar.pp_size,
         shapes=tuple(sorted(sidecar.shapes.items())),
         columns=tuple(sorted(sidecar.columns.items())),
+        readout="" if sidecar.readout is None else msgspec.json.encode(sidecar.readout).decode(),
     )
 
 
@@ -573,9 +576,10 @@ def _problem(path: str, error: CaptureFileError) -> Problem:
 logger = logging.getLogger(__name__)
 
 MAGIC = b"headgate-index\0\0"
-VERSION = 4
-"""Version of an index of some columns of rows. One of rows of several shapes is written as `SEVERAL_SHAPES`, others as
-`ONE_SHAPE`, which earlier releases read."""
+VERSION = 5
+"""Version of an index of outputs of readouts. One of some columns of rows is written as `SOME_COLUMNS`, one of rows of
+several shapes as `SEVERAL_SHAPES`, others as `ONE_SHAPE`, which earlier releases read."""
+SOME_COLUMNS = 4
 SEVERAL_SHAPES = 3
 ONE_SHAPE = 2
 _FIXED = struct.Struct("<16sIIQQI4x")  # magic, version, CRC of the header, its bytes, bytes of the columns, their CRC
@@ -631,7 +635,8 @@ def write_index(root: str, table: EntryTable, problems: list[Problem]) -> Iterat
     for block in _blocks(arrays):
         check = zlib.crc32(block, check)
     version = SEVERAL_SHAPES if any(group.shapes for group in table.groups) else ONE_SHAPE
-    version = VERSION if any(group.columns for group in table.groups) else version
+    version = SOME_COLUMNS if any(group.columns for group in table.groups) else version
+    version = VERSION if any(group.readout for group in table.groups) else version
     yield _FIXED.pack(MAGIC, version, zlib.crc32(header), len(header), end, check)
     yield header
     yield from _blocks(arrays)
@@ -707,6 +712,9 @@ _LAYOUTS: dict[int, Any] = {ord(name[1]): name for name in ("request", "shards",
 def digest_of(table: EntryTable) -> str:
     """SHA-256 of an index's content, whichever root it is of."""
     groups = [msgspec.to_builtins(group) for group in table.groups]
+    for group in groups:
+        if not group["readout"]:
+            del group["readout"]  # digests of roots without any stay as they were
     digest = sha256(json.dumps([table.tags, table.roles, groups]).encode())
     for name in COLUMNS:
         digest.update(np.ascontiguousarray(table.columns[name]).view(np.uint8).data)

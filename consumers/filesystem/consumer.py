@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,8 +25,11 @@ from headgate.capture.monitoring.stats import Figure
 from headgate.capture.probe import Probe, check_fits
 from headgate.capture.schema.config import GIB, MIB
 from headgate.capture.schema.consumer import (
+    CaptureConsumer,
     ConsumerContext,
     FinishedRequest,
+    ModelInfo,
+    Readout,
     RequestInfo,
     RequestLengths,
     RowBlock,
@@ -38,6 +41,7 @@ from headgate.capture.schema.consumer import (
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError, shown
 from headgate.capture.schema.limits import check_tag
 from headgate.capture.schema.positions import parse_positions
+from headgate.capture.schema.registry import load_consumer
 from headgate.capture.schema.results import ReportContext, SentFile
 from headgate.capture.schema.sites import Columns, Site, SiteShape, parse_hook
 from headgate.capture.schema.spec import CaptureSpec
@@ -50,7 +54,14 @@ from headgate.consumers.filesystem.condition import (
     read_probes,
     with_condition,
 )
-from headgate.consumers.filesystem.formats.layout import OWNER, Layout, LayoutName, MessagePlace
+from headgate.consumers.filesystem.formats.layout import (
+    OWNER,
+    READOUT,
+    Layout,
+    LayoutName,
+    MessagePlace,
+    StoredReadout,
+)
 from headgate.consumers.filesystem.formats.raw_layout import RawLayout
 from headgate.consumers.filesystem.formats.request_layout import RequestLayout
 from headgate.consumers.filesystem.formats.shard_layout import ShardLayout
@@ -74,11 +85,55 @@ if TYPE_CHECKING:
 
 
 LAYOUTS: tuple[LayoutName, ...] = ("request", "shards", "raw")
-OPTIONS = ("tag", "request_id", "layout", "messages", IF_PROBE)
+READOUT_OPTIONS = ("tag", "request_id", "layout", "messages")
+OPTIONS = (*READOUT_OPTIONS, IF_PROBE)
 MAX_MESSAGES = 1024
 MAX_POSITION = (1 << 31) - 1
 MAX_ROLE = 128
 """Characters of a message's role, at most."""
+
+
+_load = cache(load_consumer)
+
+
+class ReadoutSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Another consumer whose readouts' outputs are stored in place of rows.
+
+    Attributes:
+        consumer: Its name, as it is installed.
+        params: Its parameters.
+    """
+
+    consumer: str
+    params: dict[str, Any]
+
+    @property
+    def loaded(self) -> type[CaptureConsumer]:
+        """Its class.
+
+        Raises:
+            ConfigError: If it is not installed, or names no outputs of readouts.
+        """
+        found = _load(self.consumer)
+        if found.named_outputs.__func__ is CaptureConsumer.named_outputs.__func__:  # type: ignore[attr-defined]
+            raise ConfigError(f"filesystem: reads.consumer: {self.consumer!r} has no outputs that can be stored")
+        return found
+
+    def parse(self, raw: object, context: SpecContext) -> CaptureSpec:
+        """Check the fields of the other consumer and those of files; the latter are options, unchecked.
+
+        Raises:
+            RequestError: Naming the field.
+        """
+        if not isinstance(raw, Mapping):
+            raise RequestError(context.field, f"expected an object of fields of {self.consumer!r}, got {shown(raw)}")
+        own = {name: raw[name] for name in READOUT_OPTIONS if name in raw}
+        rest = {name: value for name, value in raw.items() if name not in own}
+        within = replace(context, params=self.params, takes_columns=False)
+        spec = self.loaded.validate_client_spec(rest, within)
+        outputs = self.loaded.named_outputs(spec, within)
+        readout = StoredReadout(consumer=self.consumer, options=dict(spec.options), outputs=outputs)
+        return replace(spec, options={**own, READOUT: msgspec.to_builtins(readout)})
 
 
 class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,6 +176,9 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         probes: Files of linear and cosine probes by name, each of one class, for `if_probe` and for requests that name
             one there. Their sites must be among the captured ones. With pipeline parallelism they need the location
             ``driver``.
+        reads: Store outputs of the readouts of another consumer in place of rows: ``{"consumer": "features",
+            "params": {...}}``, with its parameters. Requests then have the fields of that consumer, and ``tag``,
+            ``request_id``, ``layout`` and ``messages``.
     """
 
     root: str
@@ -144,6 +202,7 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     positions: Any = "all"
     if_probe: dict[str, Any] | None = None
     probes: dict[str, str] = msgspec.field(default_factory=dict)
+    reads: ReadoutSource | None = None
 
     @property
     def is_remote(self) -> bool:
@@ -210,6 +269,8 @@ def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
     _check_kind(parsed)
     if parsed.if_probe is not None and parsed.hooks is None:
         raise ConfigError("filesystem: if_probe is for what is recorded of every request: give hooks, too")
+    if parsed.reads is not None and (parsed.hooks is not None or parsed.probes):
+        raise ConfigError("filesystem: reads: an instance with it stores no rows: give hooks and probes to another one")
     if not parsed.root:
         raise ConfigError("filesystem: root must name a folder or the URL of an object store")
     if parsed.is_remote:
@@ -219,18 +280,20 @@ def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
 
 def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     """Check and resolve ``{"hooks", "positions", "tag", "request_id", "layout", "messages", "if_probe"}``; ``hooks`` is
-    required.
+    required. With `FilesystemParams.reads` there are the fields of that consumer in place of some.
 
     Returns:
         The spec; its options are ``tag``, ``request_id``, ``layout`` and ``name``, the file's name; ``owner``, the
-        client's name, if it has shown a key; ``messages``, where the chat's messages lie, if the request says so; and
-        ``if_probe``, a `Condition`, whose probe's site is among the spec's.
+        client's name, if it has shown a key; ``messages``, where the chat's messages lie, if the request says so;
+        ``readout``, a `StoredReadout`, with `FilesystemParams.reads`; and ``if_probe``, a `Condition`, whose probe's
+        site is among the spec's.
 
     Raises:
         RequestError: Naming the field.
     """
     params = context.parsed_params(parse_params)
-    spec = parse_client_spec(raw, context, options=OPTIONS)
+    reads = params.reads
+    spec = parse_client_spec(raw, context, options=OPTIONS) if reads is None else reads.parse(raw, context)
     options = spec.options
     tag = check_name(options.get("tag", params.tag), f"{context.field}.tag")
     check_tag(tag, params.tags, f"{context.field}.tag")
@@ -246,6 +309,8 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     resolved = {"tag": tag, "request_id": request_id, "name": name, "layout": layout}
     if context.owner is not None:
         resolved[OWNER] = context.owner
+    if READOUT in options:
+        resolved[READOUT] = options[READOUT]
     if "messages" in options:
         resolved["messages"] = _messages(options["messages"], f"{context.field}.messages")
     spec = replace(spec, options=resolved)
@@ -412,6 +477,8 @@ class FilesystemConsumer(StreamingConsumer):
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
         probes, condition = configured_probes(params), params.get(IF_PROBE)
+        if (reads := parse_params(params).reads) is not None:
+            reads.loaded.check_params(reads.params)
         if condition is not None:
             try:
                 parse_condition(condition, probes, IF_PROBE)
@@ -421,6 +488,8 @@ class FilesystemConsumer(StreamingConsumer):
     @classmethod
     def offers(cls, params: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
         probes = list(params.get("probes") or ())
+        if (reads := parse_params(params).reads) is not None:
+            return reads.loaded.offers(reads.params)
         return {IF_PROBE: probes} if probes else {}
 
     @classmethod
@@ -430,6 +499,11 @@ class FilesystemConsumer(StreamingConsumer):
     @classmethod
     def check_lengths(cls, spec: CaptureSpec, context: SpecContext, lengths: RequestLengths) -> None:
         check_pool(spec, lengths.num_prompt, context.field)
+
+    @classmethod
+    def readouts(cls, params: Mapping[str, Any], model: ModelInfo) -> dict[Site, Readout]:
+        reads = parse_params(params).reads
+        return {} if reads is None else dict(reads.loaded.readouts(reads.params, model))
 
     @classmethod
     def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
@@ -465,6 +539,8 @@ class FilesystemConsumer(StreamingConsumer):
         return send_capture(_browsed(context), context, tag, name)
 
     def begin(self, request: RequestInfo) -> None:
+        if any(facts.key != self._readout_keys.get(site) for site, facts in request.readouts.items()):
+            raise ConsumerError("a file of the readout has changed since the engine started; restart it to use it")
         if request.spec.sites:
             index = self._writers.begin(request.request_id)
             # No thread wakes up for it: the first rows bring the writer to it.
@@ -540,6 +616,11 @@ class FilesystemConsumer(StreamingConsumer):
             logger.error("%d writer threads did not end within %.1f s", ended.count(False), timeout_s)
         if self._remote is not None:
             self._remote.close(max(deadline - time.monotonic(), 0.0))
+
+    @cached_property
+    def _readout_keys(self) -> dict[Site, str]:
+        """`Readout.key` of the files as they are now, by site."""
+        return {site: readout.key for site, readout in self.readouts(self.params, self.context.model).items()}
 
     def _bytes_of(self, block: RowBlock) -> npt.NDArray[np.uint8]:
         """The rows of a block as uint8 ``[S, N, row_bytes]``."""

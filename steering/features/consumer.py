@@ -25,6 +25,7 @@ from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
     ModelInfo,
+    OutputColumns,
     Readout,
     RequestInfo,
     RowArguments,
@@ -492,6 +493,20 @@ class FeaturesConsumer(StreamingConsumer):
             site: FeaturesReadout([coders[name] for name in names], settings.top, model.shape(site).dtype)
             for site, names in names_at.items()
         }
+
+    @classmethod
+    def named_outputs(cls, spec: CaptureSpec, context: SpecContext) -> dict[str, OutputColumns]:
+        """``ids`` and ``values`` of the strongest features, or ``values`` of the given ones, in their order.
+
+        Where fewer features are active, values are 0, and the ids beside them have no meaning.
+        """
+        for name, default in (("above", 0.0), (ENCODING, LISTS)):
+            if spec.options.get(name, default) != default:
+                raise RequestError(f"{context.field}.{name}", "files hold all that was read; choose when you read them")
+        top, given = context.parsed_params(parse_params)[0].top, spec.options.get("features")
+        count = spec.options["top"] if given is None else len(given)
+        values = {"values": OutputColumns(top, top + count)}
+        return values if given is not None else {"ids": OutputColumns(0, count, "int64"), **values}
 
     def begin(self, request: RequestInfo) -> None:
         for site in request.spec.sites:

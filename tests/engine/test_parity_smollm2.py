@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, INNER_HOOKS, HookPoint, Site
 from headgate.consumers.attention import fetch_patterns
+from headgate.consumers.reader import open_capture
 from tests.engine.hf_reference import HFReference, relative_error, row_cosines
 from tests.source_tree import ROOT
 
@@ -77,7 +78,9 @@ def engine(
     shared_llm: Callable[..., Any], dtype: str, sae: Path, layers: Sequence[int] = EVERY_LAYER, *, eager: bool
 ) -> Any:
     features = {"name": "features", "params": {"saes": {"random": str(sae)}, "top": K}}
-    consumers = [{"name": "memory"}, features, {"name": "lens"}, {"name": "attention"}]
+    files = {"root": str(sae.parent / "files"), "reads": {"consumer": features["name"], "params": features["params"]}}
+    stored = {"name": "filesystem", "instance_name": "files", "params": files}
+    consumers = [{"name": "memory"}, features, stored, {"name": "lens"}, {"name": "attention"}]
     capture = {"consumers": consumers, "sites": {**hooks_of(layers), "q": [15], "k": [15]}}
     return shared_llm(
         dtype=dtype,
@@ -98,7 +101,11 @@ def chat(
         SamplingParams(
             max_tokens=NUM_OUTPUT,
             temperature=0,
-            capture={"memory": {"hooks": hooks, "positions": "all"}, "features": wanted},
+            capture={
+                "memory": {"hooks": hooks, "positions": "all"},
+                "features": wanted,
+                "files": {name: value for name, value in wanted.items() if name != "above"},
+            },
         )
         for wanted in ({"top": K}, {"features": GIVEN}, {"top": 10, "above": 1.0})
     ]
@@ -138,6 +145,8 @@ def check_features(served: Any, rows: torch.Tensor, sae: Path) -> None:
     assert result.status == "ok", result.error
     assert result.payload["positions"] == list(range(len(rows)))
     asked = len(result.payload["ids"][0])
+    stored = served.capture_results["files"].payload["paths"]
+    check_stored(open_capture(*stored).outputs(SAE_SITE), result.payload)
     for ids, values, row in zip(result.payload["ids"], result.payload["values"], activations, strict=True):
         tolerance = MAX_ERROR * float(row.max())
         found = torch.tensor(values)
@@ -146,6 +155,14 @@ def check_features(served: Any, rows: torch.Tensor, sae: Path) -> None:
             assert values == sorted(values, reverse=True)
             torch.testing.assert_close(found, row.topk(len(ids)).values, rtol=0, atol=tolerance)
     assert asked in (K, len(GIVEN), 10)
+
+
+def check_stored(found: dict[str, Any], payload: dict[str, Any]) -> None:
+    """A file has the numbers of the answer, bit for bit."""
+    assert len(found["values"]) == len(payload["positions"])
+    for row, (ids, values) in enumerate(zip(payload["ids"], payload["values"], strict=True)):
+        assert found["values"][row, : len(values)].tolist() == values
+        assert ids == (found["ids"][row, : len(ids)].tolist() if "ids" in found else GIVEN)
 
 
 def check_values(got: torch.Tensor, expected: torch.Tensor, site: Site) -> None:

@@ -12,21 +12,24 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from headgate.capture.files.reading import refusing
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, ModelInfo, RequestInfo
+from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, ModelInfo, OutputColumns, RequestInfo
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
 from headgate.capture.schema.sites import ITEM_SIZES, Columns, Site, SiteShape
 from headgate.consumers.filesystem.storage.store import PendingSync, Published, Target
 
 FORMAT = "headgate-capture"
-FORMAT_VERSION = 3
-"""Version of captures of some columns of rows. Those with rows of several shapes are of version 2, others of version 1,
-which every release reads."""
+FORMAT_VERSION = 4
+"""Version of outputs of readouts. Captures of some columns of rows are of version 3, those with rows of several shapes
+of version 2, others of version 1, which every release reads."""
 POSITIONS = "positions"
 TOKEN_IDS = "token_ids"  # noqa: S105  (a tensor's name)
 SHARD_FOLDER = "_shards"
+READOUT = "readout"
+"""Option of a resolved spec: a `StoredReadout`, without keys."""
 OWNER = "owner"
 """Option of a resolved spec: see `Sidecar.owner`."""
 LayoutName = Literal["request", "shards", "raw"]
@@ -83,6 +86,30 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     scores: list[float]
 
 
+class StoredReadout(msgspec.Struct, frozen=True, kw_only=True):
+    """The readout of rows whose outputs are stored in their place.
+
+    Attributes:
+        consumer: Name of the consumer whose readout it is.
+        options: What the request asked of it, checked.
+        outputs: Columns of the stored rows by name, and what they are; other columns have no meaning.
+        keys: `headgate.capture.schema.consumer.Readout.key` by site.
+    """
+
+    consumer: str
+    options: dict[str, Any]
+    outputs: dict[str, OutputColumns]
+    keys: dict[str, str] = msgspec.field(default_factory=dict)
+
+    def named(self, rows: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
+        """Return the outputs of rows ``[rows, outputs]`` by name; integers of what is not finite are -1."""
+        return {
+            name: part if dtype == "float32" else np.where(np.isfinite(part), part, -1).astype(dtype)
+            for name, (start, stop, dtype) in self.outputs.items()
+            for part in (rows[:, start:stop],)
+        }
+
+
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a request's rows, stored with them, their positions and their tokens.
 
@@ -114,6 +141,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         columns: ``{site: [[start, stop], ...]}``: what the rows are of the site's, where that is not all.
         if_probe: On which rows the probe fired without which they would not have been recorded; None if the request had
             no such condition.
+        readout: Whose outputs the rows are; None if they are rows of the sites.
     """
 
     format: str = FORMAT
@@ -147,6 +175,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     owner: str | None = None
     columns: dict[str, Columns] = msgspec.field(default_factory=dict)
     if_probe: Decision | None = None
+    readout: StoredReadout | None = None
 
     def shape(self, site: str) -> SiteShape:
         """The shape of the rows of a site, by its name."""
@@ -154,9 +183,9 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         return SiteShape(width, dtype)
 
     def document(self) -> dict[str, Any]:
-        """The fields as plain values; `shapes`, `columns`, `owner` and `if_probe` only if there are any."""
+        """The fields as plain values; `shapes`, `columns`, `owner`, `if_probe` and `readout` only if there are any."""
         found: dict[str, Any] = msgspec.to_builtins(self)
-        optional = ("shapes", "columns", "owner", "if_probe")
+        optional = ("shapes", "columns", "owner", "if_probe", "readout")
         return {name: value for name, value in found.items() if value or name not in optional}
 
     def to_strings(self) -> dict[str, str]:
@@ -246,11 +275,17 @@ def sidecar_of(
 
 
 def _shapes_of(request: RequestInfo, model: ModelInfo) -> dict[str, Any]:
-    """Return the format's version, the shapes and the columns."""
+    """Return the format's version, the shapes, the columns and the readout."""
     every = ((site.name, request.shape(site, model)) for site in request.spec.sites)
     shapes = {name: (shape.width, shape.dtype) for name, shape in every if shape[:2] != model.stream[:2]}
     columns = {site.name: columns for site, columns in request.spec.columns.items()}
-    return {"format_version": FORMAT_VERSION if columns else 2 if shapes else 1, "shapes": shapes, "columns": columns}
+    version = 3 if columns else 2 if shapes else 1
+    found: dict[str, Any] = {"format_version": version, "shapes": shapes, "columns": columns}
+    if (given := request.spec.options.get(READOUT)) is None:
+        return found
+    readout = msgspec.convert(given, StoredReadout)
+    keys = {site.name: facts.key for site, facts in request.readouts.items()}
+    return {**found, "format_version": FORMAT_VERSION, "readout": msgspec.structs.replace(readout, keys=keys)}
 
 
 def read_sidecar(document: Mapping[str, Any], path: str) -> Sidecar:

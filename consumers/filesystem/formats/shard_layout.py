@@ -65,6 +65,7 @@ SHARED_FIELDS = frozenset(
         "dtype",
         "shapes",
         "columns",
+        "readout",
         "versions",
         "sites",
         "pp_rank",
@@ -110,7 +111,7 @@ class ShardLayout:
 
     def store(self, finished: Finished) -> Stored:
         sidecar = finished.sidecar
-        key = (sidecar.tag, *sidecar.sites, *sorted(sidecar.columns.items()))
+        key = (sidecar.tag, *sidecar.sites, *sorted(sidecar.columns.items()), msgspec.json.encode(sidecar.readout))
         for known in [known for known, shard in self._growing.items() if self._is_full(shard)]:
             self._growing.pop(known).leave()
         shard = self._growing.get(key)

@@ -20,7 +20,9 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.staging.readouts import bind
 from headgate.consumers import lens as lens_module
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
+from headgate.consumers.filesystem.consumer import FilesystemConsumer
 from headgate.consumers.lens import LensConsumer
+from headgate.consumers.reader import open_capture
 from tests.fakes.heads import FakeHead, Letters
 
 HIDDEN, VOCABULARY = EXAMPLE_MODEL.hidden_size, 60
@@ -349,3 +351,23 @@ def test_a_readout_without_a_head_is_refused_by_the_name_of_its_consumer(params:
     readout = LensConsumer.readouts(params, EXAMPLE_MODEL)[Site(1, HookPoint.POST_MLP)]
     with pytest.raises(ConfigError, match=r"consumer 'lens': 1\.post_mlp: there is no model's head here"):
         bind(readout, 0, width=HIDDEN, device=torch.device("cpu"), name="consumer 'lens': 1.post_mlp")
+
+
+@pytest.mark.parametrize("raw", [{"lens": "j", "layers": [0, 2], "top": 4, "tokens": ["b", 40]}, {"top": 2}], ids=str)
+def test_files_hold_what_answers_have(params: dict[str, Any], tmp_path: Path, raw: dict[str, Any]) -> None:
+    files = {"root": str(tmp_path / "files"), "reads": {"consumer": "lens", "params": params}}
+    context = SpecContext(
+        instance_name="files", model=EXAMPLE_MODEL, params=files, client_request_id="r", vocabulary=CONTEXT.vocabulary
+    )
+    payload = Feed(LensConsumer(params, CONTEXT), HEAD).whole(request(params, raw, "r"))
+    consumer = FilesystemConsumer(files, CONTEXT)
+    stored = Feed(consumer, HEAD).whole(ExampleRequest(FilesystemConsumer.validate_client_spec(raw, context), "r"))
+    consumer.close(60)
+
+    capture = open_capture(*stored["paths"])
+    assert capture.positions.tolist() == payload["positions"]
+    assert [str(site.layer) for site in capture] == list(payload["layers"])
+    for site in capture:
+        found = {name: rows.tolist() for name, rows in capture.outputs(site).items()}
+        read = payload["layers"][str(site.layer)]
+        assert found == {name: read[name] for name in ("ids", "logprobs", "token_logprobs", "token_ranks")}

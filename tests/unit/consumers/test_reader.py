@@ -206,9 +206,9 @@ def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -> None:
     with capturing(tmp_path) as files:
         (path,) = files.feed.whole(files.request())["paths"]
     whole = Path(path).read_bytes()
-    Path(path).write_bytes(whole.replace(b'"format_version":"1"', b'"format_version":"4"'))
+    Path(path).write_bytes(whole.replace(b'"format_version":"1"', b'"format_version":"5"'))
 
-    with pytest.raises(CaptureFileError, match=r"version 4.*version 3"):
+    with pytest.raises(CaptureFileError, match=r"version 5.*version 4"):
         open_capture(path)
 
 

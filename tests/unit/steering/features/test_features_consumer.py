@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.capture.schema.consumer import ConsumerContext, RowArguments, SpecContext
-from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
-from headgate.capture.schema.results import CaptureResult, Origin
+from headgate.capture.schema.consumer import CaptureConsumer, ConsumerContext, RowArguments, SpecContext
+from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError
+from headgate.capture.schema.results import CaptureResult, Origin, whole_rows
+from headgate.consumers.datasets import open_dataset
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
+from headgate.consumers.filesystem.consumer import LAYOUTS, FilesystemConsumer
+from headgate.consumers.reader import open_captures
 from headgate.steering.client.answers import inline_rows
 from headgate.steering.features import consumer
 from headgate.steering.features.canonical import write_coder
@@ -371,3 +374,106 @@ def test_a_chunk_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
 
     assert [chunk["positions"] for chunk in chunks] == [[0, 1], [2], [3, 4], [5]]
     assert [row for chunk in chunks for row in chunk["ids"]] == whole["ids"]
+
+
+FILES = ConsumerContext(instance_name="files", model=EXAMPLE_MODEL)
+
+
+def stored_request(files: dict[str, Any], raw: Any, name: str = "r") -> ExampleRequest:
+    context = SpecContext(instance_name="files", model=EXAMPLE_MODEL, params=files, client_request_id=name)
+    return ExampleRequest(FilesystemConsumer.validate_client_spec(raw, context), name)
+
+
+def fed(consumer: CaptureConsumer, *requests: ExampleRequest) -> list[Any]:
+    """Results of requests whose rows come in blocks that they share."""
+    feed = Feed(consumer)
+    feed.begin(*requests)
+    for start in range(0, 8, 3):
+        feed.step({one: (start, min(start + 3, 8)) for one in requests})
+    return [feed.finish(one) for one in requests]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_hold_what_answers_have(params: dict[str, Any], tmp_path: Path, layout: str) -> None:
+    files = {"root": str(tmp_path / "files"), "layout": layout, "reads": {"consumer": "features", "params": params}}
+    wanted = [
+        {"sae": "a", "top": 3},
+        {"sae": "b", "features": [30, 2, 11]},
+        {"sae": "c", "top": 5, "positions": [0, 4]},
+    ]
+    answers = fed(FeaturesConsumer(params, CONTEXT), *(request(params, raw, str(n)) for n, raw in enumerate(wanted)))
+    consumer = FilesystemConsumer(files, FILES)
+    stored = [stored_request(files, {**raw, "tag": f"t{n}"}, str(n)) for n, raw in enumerate(wanted)]
+    assert [payload["layout"] for payload in fed(consumer, *stored)] == [layout] * 3
+    consumer.close(60)
+
+    captures = {capture.tag: capture for capture in open_captures(tmp_path / "files")}
+    for number, (raw, answer) in enumerate(zip(wanted, answers, strict=True)):
+        capture = captures[f"t{number}"]
+        [site] = capture.sites
+        found = capture.outputs(site)
+        assert capture.positions.tolist() == answer["positions"]
+        assert found["values"].dtype == np.float32
+        for row, (ids, values) in enumerate(zip(answer["ids"], answer["values"], strict=True)):
+            assert found["values"][row, : len(values)].tolist() == values
+            assert not found["values"][row, len(values) :].any()
+            if "features" not in raw:
+                assert found["ids"].dtype == np.int64
+                assert found["ids"][row, : len(ids)].tolist() == ids
+        assert set(found) == ({"values"} if "features" in raw else {"ids", "values"})
+        with pytest.raises(CaptureFileError, match=r"has what 'features' read of rows, not the rows"):
+            whole_rows(capture, site)
+        data = open_dataset(tmp_path / "files", tags=f"t{number}")
+        readout = data.readout(site.name)
+        assert readout is not None
+        assert readout.options["sae"] == raw["sae"]
+        [batch] = data.batches(site.name)
+        assert all(np.array_equal(rows, found[name]) for name, rows in readout.named(batch.numpy()).items())
+    with pytest.raises(CaptureFileError, match=r"rows of different kinds.*outputs of the readout"):
+        open_dataset(tmp_path / "files", sites="3.post_mlp").readout("3.post_mlp")
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "why"),
+    [
+        ({"sae": "a", "above": 0.5}, "above", "files hold all that was read"),
+        ({"sae": "a", "encoding": "binary"}, "encoding", "files hold all that was read"),
+        ({"sae": "x"}, "sae", "known: a, b, c"),
+        ({"sae": "a", "hooks": {}}, "hooks", "known: sae, positions, top, features, above"),
+        ({"sae": "a", "tag": "a/b"}, "tag", "a/b"),
+        ({"sae": "a", "if_probe": {}}, "if_probe", "unknown field"),
+    ],
+)
+def test_requests_for_files_are_refused_by_field(
+    params: dict[str, Any], tmp_path: Path, raw: Any, field: str, why: str
+) -> None:
+    with pytest.raises(RequestError, match=why) as caught:
+        stored_request({"root": str(tmp_path), "reads": {"consumer": "features", "params": params}}, raw)
+
+    assert caught.value.field == f"capture.files.{field}"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"reads": {"consumer": "inline", "params": {}}}, "reads.consumer: 'inline' has no outputs that can be stored"),
+        ({"reads": {"consumer": "features", "params": {"saes": {}}}}, "features: saes: name at least one"),
+        ({"hooks": {"post_mlp": "all"}}, "reads: an instance with it stores no rows"),
+        ({"reads": {"consumer": "features"}}, "params"),
+    ],
+)
+def test_parameters_of_files_are_refused_by_name(params: dict[str, Any], tmp_path: Path, change: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        FilesystemConsumer.check_params(
+            {"root": str(tmp_path), "reads": {"consumer": "features", "params": params}, **change}
+        )
+
+
+def test_another_file_than_the_workers_stores_nothing(params: dict[str, Any], tmp_path: Path) -> None:
+    files = {"root": str(tmp_path / "files"), "reads": {"consumer": "features", "params": params}}
+    consumer = FilesystemConsumer(files, FILES)
+    feed = Feed(consumer)
+    feed._facts = {site: facts._replace(key="other") for site, facts in feed._facts.items()}
+    with pytest.raises(ConsumerError, match="a file of the readout has changed"):
+        feed.begin(stored_request(files, {"sae": "a"}))
+    consumer.close(60)
