@@ -34,7 +34,8 @@ SEED = int(os.environ.get("CHANGES_SEED", "20261127"))
 BLOCK = 32
 SITES = {"pre_attn": [1], "post_attn": "all", "post_mlp": "all", "final_norm": "all"}
 STEERED = [Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP)]
-OWN, RULED = Site(1, HookPoint.MLP_OUT), Site(1, HookPoint.POST_ATTN)
+OWN, RULED = Site(1, HookPoint.MLP_OUT), Site(2, HookPoint.POST_ATTN)
+"""In a pipeline rules read on the first stage, and write on the second."""
 RULES = {name: np.random.default_rng(at).normal(0, 1, HIDDEN).astype(np.float32) for at, name in enumerate("ab")}
 MAX_ERROR = 1e-4
 HOW = {"one stage": {}, "a pipeline": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}}
@@ -61,11 +62,6 @@ class Job:
     output: Any = None
 
 
-def takes_rules(llm: Any) -> bool:
-    """Whether rules can be registered: not where layers lie on several pipeline stages."""
-    return bool(llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size == 1)
-
-
 @dataclass
 class Changes:
     """Makes the changes of a run.
@@ -85,7 +81,7 @@ class Changes:
 
     def change(self) -> None:
         """Make one of any kind."""
-        kind = self.rng.choice(["set", "set", "clear", "register", *["rule", "rule"] * takes_rules(self.llm)])
+        kind = self.rng.choice(["set", "set", "clear", "register", "rule", "rule"])
         self.counts[kind] = self.counts.get(kind, 0) + 1
         getattr(self, kind)()
 
@@ -220,8 +216,7 @@ def reference() -> Path:
 
 
 def test_the_run_was_hard(run: Run) -> None:
-    kinds = {"set", "clear", "register", *["rule"] * takes_rules(run.changes.llm)}
-    assert set(run.changes.counts) == kinds
+    assert set(run.changes.counts) == {"set", "clear", "register", "rule"}
     assert run.launches.num_preempted > NUM_REQUESTS / 20
     lives = [len(set(kept.values())) for kept in run.launches.kept.values()]
     assert sum(count > 2 for count in lives) > NUM_REQUESTS / 4
@@ -298,8 +293,6 @@ def test_the_state_before_the_last_token_is_of_the_forward_that_sampled_it(run: 
 
 
 def test_traces_tell_what_acted_on_the_rows(run: Run) -> None:
-    if not takes_rules(run.changes.llm):
-        pytest.skip("rules are refused there, and nothing else is traced")
     num_applied, num_begun_again = 0, 0
     for job in run.jobs:
         trace = job.output.outputs[0].steering_trace

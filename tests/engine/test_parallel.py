@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +23,13 @@ from headgate.capture.probe import HiddenLayer, Probe, save
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import INNER_HOOKS, HookPoint, Site
 from headgate.consumers.reader import open_captures
+from headgate.steering import PhaseVectors
+from headgate.steering import save as save_vectors
 from tests.conftest import ENGINE_DEFAULTS, start_llm, stop_llm
 from tests.deadlines import patience
 from tests.engine import gate_making, gate_runs
+from tests.engine.controller_cases import READ, VECTORS, WEIGHT, Driven, prompt_of
+from tests.engine.controller_replays import check_replays, replayed
 from tests.engine.hf_reference import HFReference, Steering, check_lens, own_process, relative_error
 from tests.engine.steering_cases import (
     OP_LAYER,
@@ -113,7 +118,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     steering: dict[str, Any] = {"sites": SITES, "op_sites": OP_SITES, "max_steering_slots": 256}
     if way == "pipeline":
         saes["sae"] = f"{gate_making.SAE.save(folder / 'sae')}@{gate_making.SAE_SITE.name}"
-        steering |= {"sites": gate_runs.SITES, "op_sites": gate_runs.SITES, "max_probe_units": 40}
+        steering |= {"sites": gate_runs.SITES, "op_sites": gate_runs.SITES, "max_probe_units": 40, **driven_by(folder)}
     root, far_root = tmp_path_factory.mktemp(request.param), tmp_path_factory.mktemp(f"{request.param}-far")
     probes = saved_probes(tmp_path_factory.mktemp("probes"))
     consumers = [
@@ -140,6 +145,16 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         llm = start_llm(model=tiny_model("llama"), additional_config={"headgate": config}, **settings)
         stack.callback(stop_llm, llm)
         yield Served(llm, 2 if way == "pipeline" else 1, root, far_root, host)
+
+
+def driven_by(folder: Path) -> dict[str, Any]:
+    """Settings of a controller, for requests that select it, and of the module that it turns on."""
+    rows = {Site(layer, HookPoint.POST_MLP): np.float32(row) for layer, row in VECTORS["post_mlp"].items()}
+    save_vectors(folder / "driven.safetensors", PhaseVectors.from_rows(rows))
+    save(folder / "read.safetensors", Probe(site=READ, weight=WEIGHT[None], bias=[0.1]))
+    params = {"probe": str(folder / "read.safetensors"), "module": "driven", "threshold": 0.0, "ema_alpha": 1.0}
+    controller = {"name": "threshold", "applies_to": "opt_in", "budget_ms": 1000, "params": params}
+    return {"controllers": [controller], "modules": {"driven": str(folder / "driven.safetensors")}}
 
 
 def saved_probes(folder: Path) -> dict[str, str]:
@@ -417,6 +432,56 @@ def gated(served) -> Iterator[gate_runs.Run]:
 
 def test_gates_of_two_stages_equal_the_solo_run(gated):
     gate_runs.check(gated, captures=True)
+
+
+def test_rules_of_two_stages_do_what_the_same_gates_do(served, gated):
+    """Counted, too; their strengths are those of the gates, and their last decision is on the last stage."""
+    names = ("networks, rest_of_request", "early, next_token, 1, False")
+    cases = [(case, sample) for case, sample in zip(gated.cases, gated.samples, strict=True) if case.name in names]
+    gates = [named(case.gates) for case, _ in cases]
+    rules = {f"rule {at}.{name}": gate for at, each in enumerate(gates) for name, gate in each.items()}
+    for name, gate in rules.items():
+        served.llm.steering.register_rule(applies_to="opt_in", **{**gate, "name": name})
+
+    params = [gate_runs.params_of(replace(case, gates=()), gate_making.NUM_OUTPUT) for case, _ in cases]
+    for at, one in enumerate(params):
+        one.steering_rules = [name for name in rules if name.startswith(f"rule {at}.")]
+        one.return_steering_trace = True
+    outputs = generate(served.llm, [gate_making.PROMPTS[case.prompt] for case, _ in cases], params)
+
+    counted = {rule.name: rule.rows for rule in served.llm.steering.dynamic().rules}
+    for name in rules:
+        served.llm.steering.unregister_rule(name)
+    assert len(cases) == len(names)
+    for at, ((case, sample), output) in enumerate(zip(cases, outputs, strict=True)):
+        assert list(output.outputs[0].token_ids) == list(sample.token_ids)
+        wanted, found = sample.steering_trace["gates"], output.outputs[0].steering_trace["gates"]
+        assert len(found) == len(case.gates)
+        for name in named(case.gates):
+            np.testing.assert_allclose(found[f"rule {at}.{name}"]["applied"], wanted[name]["applied"], atol=1e-4)
+            assert counted[f"rule {at}.{name}"] == np.count_nonzero(wanted[name]["applied"])
+    assert sum(count > 0 for count in counted.values()) > len(names)
+
+
+def named(gates: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Gates by the names that traces give them."""
+    return {gate.get("name", f"gate{at}"): gate for at, gate in enumerate(gates)}
+
+
+def test_controllers_of_two_stages_do_what_their_traces_say(served):
+    """One that reads on the first stage turns a module on, on both."""
+    if served.num_stages == 1:
+        pytest.skip("one stage")
+    case, prompts = Driven(name="driven", selects=["threshold"]), [prompt_of(at) for at in range(6)]
+
+    outputs = generate(served.llm, prompts, [gate_runs.params_of(case, 30)] * len(prompts))
+
+    samples = [output.outputs[0] for output in outputs]
+    contents = {"module": {"vectors": VECTORS}}
+    requests = [replayed(case, prompt, one, contents) for prompt, one in zip(prompts, samples, strict=True)]
+    assert sum(len(np.unique(request.applied["driven module"])) == 2 for request in requests if request.applied) >= 3
+    with own_process() as references:
+        check_replays(requests, samples, references)
 
 
 def test_modules_and_global_vectors_are_on_both_ranks(served, reference):

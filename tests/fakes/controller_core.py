@@ -110,8 +110,8 @@ class Core:
         self.core = SteeringCore("float32", config.num_slots(2) - 1, services, config, steerable=steerable)
         self.core.operator.register("m", SteeringSpec(decode=vectors(1.0)))
 
-    def start(self, num_stages: int = 1) -> None:
-        core, facts, services = self.core, CoreFacts(model=MODEL, num_stages=num_stages), self.services
+    def start(self) -> None:
+        core, facts, services = self.core, CoreFacts(model=MODEL), self.services
         made: Any = services
         core.start(open_controllers(self.config, facts, core.state, core.reservations, core.operator.set_beside, made))
 

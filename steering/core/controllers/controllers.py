@@ -758,11 +758,6 @@ def _checked(steerable: Steerable | None, facts: CoreFacts) -> Steerable:
             f"{_PLACE}: with speculative decoding, scores of rows that do not count would be read; start the engine "
             "without --speculative-config"
         )
-    if facts.num_stages > 1:
-        raise ConfigError(
-            f"{_PLACE}: scores of pipeline stages but the last do not come back to the engine core; start the engine "
-            "with tensor parallelism"
-        )
     if steerable is None or not steerable.op_sites:
         raise ConfigError(
             f"{_PLACE}: controllers, and consumers that steer, act at op sites, and there are none; declare them with "

@@ -30,11 +30,10 @@ from tests.fakes.controllers import Scripted
 
 
 def test_what_cannot_run_is_refused_at_start(opened: Callable[..., Core], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(message: str, num_stages: int = 1, **settings: Any) -> None:
+    def refused(message: str, **settings: Any) -> None:
         with pytest.raises(ConfigError, match=message):
-            opened(**settings).start(num_stages)
+            opened(**settings).start()
 
-    refused("start the engine with tensor parallelism", num_stages=2)
     refused("there are none; declare them with --steering-op-sites", op_sites={})
     refused("no gate can read at 0.post_mlp", op_sites={"post_mlp": [1]})
     with monkeypatch.context() as patch:
