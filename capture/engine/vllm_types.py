@@ -65,6 +65,7 @@ class ParallelConfig(Protocol):
     use_ubatching: bool
     tensor_parallel_size: int
     prefill_context_parallel_size: int
+    decode_context_parallel_size: int
     pipeline_parallel_size: int
     use_sequence_parallel_moe: bool
     _api_process_count: int

@@ -162,6 +162,13 @@ REFUSALS = (
         "start with --prefill-context-parallel-size 1",
     ),
     Refusal(
+        lambda config: config.parallel_config.decode_context_parallel_size > 1,
+        "decode context parallelism (--decode-context-parallel-size)",
+        "each rank computes attention over the keys of some positions, with kernels that return their sums of weights, "
+        "which vLLM has for GPUs alone; rows under it were never compared with those of one rank",
+        "start with --decode-context-parallel-size 1; tensor parallelism is served",
+    ),
+    Refusal(
         _sequence_parallel,
         "the sequence-parallel compilation pass (enable_sp)",
         "it shards the residual stream over ranks by token",
@@ -321,7 +328,7 @@ SERVED = (
         "0.1.0",
         ("engine/test_parallel.py", "gpu/test_parallel_gpu.py"),
         f"{CPU} and two H200",
-        "Gates and rules were tested on a CPU; controllers and drafts are refused",
+        "Gates, rules and controllers were tested on a CPU; drafts are refused",
     ),
     Served(
         "parallel_config.data_parallel_size",
@@ -330,12 +337,19 @@ SERVED = (
         ("engine/test_far_engines.py",),
         CPU,
     ),
-    Served("parallel_config.enable_expert_parallel", "expert parallelism (--enable-expert-parallel)"),
-    Served("parallel_config.enable_eplb", "balancing of experts over ranks (--enable-eplb)"),
     Served(
-        "parallel_config.decode_context_parallel_size",
-        "decode context parallelism (--decode-context-parallel-size)",
-        note="vLLM shards the KV cache over tensor-parallel ranks; each has the hidden states of all tokens",
+        "parallel_config.enable_expert_parallel",
+        "expert parallelism (--enable-expert-parallel)",
+        NEXT,
+        ("engine/test_far_engines.py",),
+        CPU,
+        "Two data-parallel engines of one rank each. With --tensor-parallel-size too, residuals are token-sharded, and "
+        "refused",
+    ),
+    Served(
+        "parallel_config.enable_eplb",
+        "balancing of experts over ranks (--enable-eplb)",
+        note="vLLM has it on GPUs alone. `experts` are read before their numbers are mapped to copies",
     ),
     Served(
         "parallel_config.nnodes",
