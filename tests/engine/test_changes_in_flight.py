@@ -27,7 +27,7 @@ from tests.engine.steering_cases import Tiers, document, vectors
 from tests.engine.tiny_models import HIDDEN, VOCABULARY, tiny_model
 from tests.fakes.launches import Launches, Runs, state_at
 
-pytestmark = pytest.mark.extended  # until it has run once on an engine: the machine had no room for it
+pytestmark = pytest.mark.extended
 
 NUM_REQUESTS = int(os.environ.get("CHANGES_REQUESTS", "60"))
 SEED = int(os.environ.get("CHANGES_SEED", "20261127"))

@@ -19,7 +19,6 @@ from tests.fakes.far_host import FarHost, free_port, node_command, second_host
 
 pytestmark = pytest.mark.engine
 
-FAMILY = "qwen3_moe"
 SITES = {"post_mlp": "all"}
 PROMPT = [3 + (7 * i) % 500 for i in range(20)]
 NUM_OUTPUT = 5
@@ -32,7 +31,6 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 128,
     "data_parallel_size": 2,
     "data_parallel_size_local": 1,
-    "enable_expert_parallel": True,
 }
 
 
@@ -43,8 +41,8 @@ class Served(AsyncEngine):
         address = {"data_parallel_address": host.here, "data_parallel_rpc_port": free_port()}
         far = {**SETTINGS, **address, "data_parallel_start_rank": 1}
         far["additional_config"] = json.dumps({"headgate": far_config})
-        host.start(*node_command(tiny_model(FAMILY), far))
-        super().__init__(tiny_model(FAMILY), additional_config={"headgate": config}, **SETTINGS, **address)
+        host.start(*node_command(tiny_model("llama"), far))
+        super().__init__(tiny_model("llama"), additional_config={"headgate": config}, **SETTINGS, **address)
         self._number = 0
 
     async def generate(self, rank: int, **fields: Any) -> Any:
@@ -79,7 +77,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def reference() -> HFReference:
-    return HFReference(tiny_model(FAMILY), FAMILY)
+    return HFReference(tiny_model("llama"), "llama")
 
 
 def check_rows(output: Any, reference: HFReference, steering: Steering | None = None) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -415,18 +416,23 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def gated(served) -> Iterator[gate_runs.Run]:
+def references() -> Iterator[ProcessPoolExecutor]:
+    with own_process() as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def gated(served, references) -> Iterator[gate_runs.Run]:
     """What all cases of gates got that are not refused; strengths of layers 0 and 1 act on the second stage, too."""
     if served.num_stages == 1 or served.far_host is not None:
         pytest.skip("one stage, or stages that are far")
-    with own_process() as references:
-        cases = gate_runs.made_cases(references)
-        gate_runs.name_all(served.llm)
-        for name, why in REFUSED.items():
-            (case,) = (each for each in cases if each.name == name)
-            with pytest.raises(RequestError, match=re.escape(why)):
-                gate_runs.generate(served.llm, [case], [gate_making.PROMPTS[case.prompt]], 1)
-        yield gate_runs.serve(served.llm, [case for case in cases if case.name not in REFUSED], references)
+    cases = gate_runs.made_cases(references)
+    gate_runs.name_all(served.llm)
+    for name, why in REFUSED.items():
+        (case,) = (each for each in cases if each.name == name)
+        with pytest.raises(RequestError, match=re.escape(why)):
+            gate_runs.generate(served.llm, [case], [gate_making.PROMPTS[case.prompt]], 1)
+    yield gate_runs.serve(served.llm, [case for case in cases if case.name not in REFUSED], references)
     served.llm.steering.unregister("calm")
 
 
@@ -468,10 +474,10 @@ def named(gates: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     return {gate.get("name", f"gate{at}"): gate for at, gate in enumerate(gates)}
 
 
-def test_controllers_of_two_stages_do_what_their_traces_say(served):
+def test_controllers_of_two_stages_do_what_their_traces_say(served, references):
     """One that reads on the first stage turns a module on, on both."""
-    if served.num_stages == 1:
-        pytest.skip("one stage")
+    if served.num_stages == 1 or served.far_host is not None:
+        pytest.skip("one stage, or stages that are far")
     case, prompts = Driven(name="driven", selects=["threshold"]), [prompt_of(at) for at in range(6)]
 
     outputs = generate(served.llm, prompts, [gate_runs.params_of(case, 30)] * len(prompts))
@@ -480,8 +486,7 @@ def test_controllers_of_two_stages_do_what_their_traces_say(served):
     contents = {"module": {"vectors": VECTORS}}
     requests = [replayed(case, prompt, one, contents) for prompt, one in zip(prompts, samples, strict=True)]
     assert sum(len(np.unique(request.applied["driven module"])) == 2 for request in requests if request.applied) >= 3
-    with own_process() as references:
-        check_replays(requests, samples, references)
+    check_replays(requests, samples, references)
 
 
 def test_modules_and_global_vectors_are_on_both_ranks(served, reference):
