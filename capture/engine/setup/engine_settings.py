@@ -340,11 +340,8 @@ SERVED = (
     Served(
         "parallel_config.enable_expert_parallel",
         "expert parallelism (--enable-expert-parallel)",
-        NEXT,
-        ("engine/test_far_engines.py",),
-        CPU,
-        "Two data-parallel engines of one rank each. With --tensor-parallel-size too, residuals are token-sharded, and "
-        "refused",
+        note="vLLM 0.32 itself fails with it on a CPU: with tensor parallelism in the kernel of the experts, with data "
+        "parallelism because its ranks cannot exchange tokens there. `headgate verify` tells on your GPUs",
     ),
     Served(
         "parallel_config.enable_eplb",
@@ -386,7 +383,8 @@ SERVED = (
         "0.3.0",
         ("engine/test_multimodal.py",),
         CPU,
-        "Audio and video are not tested",
+        "Idefics 3 with its vision tower; Qwen3.5, Gemma 3 and 4 and Llama 4 as text models alone: their image "
+        "processors need torchvision. Audio and video are not tested",
     ),
     Served(
         "",
