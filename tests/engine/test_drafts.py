@@ -22,7 +22,6 @@ from tests.engine.drafting import (
     CONFIG,
     CONSUMERS,
     MAX_ERROR,
-    NUM_DRAFTS,
     NUM_OUTPUT,
     SITES,
     Asked,
@@ -33,7 +32,6 @@ from tests.engine.drafting import (
     eagle_folder,
     generate,
     greedy,
-    mtp_folder,
     requests,
     start,
 )
@@ -238,49 +236,6 @@ def test_a_draft_model_is_neither_captured_nor_steered(method, reference, answer
         assert accepted > 0.9 if method == "draft_model" else accepted < 0.5
     finally:
         stop_llm(llm)
-
-
-@pytest.mark.extended
-def test_rows_beside_a_layer_that_predicts_several_tokens_are_of_accepted_tokens():
-    model = tiny_model("deepseek_v3")
-    reference = HFReference(model, "deepseek_v3")
-    answers = {asked.prompt: greedy(reference, asked.prompt) for asked in REQUESTS}
-    sites = {hook: layers for hook, layers in SITES.items() if hook != "hook_z"}
-    settings = {
-        "model": mtp_folder(model),
-        "num_gpu_blocks_override": 16,  # of half the size that others have
-        "speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": NUM_DRAFTS},
-        # vLLM's rotary kernel for CPUs rotates some of DeepSeek's queries wrongly.
-        "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
-    }
-    prompts = [{"prompt_token_ids": list(each.prompt)} for each in REQUESTS]
-    plain = []
-    for config in ({}, {"headgate": {"capture": {"consumers": CONSUMERS, "sites": sites}}}):
-        llm = start(**settings, additional_config=config)
-        try:
-            draft(llm, answers, REQUESTS)
-            params = [each.params(answers[each.prompt], logprobs=0) for each in REQUESTS]
-            plain.append([output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)])
-            if config:
-                _check_captured(llm, sites, answers, reference)
-        finally:
-            stop_llm(llm)
-    for stock, ours in zip(*plain, strict=True):
-        assert (ours.token_ids, ours.logprobs) == (stock.token_ids, stock.logprobs)
-
-
-def _check_captured(llm: Any, sites: Any, answers: Any, reference: HFReference) -> None:
-    params = []
-    for each in REQUESTS:
-        fields = {"memory": {"hooks": sites, "positions": each.positions}}
-        params.append(each.params(answers[each.prompt], capture=fields))
-    before = counts(llm)
-    for asked, (tokens, captured) in zip(REQUESTS, generate(llm, REQUESTS, params), strict=True):
-        assert tokens == asked.answer(answers[asked.prompt]), asked
-        check(asked, tokens, captured, reference)
-    more = {name: value - before[name] for name, value in counts(llm).items() if name in before}
-    assert 0.2 < more["spec_decode_num_accepted_tokens"] / more["spec_decode_num_draft_tokens"] < 0.8
-    assert more["num_preemptions"] > 0
 
 
 @pytest.mark.extended
