@@ -70,10 +70,11 @@ class ReadingChecks:
             difference(served.scenes[PLAIN], answers),
             noise=noise_of([served]),
         )
-        for instance, reading in answers[0].readings.items():
-            statement, problem_of = CHECKS[reading.consumer]
+        kinds = {name: each.consumer for one in (*answers, *again) for name, each in one.readings.items()}
+        for instance, kind in kinds.items():
+            statement, problem_of = CHECKS[kind]
             problems = (
-                _problem(instance, problem_of, one, other, served.facts.dtype)
+                _problem(instance, problem_of, one, one if kind == "lens" else other, served.facts.dtype)
                 for one, other in zip(answers, again, strict=True)
             )
             found = next((f"request {at}: {text}" for at, text in enumerate(problems) if text), None)
@@ -82,14 +83,16 @@ class ReadingChecks:
 
 
 def _asked(consumer: CaptureConsumerSpec, stage: Stage) -> tuple[dict[str, Any], ...]:
-    """Return what a consumer is asked in each of the two scenes, or in the first alone."""
+    """Return what a consumer is asked in each of the two scenes, or in the first alone; nothing if it has no room."""
     if consumer.name == "lens":
-        return ({"layers": [-1], "top": TOP, "positions": "all_generated"},)
+        top = min(TOP, consumer.params.get("max_top", TOP))
+        return ({"layers": [-1], "top": top, "positions": "all_generated"},)
     if consumer.name == "attention":
         layers = [site.layer for site in stage.sites if site.hook is HookPoint.K][:1]
-        return {"layers": layers}, {"layers": layers, "top": TOP}
-    sae = next(iter(consumer.params["saes"]))
-    alike = {"sae": sae, "positions": "all_prompt"}
+        return ({"layers": layers}, {"layers": layers, "top": TOP}) if layers else ()
+    alike = {"sae": next(iter(consumer.params["saes"])), "positions": "all_prompt"}
+    if consumer.params.get("top", GIVEN) < GIVEN:
+        return ()
     return {**alike, "top": TOP}, {**alike, "features": list(range(GIVEN))}
 
 
@@ -99,9 +102,9 @@ Problem = Callable[[RequestAnswer, Any, Any, str], str | None]
 def _problem(instance: str, problem_of: Problem, one: RequestAnswer, other: RequestAnswer, dtype: str) -> str | None:
     readings: list[ConsumerReading] = []
     for answer in (one, other):
-        reading = answer.readings.get(instance, one.readings[instance])
-        if reading.status != "ok":
-            return f"{reading.status}: {reading.error}"
+        reading = answer.readings.get(instance)
+        if reading is None or reading.status != "ok":
+            return "no result" if reading is None else f"{reading.status}: {reading.error}"
         readings.append(reading)
     return problem_of(one, readings[0].payload, readings[1].payload, dtype)
 
@@ -123,6 +126,8 @@ def lens_problem(answer: RequestAnswer, payload: Any, _: Any, dtype: str) -> str
 def attention_problem(_: RequestAnswer, payload: Any, largest: Any, dtype: str) -> str | None:
     """Rows sum to 1, and the largest keys are those of the whole rows."""
     whole, top = fetch_patterns(payload), fetch_patterns(largest)
+    if not whole:
+        return "there are no patterns"
     for name in whole:
         weights, keys, values = whole[name].double(), top[f"{name}.keys"].long(), top[f"{name}.values"].double()
         if not float((weights.sum(dim=-1) - 1).abs().max()) <= MAX_ERROR[dtype]:
@@ -138,12 +143,14 @@ def attention_problem(_: RequestAnswer, payload: Any, largest: Any, dtype: str) 
 
 def features_problem(_: RequestAnswer, payload: Any, given: Any, dtype: str) -> str | None:
     """Features that are asked for by ids have the activations of the strongest, or smaller ones than these."""
-    if payload["positions"] != given["positions"]:
+    if payload["positions"] != given["positions"] or not payload["positions"]:
         return f"positions {payload['positions']}, and {given['positions']}"
     rows = zip(payload["ids"], payload["values"], given["ids"], given["values"], strict=True)
     for position, (ids, values, asked, found) in zip(payload["positions"], rows, strict=True):
         strongest = dict(zip(ids, values, strict=True))
         allowed = MAX_ERROR[dtype] * max(values, default=1.0)
+        if None in (*values, *found):
+            return f"position {position}: a row that is not finite"
         least = min(values) if len(values) == TOP else 0.0
         for feature, value in zip(asked, found, strict=True):
             wanted = strongest.get(feature, min(value, least))

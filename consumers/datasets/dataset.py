@@ -421,6 +421,14 @@ def _same(table: EntryTable, one: int, other: int) -> bool:
     )
 
 
+def _readout_at(document: str, site: str) -> str:
+    """Return a stored readout with its key at one site alone: requests may have asked for others beside it."""
+    if not document:
+        return ""
+    stored = msgspec.json.decode(document, type=StoredReadout)
+    return msgspec.json.encode(msgspec.structs.replace(stored, keys={"": stored.keys.get(site, "")})).decode()
+
+
 def _shape_of(table: EntryTable, entries: Numbers, sites: tuple[str, ...]) -> tuple[str, int]:
     groups = np.unique(table.columns["group"][entries])
     shapes: dict[tuple[str, int, Columns, str], str] = {}
@@ -428,7 +436,9 @@ def _shape_of(table: EntryTable, entries: Numbers, sites: tuple[str, ...]) -> tu
         for site in sites:
             shape, columns = group.shape(site), dict(group.columns).get(site, ())
             names = [site] if len(sites) > 1 else []
-            shapes[shape.dtype, shape.width, columns, group.readout] = ", ".join((*names, group.model))
+            shapes[shape.dtype, shape.width, columns, _readout_at(group.readout, site)] = ", ".join(
+                (*names, group.model)
+            )
     if len(shapes) > 1:
         shown = "; ".join(
             f"{dtype}, width {width}{f', columns {list(map(list, columns))}' if columns else ''}"

@@ -144,8 +144,9 @@ class StepNotes:
         """Steps in flight whose rows of a request do not count, since its prompt has begun again."""
         self._is_in_step = False
         self._release = release
-        self._ending: dict[str, Request] | None = None
-        """Requests that ended with a step's tokens, whose readings are yet to be taken; None between steps."""
+        self._ending: dict[str, tuple[Request, Callable[[], None]]] | None = None
+        """Requests that ended with a step's tokens, whose readings are yet to be taken, and what notes their ends;
+        None between steps."""
         self._running: list[str] = []
         """Requests of the last step that was looked at, if all of them ran and none was freed since."""
 
@@ -191,15 +192,19 @@ class StepNotes:
             self._take(readings, discarded, {req_id: request.num_tokens - 1 for req_id, request in held.items()})
         finally:
             ending, self._ending = self._ending, None
-            for req_id in ending:
+            for req_id, (_, note_end) in ending.items():
+                note_end()
                 self._release(req_id)
         return made
 
-    def waits(self, request: Request) -> bool:
-        """Whether a request that was freed is released later, once the readings of the present step were taken."""
+    def waits(self, request: Request, note_end: Callable[[], None]) -> bool:
+        """Whether a request that was freed is released later, once the readings of the present step were taken.
+
+        `note_end` is called in front of that, as what it notes may describe these readings.
+        """
         if self._ending is None:
             return False
-        self._ending[request.request_id] = request
+        self._ending[request.request_id] = request, note_end
         return True
 
     def release(self, req_id: str) -> None:
@@ -249,7 +254,7 @@ class StepNotes:
 
     def _keep(self, req_id: str, note: object) -> None:
         if (wants := self._wanting.get(req_id)) is None:
-            request = self._scheduler.requests.get(req_id) or (self._ending or {}).get(req_id)
+            request = self._scheduler.requests.get(req_id) or (self._ending or {}).get(req_id, (None,))[0]
             if request is None:
                 return
             wants = self._wanting[req_id] = wants_notes(request.sampling_params)
@@ -649,15 +654,20 @@ def free_request(original: Function) -> Function:
         params = request.sampling_params
         adapter, steps = adapter_of(self), steps_in_flight.steps_of(self)
         num_outdated = 0 if steps is None else steps.release(request.request_id)
-        if is_captured(params):
-            status = str(request.get_finished_reason())
-            describe = nothing_noted if adapter is None else adapter.notes.description(request.request_id)
-            tokens = int(request.num_prompt_tokens), list(request.all_token_ids)
-            ended = Ended(*tokens, status, describe, num_outdated)
-            _ends(self).end(request.request_id, ended, is_decided=status == "abort" or not params.stop)
+        status = str(request.get_finished_reason())
+        token_ids = list(request.all_token_ids) if is_captured(params) else []
+
+        def note_end() -> None:
+            if is_captured(params):
+                describe = nothing_noted if adapter is None else adapter.notes.description(request.request_id)
+                ended = Ended(int(request.num_prompt_tokens), token_ids, status, describe, num_outdated)
+                _ends(self).end(request.request_id, ended, is_decided=status == "abort" or not params.stop)
+
         result = original(self, request, *args, **kwargs)
-        if adapter is not None and not adapter.notes.waits(request):
-            adapter.release(request.request_id)
+        if adapter is None or not adapter.notes.waits(request, note_end):
+            note_end()
+            if adapter is not None:
+                adapter.release(request.request_id)
         return result
 
     return _free_request

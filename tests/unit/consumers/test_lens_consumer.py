@@ -19,6 +19,7 @@ from headgate.capture.schema.results import Origin, StreamedResults
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.staging.readouts import bind
 from headgate.consumers import lens as lens_module
+from headgate.consumers.datasets import open_dataset
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
 from headgate.consumers.filesystem.consumer import FilesystemConsumer
 from headgate.consumers.lens import LensConsumer
@@ -371,3 +372,24 @@ def test_files_hold_what_answers_have(params: dict[str, Any], tmp_path: Path, ra
         found = {name: rows.tolist() for name, rows in capture.outputs(site).items()}
         read = payload["layers"][str(site.layer)]
         assert found == {name: read[name] for name in ("ids", "logprobs", "token_logprobs", "token_ranks")}
+
+
+def test_requests_that_asked_for_other_layers_beside_a_site_are_in_one_data_set(
+    params: dict[str, Any], tmp_path: Path
+) -> None:
+    files = {"root": str(tmp_path / "files"), "reads": {"consumer": "lens", "params": params}}
+    consumer = FilesystemConsumer(files, CONTEXT)
+    for name, layers in (("a", [0, 2]), ("b", [2])):
+        context = SpecContext(
+            instance_name="files", model=EXAMPLE_MODEL, params=files, client_request_id=name, vocabulary=None
+        )
+        spec = FilesystemConsumer.validate_client_spec({"lens": "j", "layers": layers, "top": 4}, context)
+        Feed(consumer, HEAD).whole(ExampleRequest(spec, name))
+    consumer.close(60)
+
+    data = open_dataset(tmp_path / "files", sites="2.post_mlp")
+
+    assert sum(len(batch) for batch in data.batches("2.post_mlp")) == 16
+    readout = data.readout("2.post_mlp")
+    assert readout is not None
+    assert readout.options["top"] == 4

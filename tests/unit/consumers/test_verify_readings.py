@@ -90,6 +90,7 @@ def test_what_agrees_passes_and_nothing_is_judged_where_nothing_was_asked() -> N
         ("features", 1, ["values", 1, 1], 0.1),
         ("features", 1, ["positions", 1], 2),
         ("features", 0, ["values", 1, 0], float("nan")),
+        ("features", 1, ["values", 1, 0], None),
     ],
     ids=str,
 )
@@ -117,6 +118,17 @@ def test_a_wrong_pattern_fails_its_own_check(what: str) -> None:
     found = statuses(recording({"attention": (patterns({"5.attention": whole}), patterns(top))}))
 
     assert found["attention"] is Status.FAILED
+
+
+@pytest.mark.parametrize(("name", "place"), [("features", 1), ("attention", 1), ("mine", 0), ("features", 0)])
+def test_a_result_that_is_missing_in_one_request_fails(name: str, place: int) -> None:
+    served = recording(payloads())
+    scene = served.scenes[(READ, READ_AGAIN)[place]]
+    scene.append(msgspec.structs.replace(scene[0], readings={}))
+    for other in {READ, READ_AGAIN, PLAIN} - {(READ, READ_AGAIN)[place]}:
+        served.scenes[other].append(served.scenes[other][0])
+
+    assert statuses(served)[name] is Status.FAILED
 
 
 def test_rows_that_are_missing_fail() -> None:

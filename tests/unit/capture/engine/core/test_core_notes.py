@@ -264,14 +264,14 @@ def test_where_drafts_are_verified_rows_are_taken_as_far_as_tokens_were_before_a
     def original(*_: Any) -> Any:
         a.num_tokens, b.num_tokens = 6, 12
         del scheduler.requests["a"]
-        assert scheduler.notes.waits(a)
+        assert scheduler.notes.waits(a, lambda: happened.append(("noted", "a")))
         return {0: SimpleNamespace(outputs=[EngineCoreOutput(req_id, [1]) for req_id in "ab"])}
 
     scheduled = SimpleNamespace(num_scheduled_tokens={"a": 4, "b": 4, "gone": 1})
     output = SimpleNamespace(headgate_readings={"reading": {"a": "rows of a", "b": "rows of b"}})
     made = scheduler.notes.update(original, scheduled, output)  # type: ignore[arg-type]
 
-    assert happened == [("taken", {"a": 5, "b": 11}, {"gone"}), ("released", "a")]
+    assert happened == [("taken", {"a": 5, "b": 11}, {"gone"}), ("noted", "a"), ("released", "a")]
     found = {one.request_id: one.kv_transfer_params for one in made[0].outputs}
     assert found == {"a": noted("rows of a"), "b": noted("rows of b")}
-    assert not scheduler.notes.waits(b)
+    assert not scheduler.notes.waits(b, lambda: None)
