@@ -60,12 +60,19 @@ class Server:
 
 @contextmanager
 def serving(
-    command: Sequence[str], num_servers: int = 1, host: str = "127.0.0.1", log_lines: int = 400, **environment: str
+    command: Sequence[str],
+    num_servers: int = 1,
+    host: str = "127.0.0.1",
+    log_lines: int = 400,
+    *,
+    may_fork: bool = True,
+    **environment: str,
 ) -> Iterator[Server]:
     """Run ``python command --port ...`` until the block ends, with `environment` beside this process's own.
 
-    Its last `log_lines` lines of output are kept. Where a process keeps vLLM imported, it begins in a fork of that one;
-    those of several API servers start afresh, since vLLM spawns them.
+    Its last `log_lines` lines of output are kept. Where a process keeps vLLM imported, it begins in a fork of that one.
+    Those of several API servers start afresh, since vLLM spawns them, and so does one that may not fork, such as one
+    for a ``sitecustomize``, which only a new interpreter runs.
 
     Raises:
         AssertionError: If it ends before it is ready; the message holds its output.
@@ -75,7 +82,8 @@ def serving(
         port = probe.getsockname()[1]
     arguments = [*command, "--host", host, "--port", str(port)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
-    process = Fork(arguments, environment) if _may_fork(command, num_servers) else _started(arguments, environment)
+    forks = may_fork and num_servers == 1 and ADDRESS in os.environ and command[0] in ("-m", "-c")
+    process = Fork(arguments, environment) if forks else _started(arguments, environment)
     assert process.stdout is not None
     server = Server(f"http://127.0.0.1:{port}", process.pid, deque(maxlen=log_lines))
     try:
@@ -98,10 +106,6 @@ def serving(
             process.wait()
     reader.join()
     process.stdout.close()
-
-
-def _may_fork(command: Sequence[str], num_servers: int) -> bool:
-    return ADDRESS in os.environ and num_servers == 1 and command[0] in ("-m", "-c")
 
 
 def _started(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:

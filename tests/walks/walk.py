@@ -98,7 +98,7 @@ def _traced_server(folder: Path) -> Iterator[Server]:
     ]
     command = ["-c", "from headgate.capture.cli import main; main()", "serve", str(ensure_model()), *flags]
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-    with serving(command, VLLM_PLUGINS="headgate", WALKS_FOLDER=str(folder), PYTHONPATH=path) as server:
+    with serving(command, may_fork=False, VLLM_PLUGINS="headgate", WALKS_FOLDER=str(folder), PYTHONPATH=path) as server:
         yield server
 
 
