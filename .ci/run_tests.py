@@ -8,8 +8,8 @@ tests/frontend stand in for vLLM's worker there. Importing vLLM takes 13 s of a 
 these processes are forked from there. What a process printed is shown when it fails; otherwise its last line, and the
 whole is kept in .pytest_cache/logs. Their engine cores, workers and servers are forked as well (`tests.fakes.forks`);
 what tests run as a user does, the README's server, the demo, scripts and fleets of API servers, starts as vLLM does it
-by itself. Tests without engines wait for half of their time,
-so one process of them runs beside as many with engines as there may be at a time.
+by itself. Tests without engines wait for half of their time, so one process of them runs beside as many with engines
+as there may be at a time.
 
 Every minute it says what runs. A process is begun only where the machine has the memory that the largest one takes, of
 24 GiB in all, and the most that they took together is printed at the end. Whatever was started ends with this process:
@@ -404,12 +404,12 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run_all(jobs: Sequence[Job], at_a_time: int) -> int:
     """Run them in order, so many at a time; returns the exit status. Whatever they have started ends here."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    keepers = []
+    keeper = None
     if any(job.is_forked for job in jobs):
         from tests.fakes.forks import keep
 
         import_vllm()
-        keepers.append(keep())
+        keeper = keep()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process
     for number in ENDING:
         signal.signal(number, _stop)
@@ -418,7 +418,7 @@ def run_all(jobs: Sequence[Job], at_a_time: int) -> int:
     finally:
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
-        for keeper in keepers:
+        if keeper is not None:
             os.kill(keeper, signal.SIGKILL)
             os.waitpid(keeper, 0)
         if (count := end_descendants()) > 0:

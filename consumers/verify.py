@@ -90,9 +90,9 @@ def _asked(consumer: CaptureConsumerSpec, stage: Stage) -> tuple[dict[str, Any],
     if consumer.name == "attention":
         layers = [site.layer for site in stage.sites if site.hook is HookPoint.K][:1]
         return ({"layers": layers}, {"layers": layers, "top": TOP}) if layers else ()
-    alike = {"sae": next(iter(consumer.params["saes"])), "positions": "all_prompt"}
     if consumer.params.get("top", GIVEN) < GIVEN:
         return ()
+    alike = {"sae": next(iter(consumer.params["saes"])), "positions": "all_prompt"}
     return {**alike, "top": TOP}, {**alike, "features": list(range(GIVEN))}
 
 

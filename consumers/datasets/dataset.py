@@ -240,8 +240,7 @@ class Dataset:
         """
         entries = self._view((site,))[0].entries
         groups = self._table.groups
-        given = groups[int(self._table.columns["group"][entries[0, 0]])].readout if len(entries) else ""
-        return msgspec.json.decode(given, type=StoredReadout) if given else None
+        return _stored(groups[int(self._table.columns["group"][entries[0, 0]])].readout) if len(entries) else None
 
     def close(self) -> None:
         """Close all files but those of mixed batches. They are opened again when rows are read."""
@@ -421,11 +420,15 @@ def _same(table: EntryTable, one: int, other: int) -> bool:
     )
 
 
+def _stored(document: str) -> StoredReadout | None:
+    """Return the readout of a group of an index; None if its rows are those of sites."""
+    return msgspec.json.decode(document, type=StoredReadout) if document else None
+
+
 def _readout_at(document: str, site: str) -> str:
     """Return a stored readout with its key at one site alone: requests may have asked for others beside it."""
-    if not document:
+    if (stored := _stored(document)) is None:
         return ""
-    stored = msgspec.json.decode(document, type=StoredReadout)
     return msgspec.json.encode(msgspec.structs.replace(stored, keys={"": stored.keys.get(site, "")})).decode()
 
 
@@ -435,10 +438,8 @@ def _shape_of(table: EntryTable, entries: Numbers, sites: tuple[str, ...]) -> tu
     for group in (table.groups[n] for n in groups):
         for site in sites:
             shape, columns = group.shape(site), dict(group.columns).get(site, ())
-            names = [site] if len(sites) > 1 else []
-            shapes[shape.dtype, shape.width, columns, _readout_at(group.readout, site)] = ", ".join(
-                (*names, group.model)
-            )
+            kind = (shape.dtype, shape.width, columns, _readout_at(group.readout, site))
+            shapes[kind] = f"{site}, {group.model}" if len(sites) > 1 else group.model
     if len(shapes) > 1:
         shown = "; ".join(
             f"{dtype}, width {width}{f', columns {list(map(list, columns))}' if columns else ''}"

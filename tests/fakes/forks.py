@@ -29,6 +29,7 @@ from setproctitle import getproctitle
 ADDRESS = "TESTS_FORKS"
 """The environment variable with the address of the process that forks; without it programs start as usual."""
 _NUMBER = 8
+"""Bytes of a number on the link: the length of a message, a process id, or 0 when that process has ended."""
 
 
 class Fork:
@@ -84,7 +85,7 @@ class Fork:
 
 
 def keep() -> int:
-    """Fork a process that forks whenever it is asked to, and set `ADDRESS`; returns its number."""
+    """Fork a process that forks whenever it is asked to, and set `ADDRESS`; returns its process id."""
     getproctitle()  # the first call looks where the title lies in memory, and finds it in front of this environment
     listener = socket.socket(socket.AF_UNIX)
     address = f"headgate-forks-{os.getpid()}"
@@ -124,7 +125,7 @@ def finish(call: Callable[[], int]) -> NoReturn:
 
 
 def _attend(link: socket.socket) -> int:
-    """Fork what is asked for, say its number, and, when it has ended, that; then wait until that is known."""
+    """Fork what is asked for, send its process id and, once it has ended, 0; reap it when the other side closes."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, (output,), _, _ = socket.recv_fds(link, _NUMBER, 1)
     asked = link.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)

@@ -55,7 +55,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def batched(names: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:
-    """Return the names in order, so many at a time; `itertools` has it from Python 3.12 on."""
+    """Yield the names in order, so many at a time; `itertools` has it from Python 3.12 on."""
     left = iter(names)
     while found := tuple(islice(left, size)):
         yield found

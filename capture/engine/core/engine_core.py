@@ -646,23 +646,33 @@ def _ends(scheduler: Scheduler) -> SchedulerEnds:
     return found
 
 
+def _end_of(scheduler: Scheduler, request: Request, notes: StepNotes | None, num_outdated: int) -> Callable[[], None]:
+    """Return what notes how a capturing request ended: its tokens as they are now, its description as it is then."""
+    req_id, params, status = request.request_id, request.sampling_params, str(request.get_finished_reason())
+    num_prompt, token_ids = int(request.num_prompt_tokens), list(request.all_token_ids)
+
+    def note_end() -> None:
+        describe = nothing_noted if notes is None else notes.description(req_id)
+        ended = Ended(num_prompt, token_ids, status, describe, num_outdated)
+        _ends(scheduler).end(req_id, ended, is_decided=status == "abort" or not params.stop)
+
+    return note_end
+
+
+def _not_captured() -> None:
+    """Stand in for what notes the end of a request that captures."""
+
+
 def free_request(original: Function) -> Function:
     """Wrap ``Scheduler._free_request``: note how a capturing request ended, and free what `core` keeps for any."""
 
     @wraps(original)
     def _free_request(self: Scheduler, request: Request, *args: object, **kwargs: object) -> object:
-        params = request.sampling_params
         adapter, steps = adapter_of(self), steps_in_flight.steps_of(self)
         num_outdated = 0 if steps is None else steps.release(request.request_id)
-        status = str(request.get_finished_reason())
-        token_ids = list(request.all_token_ids) if is_captured(params) else []
-
-        def note_end() -> None:
-            if is_captured(params):
-                describe = nothing_noted if adapter is None else adapter.notes.description(request.request_id)
-                ended = Ended(int(request.num_prompt_tokens), token_ids, status, describe, num_outdated)
-                _ends(self).end(request.request_id, ended, is_decided=status == "abort" or not params.stop)
-
+        note_end = _not_captured
+        if is_captured(request.sampling_params):
+            note_end = _end_of(self, request, None if adapter is None else adapter.notes, num_outdated)
         result = original(self, request, *args, **kwargs)
         if adapter is None or not adapter.notes.waits(request, note_end):
             note_end()
