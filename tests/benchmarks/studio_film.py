@@ -107,13 +107,15 @@ class Film:
 
 
 @contextmanager
-def studio(python: Path, port: int, **environment: str) -> Iterator[int]:
-    """Run ``headgate studio --demo`` until the block ends; its session."""
+def studio(python: Path, port: int, log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run ``headgate studio --demo`` until the block ends, in a session of its own; what it prints goes to a log."""
     command = [str(python.parent / "headgate"), "studio", "--demo", "--port", str(port)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **environment}, **quiet)
+    with log.open("wb") as printed:
+        process = subprocess.Popen(
+            command, start_new_session=True, env={**os.environ, **environment}, stdout=printed, stderr=printed
+        )
     try:
-        yield process.pid
+        yield process
     finally:
         kill_session(process.pid)
         process.wait()
@@ -132,16 +134,23 @@ def cpu_s(session: int) -> float:
     return total / os.sysconf("SC_CLK_TCK")
 
 
-def wait_for(url: str) -> None:
-    """Wait until a server answers."""
+def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a server answers.
+
+    Raises:
+        RuntimeError: If it ended.
+        TimeoutError: If it does not answer in time.
+    """
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise RuntimeError(f"headgate studio ended with status {server.returncode}: {log} has what it printed")
         try:
             if httpx.get(f"{url}/health", timeout=2).status_code == 200:
                 return
         except httpx.HTTPError:
             time.sleep(0.2)
-    raise TimeoutError(f"{url} did not answer within {LIMIT_S} s")
+    raise TimeoutError(f"{url} did not answer within {LIMIT_S} s: {log} has what the server printed")
 
 
 def play(film: Film, page: Page, url: str) -> None:
@@ -202,7 +211,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("picture", type=Path)
     parser.add_argument("--install", type=Path)
-    parser.add_argument("--torch-index", default=TORCH_INDEX, help="Where pip finds torch for CPUs; may be empty.")
+    parser.add_argument(
+        "--torch-index",
+        default=TORCH_INDEX,
+        help="Where pip finds torch and torchvision for CPUs; empty: nowhere, and builds for CUDA are removed again.",
+    )
     arguments = parser.parse_args()
     chromium = os.environ.get("HEADGATE_CHROMIUM") or shutil.which("chromium")
     with socket.socket() as probe:
@@ -218,10 +231,11 @@ def main() -> None:
         page.set_default_timeout(LIMIT_S * 1000)
         expect.set_options(timeout=LIMIT_S * 1000)
         own = {"HEADGATE_CACHE": cache} if arguments.install is not None else {}
-        with studio(python, port, **own) as session:
-            film = Film(spent, session)
+        log = arguments.picture.with_suffix(".log")
+        with studio(python, port, log, **own) as server:
+            film = Film(spent, server.pid)
             url = f"http://127.0.0.1:{port}"
-            wait_for(url)
+            wait_for(url, server, log)
             film.note("the server answers")
             play(film, page, url)
         browser.close()
