@@ -2,12 +2,12 @@
 
 ::
 
-    python -m tests.benchmarks.studio_film film.png [--install FOLDER] [--torch-index URL]
+    python -m tests.benchmarks.studio_film film.png [--install FOLDER] [--uv] [--torch-index URL]
 
 It starts ``headgate studio --demo``, asks, makes a vector of two lists of prompts, answers steered, and reads the logit
-lens. With ``--install`` the film begins with ``pip install`` into a new virtual environment in FOLDER, and with a cache
-of models that is empty; a second run takes the time of the installation that is there. Otherwise it begins with the
-start of the server with the packages that are here.
+lens. With ``--install`` the film begins with ``pip install`` (with ``--uv``, ``pip install uv`` and ``uv pip install``)
+into a new virtual environment in FOLDER, and with a cache of models that is empty; a second run takes the time of the
+installation that is there. Otherwise it begins with the start of the server with the packages that are here.
 
 Each picture says how many seconds after the beginning it was taken, and how many CPU seconds pip and the server had
 used by then: on a machine that others use as well, these say more. The browser's are not among them.
@@ -190,14 +190,18 @@ def show(page: Page, view: str) -> None:
     page.get_by_role("navigation").get_by_role("button", name=view, exact=True).click()
 
 
-def install(folder: Path, torch_index: str) -> tuple[Path, Spent]:
+def install(folder: Path, torch_index: str, by_uv: bool) -> tuple[Path, Spent]:
     """Install headgate into a new virtual environment as its README says, or find it there; its Python, and times."""
     python, noted = folder / "venv" / "bin" / "python", folder / "installed.json"
     if not noted.exists():
         began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
         index = ["--extra-index-url", torch_index] if torch_index else []
-        subprocess.run([python, "-m", "pip", "install", "-q", *INSTALL, *index, str(ROOT)], check=True)
+        pip = [python, "-m", "pip", "install", "-q"]
+        if by_uv:
+            subprocess.run([*pip, "uv"], check=True)
+            pip = [python.parent / "uv", "pip", "install", "-q", "--python", python]
+        subprocess.run([*pip, *INSTALL, *index, str(ROOT)], check=True)
         wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         if not torch_index:  # with that index, there would be nothing to remove: its time does not count
@@ -211,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("picture", type=Path)
     parser.add_argument("--install", type=Path)
+    parser.add_argument("--uv", action="store_true", help="Install by uv.")
     parser.add_argument(
         "--torch-index",
         default=TORCH_INDEX,
@@ -223,7 +228,7 @@ def main() -> None:
         port = probe.getsockname()[1]
     python, spent = Path(sys.executable), Spent()
     if arguments.install is not None:
-        python, spent = install(arguments.install.absolute(), arguments.torch_index)
+        python, spent = install(arguments.install.absolute(), arguments.torch_index, arguments.uv)
         print(f"{spent}: installed", flush=True)
     with tempfile.TemporaryDirectory() as cache, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
