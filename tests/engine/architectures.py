@@ -68,6 +68,7 @@ DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 64),
+    "rms_norm_eps": 1e-4,  # less enlarges values that the delta net's sum all but cancelled, their rounding with them
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10_000.0,
