@@ -85,7 +85,7 @@ def check_drafts(mode: Mode, run: Mapping[str, Any]) -> None:
     assert run["async"] == (mode.method != "ngram") or not torch.cuda.is_available()
     if mode.dictates:
         accepted = run["counts"]["spec_decode_num_accepted_tokens"] / run["counts"]["spec_decode_num_draft_tokens"]
-        assert 0.2 < accepted < 0.8
+        assert 0.1 < accepted < 0.8
     assert run["counts"]["num_preemptions"] > 0
 
 
