@@ -326,6 +326,7 @@ class LocalDelivery:
             Assembler(instance) if isinstance(instance, BatchedConsumer) else instance,
             partial(self._reporter.report, consumer.spec.instance),
             model=place.model,
+            send_part=partial(self._reporter.report_part, consumer.spec.instance),
             spill_dir=place.config.spill_dir,
             accepts_empty=instance.location == "driver",
         )

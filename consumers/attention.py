@@ -14,8 +14,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from functools import cache, partial, reduce
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -56,7 +56,10 @@ WHOLE = ""
 BLOCK_SCORES = 1 << 22
 """Scores that are in memory at a time: 16 MiB, and as much again for what is computed of them."""
 QUERIES_AT_ONCE = 32
-"""Queries of a request that are computed together: fewer would cost more, since each time all keys are read."""
+"""Generated queries of a request that are computed together: fewer would cost more, since each time all keys are read.
+Chunks of a stream do not wait for so many."""
+PROMPT_QUERIES_AT_ONCE = 256
+"""The same of queries of the prompt, which come many at a time."""
 MAX_PATTERN_THREADS = 4
 MIN_MEMORY, MAX_MEMORY = 256 * MIB, 16 * GIB
 """Bounds of the rows of running requests, where no others are configured."""
@@ -239,7 +242,7 @@ def _check_memory(
     memory = context.parsed_params(parse_params).memory
     held = lengths.num_samples * sum(
         context.model.shape(site).row_bytes
-        * (min(num_queries, QUERIES_AT_ONCE) if site.hook is HookPoint.Q else num_keys)
+        * (min(num_queries, PROMPT_QUERIES_AT_ONCE) if site.hook is HookPoint.Q else num_keys)
         for site in spec.sites
     )
     if held > memory:
@@ -381,11 +384,12 @@ class _Rows:
 
     Attributes:
         num_whole: Positions from 0 on that all have a row.
+        num_expected: Rows that come with the prompt, or at a time.
     """
 
     def __init__(self, num_expected: int, width: int, dtype: torch.dtype) -> None:
         self.num_whole = 0
-        self._num_expected = num_expected
+        self.num_expected = num_expected
         self._rows = torch.empty(max(num_expected, 32), width, dtype=dtype)
         self._positions = np.empty(len(self._rows), dtype=np.int64)
         self._count = 0
@@ -397,7 +401,12 @@ class _Rows:
     @property
     def num_bytes(self) -> int:
         """Bytes of the rows that are here, or come with the prompt."""
-        return max(self._count, self._num_expected) * self._rows[0].nbytes
+        return max(self._count, self.num_expected) * self._rows[0].nbytes
+
+    @property
+    def positions(self) -> Int64Array:
+        """int64 ``[rows]``, ascending: a view, which the next call changes."""
+        return self._positions[: self._count]
 
     def add(self, positions: Int64Array, rows: Tensor) -> None:
         """Copy rows, which come by ascending position."""
@@ -418,14 +427,18 @@ class _Rows:
         """Return the first rows, which no later call changes."""
         return self._rows[:num_rows]
 
-    def take(self, num_keys: int) -> tuple[Int64Array, Tensor]:
-        """Give up the rows at positions below `num_keys`: return their positions, and them."""
-        count, kept = int(np.searchsorted(self._positions[: self._count], num_keys)), self._count
+    def take(self, count: int) -> tuple[Int64Array, Tensor]:
+        """Give up the first rows: return their positions, and them."""
+        kept = self._count
         positions, rows = self._positions[:count].copy(), self._rows[:count].clone()
         self._count = kept - count
         self._positions[: self._count] = self._positions[count:kept].copy()
         self._rows[: self._count] = self._rows[count:kept].clone()
         return positions, rows
+
+
+_Pattern: TypeAlias = "Future[tuple[Int64Array, dict[str, Tensor]]]"
+"""Positions of queries, and their patterns by name."""
 
 
 @dataclass(slots=True)
@@ -440,7 +453,30 @@ class _Layer:
 
     q: _Rows
     k: _Rows
-    found: list[Future[tuple[Int64Array, dict[str, Tensor]]]] = field(default_factory=list)
+    found: list[_Pattern] = field(default_factory=list)
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether all keys of the prompt that come are here, and with them its queries."""
+        return self.k.num_whole >= self.k.num_expected
+
+    def num_ready(self, num_prompt: int, *, is_streamed: bool, is_over: bool) -> int:
+        """Count the queries at hand that are computed together now; 0 to wait for more.
+
+        What is computed together follows from positions alone, and not from how rows arrive, since the last bits of
+        probabilities depend on it; but for generated queries that do not wait for others.
+
+        Args:
+            num_prompt: Tokens of the prompt.
+            is_streamed: Generated queries do not wait for others.
+            is_over: No more come.
+        """
+        ready = self.q.positions[: np.searchsorted(self.q.positions, self.k.num_whole)]
+        if in_prompt := int(np.searchsorted(ready, num_prompt)):
+            count, size, may_wait = in_prompt, PROMPT_QUERIES_AT_ONCE, not self.has_prompt
+        else:
+            count, size, may_wait = len(ready), QUERIES_AT_ONCE, not is_streamed
+        return 0 if may_wait and not is_over and count < size else min(count, size)
 
 
 @dataclass(slots=True)
@@ -448,14 +484,18 @@ class _Request:
     """A running request.
 
     Attributes:
+        info: The request.
         wanted: What it asks.
         layers: By number.
+        num_sent: Of each layer, patterns that went to chunks of a stream.
         num_held: Bytes of rows that are counted for it.
         failure: Why it ends with an error; its rows are gone.
     """
 
+    info: RequestInfo
     wanted: WantedPatterns
     layers: dict[int, _Layer]
+    num_sent: int = 0
     num_held: int = 0
     failure: str | None = None
 
@@ -491,6 +531,7 @@ class AttentionConsumer(StreamingConsumer):
     location = "worker"
     reads_positions = False
     is_awaited = True
+    sends_parts = True
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
@@ -528,16 +569,15 @@ class AttentionConsumer(StreamingConsumer):
         for site in request.spec.sites:
             shape, count = model.shape(site), count_rows(request.spec.positions_at(site), num_prompt, num_prompt)
             # Queries do not stay: patterns of so many are computed at once.
-            count = min(count, QUERIES_AT_ONCE) if site.hook is HookPoint.Q else count
+            count = min(count, PROMPT_QUERIES_AT_ONCE) if site.hook is HookPoint.Q else count
             rows[site] = _Rows(count, shape.width, getattr(torch, shape.dtype))
         layers = {
             site.layer: _Layer(rows[site], rows[Site(site.layer, HookPoint.K)])
             for site in request.spec.sites
             if site.hook is HookPoint.Q
         }
-        self._requests[request.request_id] = found = _Request(
-            msgspec.convert(request.spec.options, WantedPatterns), layers
-        )
+        wanted = msgspec.convert(request.spec.options, WantedPatterns)
+        self._requests[request.request_id] = found = _Request(request, wanted, layers)
         self._hold(found)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
@@ -554,7 +594,9 @@ class AttentionConsumer(StreamingConsumer):
                     rows.add(block.positions[part], block.rows[number, part])
         for request in written.values():
             self._hold(request)
-            self._compute(request, QUERIES_AT_ONCE)
+            self._compute(request)
+            if request.info.is_streamed:
+                self._send_new(request)
 
     def finish(self, finished: FinishedRequest) -> Future[dict[str, Any]] | None:
         found = self._requests.pop(finished.request.request_id)
@@ -562,7 +604,11 @@ class AttentionConsumer(StreamingConsumer):
             raise ConsumerError(found.failure)
         if not found.layers:
             return None  # its layers belong to other pipeline stages
-        self._compute(found, 0)
+        self._compute(found, is_over=True)
+        for number, layer in found.layers.items():
+            if not layer.found:  # an answer without queries has the names, too
+                nothing = np.empty(0, np.int64), layer.q.first(0), layer.k.first(0)
+                layer.found.append(self._threads.submit(self._patterns, number, found.wanted, *nothing))
         # After all its parts in the pool's queue: a thread that waits for one waits for another thread at work.
         payload = self._threads.submit(self._payload, found, finished.final.num_rows)
         self._computing.add(payload)
@@ -601,17 +647,32 @@ class AttentionConsumer(StreamingConsumer):
         request.num_held = 0
         request.drop()
 
-    def _compute(self, request: _Request, at_least: int) -> None:
-        """Begin to compute patterns of the queries at hand, of layers with so many; with 0, of every layer."""
+    def _compute(self, request: _Request, *, is_over: bool = False) -> None:
+        """Begin to compute patterns of the queries at hand; see `_Layer.num_ready`."""
+        num_prompt, is_streamed = request.info.num_prompt_tokens, request.info.is_streamed
         for number, layer in request.layers.items():
-            if len(layer.q) < at_least:
-                continue
-            queries, q_rows = layer.q.take(layer.k.num_whole)
-            if len(queries) or not at_least:
-                k_rows = layer.k.first(int(queries[-1]) + 1 if len(queries) else 0)
+            while count := layer.num_ready(num_prompt, is_streamed=is_streamed, is_over=is_over):
+                queries, q_rows = layer.q.take(count)
+                k_rows = layer.k.first(int(queries[-1]) + 1)
                 layer.found.append(
                     self._threads.submit(self._patterns, number, request.wanted, queries, q_rows, k_rows)
                 )
+
+    def _send_new(self, request: _Request) -> None:
+        """Let a chunk have the patterns that are new; none of the prompt has one before its last token."""
+        layers = request.layers.values()
+        count = min((len(layer.found) for layer in layers), default=0)
+        if count <= request.num_sent or not all(layer.has_prompt for layer in layers):
+            return
+        found = {number: layer.found[request.num_sent : count] for number, layer in request.layers.items()}
+        request.num_sent = count
+        self._threads.submit(self._send, request.info, request.wanted, found)  # after all of them, as in `finish`
+
+    def _send(self, request: RequestInfo, wanted: WantedPatterns, found: Mapping[int, Sequence[_Pattern]]) -> None:
+        parts = {number: [part.result() for part in parts] for number, parts in found.items()}
+        queries = _common_queries(parts.values())
+        if len(queries):
+            self.send_part(request, _encoded(wanted, parts, queries), int(queries[-1]) + 1)
 
     def _patterns(
         self, number: int, wanted: WantedPatterns, queries: Int64Array, q_rows: Tensor, k_rows: Tensor
@@ -631,19 +692,8 @@ class AttentionConsumer(StreamingConsumer):
     def _payload(self, request: _Request, num_rows: int) -> dict[str, Any]:
         num_keys = min(num_rows, *(layer.k.num_whole for layer in request.layers.values()))
         parts = {number: [part.result() for part in layer.found] for number, layer in request.layers.items()}
-        queries = _common_queries(parts.values(), num_keys)
-        tensors = {QUERIES: torch.from_numpy(queries)}
-        for number, found in parts.items():
-            for name, tensor in _joined(found, queries).items():
-                tensors[f"{number}.attention{name}"] = tensor
-        data = save(tensors)
-        heads = request.wanted.heads
-        return {
-            "format": "safetensors",
-            "num_bytes": len(data),
-            "heads": "all" if heads is None else list(heads),
-            "data": b64encode(data).decode("ascii"),
-        }
+        queries = _common_queries(parts.values())
+        return _encoded(request.wanted, parts, queries[queries < num_keys])
 
     def _until_closed(self, blocks: Iterator[Block]) -> Iterator[Block]:
         for block in blocks:
@@ -682,15 +732,22 @@ _Parts = Sequence[tuple[Int64Array, Mapping[str, Tensor]]]
 """Positions of queries, and their patterns by name, by ascending position."""
 
 
-def _common_queries(layers: Iterable[_Parts], num_keys: int) -> Int64Array:
-    """Return the queries below `num_keys` that every layer has.
+def _common_queries(layers: Iterable[_Parts]) -> Int64Array:
+    """Return the queries that every layer has.
 
     Rows are missing where overload lost some: the result says so, and patterns of later queries would be wrong.
+
+    Raises:
+        ValueError: If parts of a layer overlap.
     """
-    queries = np.arange(num_keys)
-    for parts in layers:
-        found = np.concatenate([np.empty(0, np.int64), *(positions for positions, _ in parts)])
-        queries = np.intersect1d(queries, found, assume_unique=True)
+    common: Int64Array = reduce(partial(np.intersect1d, assume_unique=True), map(_queries_of, layers))
+    return common
+
+
+def _queries_of(parts: _Parts) -> Int64Array:
+    queries: Int64Array = np.concatenate([np.empty(0, np.int64), *(positions for positions, _ in parts)])
+    if (np.diff(queries) <= 0).any():
+        raise ValueError("a query is there twice")
     return queries
 
 
@@ -710,6 +767,21 @@ def _joined(parts: _Parts, queries: Int64Array) -> dict[str, Tensor]:
         else:
             found[name] = torch.cat(rows)
     return found
+
+
+def _encoded(wanted: WantedPatterns, layers: Mapping[int, _Parts], queries: Int64Array) -> dict[str, Any]:
+    """The payload with the patterns of some queries."""
+    tensors = {QUERIES: torch.from_numpy(queries)}
+    for number, parts in layers.items():
+        for name, tensor in _joined(parts, queries).items():
+            tensors[f"{number}.attention{name}"] = tensor
+    data = save(tensors)
+    return {
+        "format": "safetensors",
+        "num_bytes": len(data),
+        "heads": "all" if wanted.heads is None else list(wanted.heads),
+        "data": b64encode(data).decode("ascii"),
+    }
 
 
 class Patterns:
@@ -748,20 +820,34 @@ def fetch_patterns(payload: Any) -> Patterns:
     """Return the patterns in the payload of one sample's result, from an `LLM` or out of an answer over HTTP.
 
     Args:
-        payload: The payload, or the list of the pipeline stages' payloads.
+        payload: The payload; or a list of the payloads of pipeline stages, or of chunks of a stream, whose queries are
+            put together. Chunks may lack the last queries; the payload at the end of the stream has all.
 
     Raises:
         CaptureFileError: If it is no payload of the consumer `attention`, or damaged.
     """
-    tensors: dict[str, Tensor] = {}
+    layers: dict[int, list[tuple[Int64Array, dict[str, Tensor]]]] = {}
     try:
         parts = payload if isinstance(payload, list) else [payload]
         for part in parts:
-            tensors |= load(base64.b64decode(part["data"], validate=True))
-        queries: Int64Array = tensors.pop(QUERIES).numpy()
+            tensors = load(base64.b64decode(part["data"], validate=True))
+            queries: Int64Array = tensors.pop(QUERIES).numpy()
+            by_layer: dict[int, dict[str, Tensor]] = {}
+            for name in sorted(tensors):
+                number, _, what = name.partition(".attention")
+                by_layer.setdefault(int(number), {})[what] = tensors[name]
+            for number, found in by_layer.items():
+                layers.setdefault(number, []).append((queries, found))
         heads = parts[0]["heads"]
+        for listed in layers.values():
+            listed.sort(key=lambda one: int(one[0][0]) if len(one[0]) else -1)
+        queries = _common_queries(layers.values()) if layers else np.empty(0, np.int64)
+        joined = {
+            f"{number}.attention{what}": tensor
+            for number in sorted(layers)
+            for what, tensor in _joined(layers[number], queries).items()
+        }
     except (TypeError, KeyError, IndexError, ValueError, SafetensorError) as error:
         what = "expected a payload of the consumer 'attention'"
         raise CaptureFileError(f"{what}, got {shown(payload)}: {error!r}") from error
-    ordered = {name: tensors[name] for name in sorted(tensors, key=lambda name: (int(name.partition(".")[0]), name))}
-    return Patterns(queries, None if heads == "all" else heads, ordered)
+    return Patterns(queries, None if heads == "all" else heads, joined)

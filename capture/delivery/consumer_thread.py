@@ -17,7 +17,15 @@ from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.monitoring.stats import ConsumerStats, figures_of
 from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.config import CaptureConsumerSpec
-from headgate.capture.schema.consumer import FinishedRequest, ModelInfo, RequestInfo, RowBlock
+from headgate.capture.schema.consumer import (
+    FinishedRequest,
+    ModelInfo,
+    RequestInfo,
+    RowBlock,
+    SendPart,
+    StreamingConsumer,
+    send_nowhere,
+)
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult
 
@@ -74,6 +82,7 @@ class ConsumerThread:
         sink: The consumer.
         send_result: Gets each request's result, once.
         model: The model that is served.
+        send_part: Gets parts of results of running requests; see `StreamingConsumer.send_part`.
         spill_dir: Folder of the spill file, for ``overload="spill"``.
         accepts_empty: See `ConsumerQueue`.
 
@@ -88,11 +97,14 @@ class ConsumerThread:
         send_result: SendResult,
         *,
         model: ModelInfo,
+        send_part: SendPart = send_nowhere,
         spill_dir: str | None = None,
         accepts_empty: bool = False,
     ) -> None:
         self.instance = spec.instance
         self._sink = sink
+        if isinstance(sink, StreamingConsumer):
+            sink.send_part = send_part
         self._model = model
         self._spill = SpillFile(spill_dir) if spec.overload == "spill" else None
         self._log = SparseLog(f"capture consumer {self.instance}")

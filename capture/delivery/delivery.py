@@ -125,7 +125,7 @@ def request_info(begin: Begin, spec: CaptureSpec, readouts: Mapping[Site, Readou
         prompt_token_ids=begin.prompt_token_ids,
         spec=spec,
         readouts=readouts,
-        origin=Origin(reply=capture["reply"], key=capture["key"]),
+        origin=Origin(capture["reply"], capture["key"], capture.get("streamed", False)),
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -443,6 +444,7 @@ class _Feed:
             Assembler(opened) if isinstance(opened, BatchedConsumer) else opened,
             partial(_deliver, hub, instance),
             model=model,
+            send_part=partial(_deliver_part, hub, instance),
             accepts_empty=True,
         )
         self.receiver = RowReceiver(self.thread.queue, hub.knows)
@@ -465,14 +467,22 @@ def _fail_hung(queue: ConsumerQueue) -> float | None:
 def _deliver(hub: ResultHub, instance: str, request: RequestInfo, result: CaptureResult | None) -> None:
     if result is None:
         return
-    answer = Result(
+    hub.deliver(_answer(instance, request, result))
+
+
+def _deliver_part(hub: ResultHub, instance: str, request: RequestInfo, payload: Any, num_rows: int) -> None:
+    hub.deliver_part(_answer(instance, request, CaptureResult(status="ok", payload=payload), num_rows))
+
+
+def _answer(instance: str, request: RequestInfo, result: CaptureResult, num_rows: int = 0) -> Result:
+    return Result(
         key=origin_of(request).key,
         req_id=request.request_id,
         sample_index=request.sample_index,
         instance=instance,
         result=result,
+        num_rows=num_rows,
     )
-    hub.deliver(answer)
 
 
 def _close(feeds: Sequence[_Feed], timeout_s: float) -> bool:

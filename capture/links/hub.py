@@ -243,6 +243,7 @@ class ExpectedRequest:
         self.callbacks: list[Callable[[], None]] = []
         self._answers: dict[tuple[int, str], dict[int, CaptureResult]] = {}
         self._complete: set[tuple[int, str]] = set()
+        self._parts: dict[tuple[int, str], list[Result]] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -267,6 +268,21 @@ class ExpectedRequest:
         answers[answer.stage] = answer.result
         if len(answers) >= num_answers:
             self._complete.add(whose)
+
+    def add_part(self, part: Result) -> None:
+        """Keep a part of a result for the chunks of a stream; parts of a consumer that has answered are of no use."""
+        if self.is_missing(part):
+            self._parts.setdefault((part.sample_index, part.instance), []).append(part)
+
+    def take_part(self, sample_index: int, instance: str, num_rows: int) -> object:
+        """See `ResultHub.take_part`."""
+        parts = self._parts.get((sample_index, instance), [])
+        # They come from several threads: the order of their positions is not that of their arrival.
+        first = min(parts, key=lambda part: (part.num_rows, part.stage), default=None)
+        if first is None or first.num_rows > num_rows:
+            return None
+        parts.remove(first)
+        return first.result.payload
 
     def results(self, missing: CaptureResult) -> CaptureResults:
         """Merge the answers so far; `missing` stands for those of consumers that did not answer for a sample."""
@@ -332,6 +348,18 @@ class ExpectedResults:
         for callback in callbacks:
             callback()
         return True
+
+    def add_part(self, part: Result) -> None:
+        """Keep a part of a result that a request waits for."""
+        with self._lock:
+            if (expected := self._requests.get(part.key)) is not None:
+                expected.add_part(part)
+
+    def take_part(self, key: str, sample_index: int, instance: str, num_rows: int) -> object:
+        """See `ResultHub.take_part`."""
+        with self._lock:
+            expected = self._requests.get(key)
+            return None if expected is None else expected.take_part(sample_index, instance, num_rows)
 
     def results(self, request: ExpectedRequest) -> CaptureResults:
         """Results of a request as they are now."""
@@ -461,6 +489,21 @@ class ResultHub:
         """Take one answer; False if no request waits for it."""
         return self._table.deliver(answer)
 
+    def deliver_part(self, part: Result) -> None:
+        """Take a part of an answer that is to come, for `take_part`."""
+        self._table.add_part(part)
+
+    def take_part(self, key: str, instance: str, sample_index: int, num_rows: int) -> object:
+        """Return the earliest part of a running request's result that was not returned before; None if there is none.
+
+        Args:
+            key: Of the request.
+            instance: The consumer.
+            sample_index: Which of the ``n`` samples.
+            num_rows: As `StreamedResults.take_new` has it: a part with a later position is left for later.
+        """
+        return self._table.take_part(key, sample_index, instance, num_rows)
+
     def wait(self, key: str, timeout_s: float) -> CaptureResults:
         """Wait until all results are there, for `timeout_s` seconds at most; missing results are ``pending``.
 
@@ -519,7 +562,10 @@ class ResultHub:
         message = decode_frames(frames)
         if not isinstance(message, Result):
             raise MalformedMessage(f"{type(message).__name__} is not for a hub")
-        self.deliver(message)
+        if message.num_rows:
+            self.deliver_part(message)
+        else:
+            self.deliver(message)
 
     def _reset(self) -> None:
         """Start with nothing: new locks too, since a fork may copy them while another thread holds them."""

@@ -61,6 +61,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag="result", array_like
         stage: Pipeline stage that answers.
         num_stages: How many stages answer for this consumer.
         result: The outcome.
+        num_rows: 0; of a part that is sent before the outcome, the position after its last: its tokens are there once
+            the client has so many rows' tokens.
     """
 
     key: str
@@ -70,6 +72,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag="result", array_like
     stage: int = 0
     num_stages: int = 1
     result: CaptureResult
+    num_rows: int = 0
 
 
 class SpanHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -237,6 +240,7 @@ def begin_of(request: RequestInfo, *, instance: str, stage: int, num_stages: int
             "reply": None,
             "wait": False,
             "specs": {instance: request.spec.to_wire()},
+            "streamed": origin_of(request).is_streamed,
         },
         readouts={site.name: facts for site, facts in request.readouts.items()},
         stage=stage,

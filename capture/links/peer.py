@@ -62,6 +62,9 @@ def numbering(session: bytes, number: int) -> bytes:
     return session + number.to_bytes(NUMBER_BYTES, "little")
 
 
+LOSS = "The front end at %s %s: results or rows for it are lost"
+
+
 class Channel:
     """Messages to one inbox, in order, with at most `window_bytes` of them not yet acknowledged.
 
@@ -85,7 +88,7 @@ class Channel:
         endpoint: Endpoint,
         window_bytes: int,
         window_messages: float = math.inf,
-        loss_message: str = "The front end at %s %s: results or rows for it are lost",
+        loss_message: str = LOSS,
         give_up_s: float = GIVE_UP_S,
     ) -> None:
         self.lost = 0

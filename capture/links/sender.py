@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -33,7 +33,7 @@ from headgate.capture.links.messages import (
     select_spans,
 )
 from headgate.capture.links.network import NetworkKeys
-from headgate.capture.links.peer import GIVE_UP_S, Channel, endpoint_of, rows_address
+from headgate.capture.links.peer import GIVE_UP_S, LOSS, Channel, endpoint_of, rows_address
 from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.config import MIB, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock, StreamingConsumer
@@ -84,25 +84,36 @@ class ResultReporter:
             if self._watcher is not None:
                 self._watcher.due()
             if result is not None:
-                message = Result(
-                    key=origin.key,
-                    req_id=request.request_id,
-                    sample_index=request.sample_index,
-                    instance=instance,
-                    stage=self._stage,
-                    num_stages=self._num_stages,
-                    result=result,
-                )
-                self._sender.send_result(origin.reply, message)
+                self._sender.send_result(origin.reply, self._message(instance, request, result))
         finally:
             if self._watcher is not None:
                 self._watcher.done(instance, request.request_id, origin.key)
+
+    def report_part(self, instance: str, request: RequestInfo, payload: Any, num_rows: int) -> None:
+        """Send a part of a result that is to come, of positions below `num_rows`: `StreamingConsumer.send_part`."""
+        part = self._message(instance, request, CaptureResult(status="ok", payload=payload), num_rows)
+        self._sender.send_part(origin_of(request).reply, part)
+
+    def _message(self, instance: str, request: RequestInfo, result: CaptureResult, num_rows: int = 0) -> Result:
+        return Result(
+            key=origin_of(request).key,
+            req_id=request.request_id,
+            sample_index=request.sample_index,
+            instance=instance,
+            stage=self._stage,
+            num_stages=self._num_stages,
+            result=result,
+            num_rows=num_rows,
+        )
 
 
 logger = logging.getLogger("headgate")
 
 WINDOW_BYTES = 32 * MIB
 """Bytes on their way to one inbox; one larger message may go alone."""
+
+PART_LOSS = "The front end at %s %s: parts of results for chunks of streams are lost; the last chunk has all of them"
+"""Parts have a window of their own: results, which are sent once, never lack room because of them."""
 
 TEND_S = 0.25
 """Interval at which connections to other hosts are looked after: the last message may be lost with one, too."""
@@ -150,6 +161,7 @@ class ResultSender:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._results: dict[str, Channel] = {}
         self._rows: dict[str, Channel] = {}
+        self._parts: dict[str, Channel] = {}
         self._num_unreachable: Counter[bool] = Counter()
         """Messages without a known destination, by whether they were results."""
         self._is_closed = False
@@ -161,6 +173,11 @@ class ResultSender:
         """
         if reply is not None:
             self._send(self._results, reply, [_encode_result(result)], timeout_s=0)
+
+    def send_part(self, reply: str | None, part: Result) -> None:
+        """Send a part of a result without waiting; what has no room is dropped, since the result has it again."""
+        if reply is not None:
+            self._send(self._parts, reply, [_encode_result(part)], timeout_s=0)
 
     def send_to_consumer(
         self, request: RequestInfo, instance: str, frames: Frames, *, timeout_s: float | None = None
@@ -198,7 +215,7 @@ class ResultSender:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_closed = True
-            channels = [*self._results.values(), *self._rows.values()]
+            channels = [*self._results.values(), *self._rows.values(), *self._parts.values()]
         self._stopping.set()
         if self._tending is not None:
             self._tending.join()
@@ -214,19 +231,21 @@ class ResultSender:
             channel = channels.get(address)
             if channel is None:
                 try:
-                    channel = channels[address] = self._open(address)
+                    channel = channels[address] = self._open(address, PART_LOSS if channels is self._parts else LOSS)
                 except ValueError as error:
                     return self._lose(channels, error)
         return channel.send(frames, timeout_s=timeout_s)
 
-    def _open(self, address: str) -> Channel:
+    def _open(self, address: str, loss_message: str) -> Channel:
         endpoint = endpoint_of(address, self._keys)
         if self._context is None:
             self._context = zmq.Context()
         if endpoint.is_far and self._tending is None:
             self._tending = threading.Thread(target=self._tend, name="headgate-links", daemon=True)
             self._tending.start()
-        return Channel(self._context, endpoint, self._window_bytes, give_up_s=self._give_up_s)
+        return Channel(
+            self._context, endpoint, self._window_bytes, loss_message=loss_message, give_up_s=self._give_up_s
+        )
 
     def _lose(self, channels: dict[str, Channel], why: ValueError) -> bool:
         if not self._num_unreachable:
@@ -237,7 +256,7 @@ class ResultSender:
     def _tend(self) -> None:
         while not self._stopping.wait(TEND_S):
             with self._lock:
-                channels = [*self._results.values(), *self._rows.values()]
+                channels = [*self._results.values(), *self._rows.values(), *self._parts.values()]
             for channel in channels:
                 channel.tend()
 

@@ -117,7 +117,11 @@ class SpecWire(_OptionalSpecWire):
     options: dict[str, Any]
 
 
-class CaptureWire(TypedDict):
+class _StreamedWire(TypedDict, total=False):
+    streamed: bool
+
+
+class CaptureWire(_StreamedWire):
     """Specs of a request that captures, and the way back for its results.
 
     Attributes:
@@ -127,6 +131,7 @@ class CaptureWire(TypedDict):
         reply: Address of the front end's result hub; None if no caller waits.
         wait: Whether the client waits for its results.
         specs: By consumer instance.
+        streamed: See `Origin.is_streamed`; absent for false.
     """
 
     id: str

@@ -516,6 +516,11 @@ class RequestInfo:
         """Length of the prompt; positions below it are prefill, the others decode."""
         return len(self.prompt_token_ids)
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether chunks of its answer take parts of its result; see `StreamingConsumer.send_part`."""
+        return self.origin is not None and self.origin.is_streamed
+
     def shape(self, site: Site, model: ModelInfo) -> SiteShape:
         """Return the shape of its rows of a site: of the columns that it wants, or of outputs of a readout."""
         if site in self.readouts:
@@ -699,6 +704,8 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
         linger_s: Seconds that rows may wait for rows of the next steps, so that they arrive in fewer and larger blocks,
             which costs the engine less. The smallest value of a running request's consumers counts. The operator's
             ``capture.linger_s`` takes precedence.
+        sends_parts: It gives chunks of streams their part of a running request's result; see
+            `StreamingConsumer.send_part`.
         keeps_rows: It keeps the blocks themselves, or views of them, until a request ends. Where all consumers of a
             process do, many rows of one request come in a block of their own: they need no second copy then, and the
             block keeps no rows of others in memory.
@@ -713,6 +720,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
     is_awaited: ClassVar[bool] = False
     global_spec_param: ClassVar[str | None] = None
     linger_s: ClassVar[float] = 0.05
+    sends_parts: ClassVar[bool] = False
     keeps_rows: ClassVar[bool] = False
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
@@ -835,8 +843,26 @@ class BatchedConsumer(CaptureConsumer):
         """Take one finished request; what is returned, or a future's result, becomes ``CaptureResult.payload``."""
 
 
+SendPart = Callable[[RequestInfo, Any, int], None]
+"""See `StreamingConsumer.send_part`."""
+
+
+def send_nowhere(request: RequestInfo, payload: Any, num_rows: int) -> None:
+    """Drop a part of a result: no stream takes it."""
+
+
 class StreamingConsumer(CaptureConsumer):
-    """A consumer that gets rows as they arrive. Calls for one request: `begin`, any `write`, `finish` or `abandon`."""
+    """A consumer that gets rows as they arrive. Calls for one request: `begin`, any `write`, `finish` or `abandon`.
+
+    Attributes:
+        send_part: ``send_part(request, payload, num_rows)`` gives a chunk of a stream a part of the result of a running
+            request, of positions below `num_rows`, in JSON values. Any thread; it does not wait. Of use for requests
+            with `RequestInfo.is_streamed`, and where the class has `sends_parts`: consumers of the location ``worker``
+            have no other way to their front end before the end. The payload at the end has everything again, since a
+            part can get lost.
+    """
+
+    send_part: SendPart = staticmethod(send_nowhere)
 
     def begin(self, request: RequestInfo) -> None:
         """A request that captures for this consumer has begun."""

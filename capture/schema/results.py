@@ -34,10 +34,12 @@ class Origin:
     Attributes:
         reply: Address of the result hub of the front end that owns the request; None if no caller waits.
         key: Random per request: what the hub knows it by. Those of one HTTP call begin alike; see `join_key`.
+        is_streamed: Chunks of its answer take parts of its results.
     """
 
     reply: str | None
     key: str = field(repr=False)
+    is_streamed: bool = False
 
     @property
     def call(self) -> str:

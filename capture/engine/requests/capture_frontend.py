@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -151,6 +152,7 @@ class FrontEnd:
         self._readouts = {config.consumers[bit].instance: facts for bit, facts in readouts.items()}
         self.capture_reader = CaptureRequestReader(config, model, consumers, num_front_ends, self._readouts, vocabulary)
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
+        self._partial = frozenset(name for name, consumer in consumers.items() if consumer.sends_parts)
         self._answered = frozenset(name for name, consumer in consumers.items() if consumer.is_awaited)
         self._linger_s = {
             name: consumer.linger_s if config.linger_s is None else config.linger_s
@@ -180,7 +182,10 @@ class FrontEnd:
         call = current_call()
         key = ask.key if call is None else join_key(call.token, ask.key)
         claim = self._claims.claim(ask.own_names, None if call is None else call.token)
-        return replace(ask, reply=self.hub.address, key=key, claim=claim)
+        has_parts = not self._partial.isdisjoint(ask.specs)
+        # Streams of events, whose calls have turns, have no chunks that take anything.
+        is_streamed = has_parts and call is not None and not call.has_turns and params.output_kind.name == "DELTA"
+        return replace(ask, reply=self.hub.address, key=key, claim=claim, is_streamed=is_streamed)
 
     def resolve(
         self,
@@ -241,12 +246,15 @@ class FrontEnd:
         drivers = {} if self._drivers_here is None else self._drivers_here.consumers
         # As `StreamedResults` has it: asking the protocol takes 20 µs, for each request.
         takers = {name: getattr(drivers.get(name), "take_new", None) for name in ask.specs}
-        found = {name: taker for name, taker in takers.items() if taker is not None}
+        found = {name: partial(taker, ask.key) for name, taker in takers.items() if taker is not None}
+        if ask.is_streamed:
+            parts = self._partial.intersection(ask.specs)
+            found |= {name: partial(self.hub.take_part, ask.key, name) for name in parts}
         if not found:
             return None
 
         def take_new(sample_index: int, num_rows: int) -> Mapping[str, object]:
-            new = {name: taker(ask.key, sample_index, num_rows) for name, taker in found.items()}
+            new = {name: taker(sample_index, num_rows) for name, taker in found.items()}
             return {name: {"payload": payload} for name, payload in new.items() if payload is not None}
 
         return take_new

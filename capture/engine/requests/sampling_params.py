@@ -151,6 +151,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         is_resolved: Every position is absolute, and how much it may come to was checked.
         key: Random; results for the request must carry it.
         reply: Address of the result hub; None if no caller waits.
+        is_streamed: See `headgate.capture.schema.results.Origin`.
         own_names: What no other request may have while it runs, each with the field that asks for it; see
             `CaptureConsumer.own_names`.
         claim: Holds those names as long as anything refers to it; None if there are none.
@@ -161,6 +162,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_explicit: bool
     key: str
     reply: str | None = None
+    is_streamed: bool = False
     named: frozenset[str] = frozenset()
     messages: list[MessageSpan] | None = None
     is_resolved: bool = False
@@ -169,7 +171,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_wire(self, num_samples: int, request_id: str) -> CaptureWire:
         """Return the form on the wire; positions must be resolved."""
-        return {
+        wire: CaptureWire = {
             "id": request_id,
             "n": num_samples,
             "key": self.key,
@@ -177,6 +179,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
             "wait": self.wait,
             "specs": {instance: spec.to_wire() for instance, spec in self.specs.items()},
         }
+        return {**wire, "streamed": True} if self.is_streamed else wire
 
     def needs_prompt(self, num_prompt: int) -> bool:
         """Whether prompt rows other than the last are wanted, which a hit in the prefix cache would skip."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,7 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.positions import Indices, Message, Named, PositionSelector, Several, Span, keys_before
+from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import HookPoint, Site, SiteShape
 from headgate.consumers import attention
 from headgate.consumers.attention import AttentionConsumer, fetch_patterns, pattern_blocks, top_keys, whole_rows
@@ -392,10 +394,64 @@ def test_patterns_are_computed_while_the_request_runs(top: int | None, monkeypat
 
     parts = answer(found, asked, [(0, 9), (9, 10), (10, 12), (12, 13), (13, 16), (16, 99)])
 
-    assert sorted(map(tuple, computed)) == [(9, 10, 11), (9, 10, 11), (12, 13, 14, 15), (12, 13, 14, 15), (16,), (16,)]
+    assert sorted(map(tuple, computed)) == [
+        *((9, 10), (9, 10), (11, 12), (11, 12), (13, 14), (13, 14), (15, 16), (15, 16)),
+    ]
     expected = fetch_patterns(whole)
     for name in expected:
         torch.testing.assert_close(fetch_patterns(parts)[name], expected[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("top", [None, 3])
+def test_bits_do_not_depend_on_how_rows_arrive(top: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two consumers of one request have the same numbers, such as one that answers and one that writes files."""
+    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", 3)
+    monkeypatch.setattr(attention, "PROMPT_QUERIES_AT_ONCE", 4)
+    asked = request({"layers": [1, 2], "queries": ["all"], "top": top}, prompt=11, output=12)
+
+    whole, chunked, single = (
+        answer(consumer(), asked, steps)
+        for steps in ([(0, 99)], [(0, 5), (5, 6), (6, 13), (13, 99)], [(n, n + 1) for n in range(22)])
+    )
+
+    assert whole["data"] == chunked["data"] == single["data"]
+
+
+@pytest.mark.parametrize("top", [None, 3])
+def test_chunks_of_a_stream_get_each_query_once_and_together_the_answer(top: int | None) -> None:
+    asked = request({"layers": [1, 2], "queries": "all", "top": top}, output=9)
+    asked.info = replace(asked.info, origin=Origin("ipc://hub", "key", is_streamed=True))
+    found = consumer()
+    feed = Feed(found)
+    sent: queue.Queue[tuple[Any, int]] = queue.Queue()
+    found.send_part = lambda _, payload, num_rows: sent.put((payload, num_rows))
+    feed.begin(asked)
+    feed.step({asked: (0, 4)})
+    chunks = []
+    for start, stop in ((4, 9), (9, 10), (10, 13), (13, 17)):
+        feed.step({asked: (start, stop)})
+        chunks.append(sent.get(timeout=10))
+    whole = fetch_patterns(feed.finish(asked))
+    found.close(10)
+
+    assert sent.empty()
+    assert [num_rows for _, num_rows in chunks] == [9, 10, 13, 17]
+    queries = [fetch_patterns(payload).queries.tolist() for payload, _ in chunks]
+    assert queries == [list(range(9)), [9], [10, 11, 12], [13, 14, 15, 16]]
+    together = fetch_patterns([payload for payload, _ in reversed(chunks)])
+    assert [*together] == [*whole]
+    assert together.queries.tolist() == list(range(17))
+    for name in whole:
+        assert torch.equal(together[name], whole[name])
+    with pytest.raises(CaptureFileError, match="a query is there twice"):
+        fetch_patterns([payload for payload, _ in (*chunks, chunks[0])])
+
+
+def test_a_request_that_is_not_streamed_sends_no_parts() -> None:
+    found = consumer()
+    found.send_part = lambda *_: pytest.fail("no stream takes it")
+
+    answer(found, request({"layers": [1], "queries": "all"}), [(0, 9), (9, 13)])
 
 
 def test_rows_of_queries_are_given_up_when_their_keys_are_there() -> None:
@@ -403,7 +459,7 @@ def test_rows_of_queries_are_given_up_when_their_keys_are_there() -> None:
     rows.add(np.arange(3), torch.arange(6.0).view(3, 2))
     rows.add(np.array([3, 5]), torch.full((2, 2), 9.0))
 
-    taken, left = rows.take(4), rows.take(6)
+    taken, left = rows.take(4), rows.take(1)
 
     assert rows.num_whole == 4
     assert (taken[0].tolist(), taken[1][:, 0].tolist()) == ([0, 1, 2, 3], [0, 2, 4, 9])
@@ -413,7 +469,7 @@ def test_rows_of_queries_are_given_up_when_their_keys_are_there() -> None:
 def test_tokens_that_were_taken_back_have_no_pattern() -> None:
     parts = [(np.arange(start, start + 2), {attention.WHOLE: torch.ones(2, 1, start + 2)}) for start in (0, 2)]
 
-    queries = attention._common_queries([parts], 3)
+    queries = attention._common_queries([parts])[:3]
 
     assert queries.tolist() == [0, 1, 2]
     assert attention._joined(parts, queries)[attention.WHOLE].tolist() == [[[1, 1, 0]], [[1, 1, 0]], [[1, 1, 1]]]

@@ -154,6 +154,37 @@ def test_the_first_of_two_equal_answers_counts(hub: ResultHub) -> None:
     assert hub.wait("k", 0).merged["files"].payload == ["first", "other stage"]
 
 
+def test_parts_go_out_by_position_once_and_none_of_tokens_that_the_client_lacks(
+    hub: ResultHub, sender: ResultSender
+) -> None:
+    hub.expect("k", instances=["files"], num_samples=2)
+
+    def part(payload: str, num_rows: int, sample: int = 0) -> Result:
+        return Result(key="k", sample_index=sample, instance="files", result=ok(payload), num_rows=num_rows)
+
+    for each in (part("late", 9), part("second", 7), part("first", 5), part("other sample", 5, sample=1)):
+        hub.deliver_part(each)
+    hub.deliver_part(replace(part("forged", 1), key="guess"))
+    taken = [hub.take_part("k", "files", 0, num_rows) for num_rows in (4, 8, 8, 8)]
+
+    assert taken == [None, "first", "second", None]
+    assert hub.take_part("k", "files", 1, 8) == "other sample"
+    assert hub.take_part("k", "others", 0, 8) is None
+    sender.send_part(hub.address, part("sent", 8, sample=1))
+    deadline = time.monotonic() + TIMEOUT_S
+    while (sent := hub.take_part("k", "files", 1, 8)) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sent == "sent"
+    assert hub.wait("k", 0).merged["files"].status == "pending"
+    assert (hub.stats().results, hub.stats().unknown) == (0, 0)
+    answer(hub, "k", ok("whole"))
+    hub.deliver_part(part("too late", 5))
+    assert hub.take_part("k", "files", 0, 9) == "late"
+    assert hub.take_part("k", "files", 0, 9) is None
+    hub.close("k")
+    assert hub.take_part("k", "files", 0, 9) is None
+
+
 def test_answers_after_close_are_ignored_and_nothing_is_kept(hub: ResultHub, sender: ResultSender) -> None:
     hub.expect("late", instances=["files"])
     hub.expect("k", instances=["files"])

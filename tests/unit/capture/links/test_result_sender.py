@@ -145,6 +145,24 @@ class Summarised:
         return self._summary()
 
 
+def test_parts_without_room_are_dropped_and_take_none_from_results(
+    sender: ResultSender, reply: str, open_box: Callable[[str], Box]
+) -> None:
+    """The box acknowledges nothing as long as it may not read."""
+    box = open_box(reply)
+    box.may_read.clear()
+    for number in range(4):
+        payload = f"{number}" * 1500
+        result = CaptureResult(status="ok", payload=payload)
+        sender.send_part(reply, Result(key="k", instance="files", result=result, num_rows=5))
+    send(sender, reply, CaptureResult(status="ok", payload="whole"))
+    box.may_read.set()
+
+    messages = box.messages(2)
+    assert sorted(message.num_rows for message in messages) == [0, 5]
+    assert sender.stats().lost_results == 0
+
+
 def test_results_of_many_threads_arrive(sender: ResultSender, reply: str, open_box: Callable[[str], Box]) -> None:
     box = open_box(reply)
     sender = ResultSender()

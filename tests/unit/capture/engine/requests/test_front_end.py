@@ -108,6 +108,43 @@ def test_keys_of_one_call_begin_alike(front_ends: FrontEnds) -> None:
     assert Origin(None, first[0]).call != Origin(None, second[0]).call
 
 
+class Parts(Rows):
+    sends_parts = True
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "expected"),
+    [
+        (HttpCall(), "DELTA", True),
+        (HttpCall(), "FINAL_ONLY", False),
+        (HttpCall(has_turns=True), "DELTA", False),
+        (None, "DELTA", False),
+    ],
+)
+def test_parts_are_sent_for_chunks_alone(
+    front_ends: FrontEnds, call: HttpCall | None, kind: str, expected: bool
+) -> None:
+    front = front_ends(rows=Parts, others=Rows)
+    streamed = SimpleNamespace(extra_args={"capture": ASKING}, output_kind=SimpleNamespace(name=kind))
+
+    def read() -> CaptureRequest | None:
+        if call is not None:
+            enter(call)
+        return front.read(streamed, "r", is_offline=False)  # type: ignore[arg-type]
+
+    asked = contextvars.copy_context().run(read)
+    assert asked is not None
+    assert (asked.is_streamed, asked.to_wire(1, "r").get("streamed", False)) == (expected, expected)
+    front.hub.expect(asked.key, instances=["rows"])
+    front.hub.deliver_part(
+        Result(key=asked.key, instance="rows", result=CaptureResult(status="ok", payload="part"), num_rows=3)
+    )
+    take_new = front.streamed(asked)
+    assert (take_new is not None) == expected
+    if take_new is not None:
+        assert [take_new(0, num_rows) for num_rows in (2, 3, 3)] == [{}, {"rows": {"payload": "part"}}, {}]
+
+
 class Naming(Rows):
     @classmethod
     def own_names(cls, spec: CaptureSpec, context: SpecContext, num_samples: int) -> tuple[str, ...]:

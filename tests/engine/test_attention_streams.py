@@ -1,0 +1,98 @@
+"""Attention patterns in chunks of a stream: those of the whole answer, bit for bit, and Hugging Face's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headgate.consumers.attention import Patterns, fetch_patterns
+from tests.engine.hf_reference import own_process
+from tests.engine.test_attention_patterns import TOLERANCE, expected_patterns
+from tests.fakes.server import Server, serving
+
+LAYERS = [5, 17]
+PROMPT = [100 + (97 * n) % 5000 for n in range(90)]
+NUM_OUTPUT = 30
+COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
+FLAGS = [
+    *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"),
+    *("--max-num-batched-tokens", "32", "--max-num-seqs", "4"),
+    *("--capture-sites", json.dumps({"q": LAYERS, "k": LAYERS}), "--capture-consumers", "attention"),
+]
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path) -> Iterator[Server]:
+    with serving([*COMMAND, str(model_dir), *FLAGS]) as running:
+        yield running
+
+
+def complete(server: Server, wanted: dict[str, Any], **fields: Any) -> Any:
+    return server.post(
+        "/v1/completions",
+        **{"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True},
+        **{"return_token_ids": True, "capture": wanted, **fields},
+    )
+
+
+def streamed(server: Server, wanted: dict[str, Any]) -> tuple[list[Any], list[int], Patterns]:
+    """The payloads of chunks, with the number of tokens that the client has by then; and the tokens; and the answer."""
+    answer = complete(server, {"attention": wanted}, stream=True)
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    chunks: list[Any] = []
+    tokens: list[int] = []
+    last: Any = None
+    for document in map(json.loads, lines):
+        for choice in document["choices"]:
+            tokens += choice.get("token_ids") or []
+            if (found := choice.get("capture_results")) is not None:
+                patterns = fetch_patterns(found["attention"]["payload"])
+                assert patterns.queries[-1] < len(PROMPT) + len(tokens) - 1
+                chunks.append(found["attention"]["payload"])
+        last = document.get("capture_results") or last
+    assert last["attention"]["status"] == "ok"
+    return chunks, tokens, fetch_patterns(last["attention"]["payload"])
+
+
+@pytest.mark.parametrize("top", [None, 5])
+def test_chunks_of_a_stream_have_the_patterns_of_their_tokens(server: Server, model_dir: Path, top: int | None) -> None:
+    """A prompt in chunks of 32 tokens, and generated ones."""
+    chunks, tokens, whole = streamed(server, {"layers": LAYERS, "queries": "all", "top": top})
+    together = fetch_patterns(chunks)
+    num_rows = len(PROMPT) + NUM_OUTPUT - 1
+
+    assert len(chunks) >= 3
+    assert fetch_patterns(chunks[0]).queries.tolist()[: len(PROMPT)] == list(range(len(PROMPT)))
+    assert whole.queries.tolist() == list(range(num_rows))
+    count = len(together.queries)
+    assert together.queries.tolist() == list(range(count))
+    assert count > len(PROMPT)
+    for name in whole:
+        found, expected = together[name], whole[name][:count]
+        assert torch.equal(found, expected[:, :, : found.shape[2]] if found.dim() == 3 else expected)
+    with own_process() as executor:
+        [reference] = executor.submit(expected_patterns, model_dir, [[*PROMPT, *tokens[:-1]]]).result()
+    for layer in LAYERS:
+        rows = reference[layer].transpose(0, 1)
+        if top is None:
+            assert float((whole[f"{layer}.attention"] - rows).abs().max()) <= TOLERANCE
+        else:
+            assert torch.allclose(whole[f"{layer}.attention.values"], rows.topk(top).values, atol=TOLERANCE)
+
+
+def test_an_answer_that_is_not_streamed_has_the_same_patterns(server: Server) -> None:
+    wanted = {"layers": LAYERS, "queries": "all_generated"}
+    whole = fetch_patterns(complete(server, {"attention": wanted}).json()["capture_results"]["attention"]["payload"])
+    _, _, expected = streamed(server, wanted)
+
+    assert whole.queries.tolist() == expected.queries.tolist()
+    for name in expected:
+        torch.testing.assert_close(whole[name], expected[name], atol=1e-5, rtol=0)
