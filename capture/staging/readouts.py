@@ -322,18 +322,23 @@ class RowReader:
         Returns:
             Groups with an output that could not be computed, which is logged: their outputs are undefined.
         """
-        failed: set[int] = set()
         with torch.inference_mode():
-            for pieces in self._calls(jobs):
-                try:
-                    found, at = self._outputs(pieces, index), 0
-                    for job, start, stop in pieces:
-                        put(job.target + start * job.readout.num_outputs, found[at : at + stop - start])
-                        at += stop - start
-                except Exception as error:  # noqa: BLE001  a consumer's own code must not end the engine's step
-                    self._log.error("rows are lost: a readout failed", cause=error)
-                    failed.update(piece.job.group for piece in pieces)
-        return frozenset(failed)
+            return frozenset().union(*(self._call(pieces, index, put) for pieces in self._calls(jobs)))
+
+    def _call(self, pieces: Sequence[_Piece], index: Tensor, put: Callable[[int, Tensor], object]) -> frozenset[int]:
+        """Compute what one call computes, or if it fails, each piece of it alone; return the groups that failed."""
+        at = 0
+        try:
+            found = self._outputs(pieces, index)
+            for job, start, stop in pieces:
+                put(job.target + start * job.readout.num_outputs, found[at : at + stop - start])
+                at += stop - start
+        except Exception as error:  # noqa: BLE001  a consumer's own code must not end the engine's step
+            if len(pieces) > 1 and not at:  # one site of several may be to blame
+                return frozenset().union(*(self._call([piece], index, put) for piece in pieces))
+            self._log.error("rows are lost: a readout failed", cause=error)
+            return frozenset(piece.job.group for piece in pieces)
+        return frozenset()
 
     def _calls(self, jobs: Sequence[ReadoutJob]) -> Iterator[list[_Piece]]:
         """Yield what one call computes: a chunk of the rows of a job, or of jobs that share their function."""
@@ -382,8 +387,9 @@ class RowReader:
 
 def _is_shared(one: ReadoutJob, other: ReadoutJob) -> bool:
     """Whether one call may compute both."""
-    function = one.readout.function if one.readout.transport is not None else None
-    return other.readout.function is function and other.block == one.block
+    left, right = one.readout, other.readout
+    is_same = (left.num_outputs, left.num_arguments) == (right.num_outputs, right.num_arguments)
+    return is_same and left.transport is not None and left.function is right.function and one.block == other.block
 
 
 def _transport(pieces: Sequence[_Piece], wide_ND: Tensor, arguments: RowArguments | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,6 +205,82 @@ def test_rows_of_all_sites_are_reduced_together_after_the_transport_of_each(
     for place, factor in enumerate((1, 3, 5)):
         assert torch.equal(rows[place], row_values(NUMBER, np.arange(64), place) * factor + 11)
     part.release()
+
+
+class Sized(HeadReadout):
+    """Sums of a row, so many as it declares, plus its arguments; it fails if its site is told to."""
+
+    num_outputs, num_arguments, key = 0, 0, "sized"
+
+    def __init__(self, num_outputs: int, num_arguments: int, reduction: HeadReduction, fails: bool = False) -> None:
+        self.num_outputs, self.num_arguments = num_outputs, num_arguments
+        self._reduction, self.fails = reduction, fails
+
+    @property
+    def reduction(self) -> HeadReduction:
+        return self._reduction
+
+    def transport(self, device: torch.device) -> Callable[..., Tensor]:
+        def transport(rows: Tensor, arguments: RowArguments | None = None) -> Tensor:
+            if self.fails:
+                raise RuntimeError("no such weight")
+            return rows * self.num_outputs
+
+        return transport
+
+
+class Sums(HeadReduction):
+    """One output for each argument, or one."""
+
+    def with_head(self, device: torch.device, head: ModelHead | None) -> Callable[..., Tensor]:
+        def reduce(rows: Tensor, arguments: RowArguments | None = None) -> Tensor:
+            sums = rows.sum(1, keepdim=True)
+            return sums if arguments is None else sums + arguments.device
+
+        return reduce
+
+
+def outputs_of(sized: Sequence[Sized], wanted: dict[int, tuple[Site, ...]], fails: int = -1) -> dict[int, Any]:
+    """Outputs of 4 rows by consumer, of readouts of one site each that share a reduction; no key if they are lost."""
+    reduce = cache(lambda shared: shared.with_head(torch.device("cpu"), None))
+    bound = [
+        bind(each, place, width=HIDDEN, device=torch.device("cpu"), name="m", bit=place + 1, reduce=reduce)
+        for place, each in enumerate(sized)
+    ]
+    declared: list[Declared] = [
+        (place + 1, SITES[place], Multiples(each.num_outputs)) for place, each in enumerate(sized)
+    ]
+    ring = make_ring(declared, bound_readouts=bound)
+    for place, each in enumerate(sized):
+        each.fails = place == fails
+        ring.readouts.arguments["a", place + 1] = tuple(range(10, 10 + each.num_arguments))
+    (part,) = run(ring, plan_of(wanted, 4, declared), 4)
+    found = {int(group.masks[0]).bit_length() - 1: rows[0].clone() for group, rows in groups_in(part) if group.masks[0]}
+    part.release()
+    return found
+
+
+def test_readouts_that_share_a_reduction_may_differ_in_outputs_and_arguments() -> None:
+    sized = [Sized(*sizes, reduction) for reduction in [Sums()] for sizes in ((1, 0), (2, 2), (3, 3))]
+
+    found = outputs_of(sized, {place + 1: (SITES[place],) for place in range(3)})
+
+    assert set(found) == {1, 2, 3}
+    for place, each in enumerate(sized):
+        sums = row_values(NUMBER, np.arange(4), place).double().sum(1, keepdim=True) * each.num_outputs
+        assert torch.equal(found[place + 1], sums + torch.tensor(range(10, 10 + each.num_arguments) or [0]))
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_a_site_that_fails_leaves_the_others_of_its_call_their_outputs(fails: int) -> None:
+    """Each site is wanted by a request of its own."""
+    reduction = Sums()
+
+    found = outputs_of([Sized(1, 0, reduction) for _ in SITES[:3]], {at + 1: (SITES[at],) for at in range(3)}, fails)
+
+    assert set(found) == {1, 2, 3} - {fails + 1}
+    for bit, rows in found.items():
+        assert torch.equal(rows, row_values(NUMBER, np.arange(4), bit - 1).double().sum(1, keepdim=True))
 
 
 def test_a_readout_that_fails_costs_its_own_consumer_the_rows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
