@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, wraps
 from typing import Any, Protocol, cast
@@ -222,6 +224,31 @@ class V2Layout:
         return num_rejected[:num_requests]
 
 
+@contextmanager
+def dummy_rows_routed(runner: Any) -> Iterator[None]:
+    """Have a router send the rows of dummy steps to experts, as it does with the rows of requests.
+
+    From vLLM 0.32 on a dummy step says that all its rows are padding, and routers choose no expert for those: what
+    happens in front of the experts would not show.
+    """
+    mark = getattr(runner, "_prepare_padding_mask", None)
+    batch: Any = getattr(sys.modules.get(type(runner).__module__), "InputBatch", None)
+    make: Any = getattr(batch, "make_dummy", None)
+    is_marked = make is not None and "is_padding" in inspect.signature(make).parameters
+    kept = vars(batch)["make_dummy"] if is_marked else None
+    if mark is not None:
+        runner._prepare_padding_mask = lambda _, num_tokens: mark(num_tokens, num_tokens)
+    if is_marked:
+        batch.make_dummy = staticmethod(lambda *args, **kwargs: make(*args, **{**kwargs, "is_padding": False}))
+    try:
+        yield
+    finally:
+        if mark is not None:
+            del runner._prepare_padding_mask
+        if is_marked:
+            batch.make_dummy = kept
+
+
 def layout_of(runner: ModelRunner) -> BatchLayout:
     """Choose the layout reader for `runner`'s generation."""
     is_v2 = type(runner).__module__.startswith(V2_RUNNER_MODULES)
@@ -391,7 +418,8 @@ class RunnerAdapter:
         """
         self._in_self_test = True
         try:
-            result = self._runner._dummy_run(num_tokens, **self._with_attention)
+            with dummy_rows_routed(self._runner):
+                result = self._runner._dummy_run(num_tokens, **self._with_attention)
         finally:
             self._in_self_test = False
         output = result[0] if isinstance(result, tuple) else result

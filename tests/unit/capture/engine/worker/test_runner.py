@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headgate.capture.engine.contracts.worker_hooks import WorkerHooks, in_turn, overrides
-from headgate.capture.engine.worker.runner import RunnerAdapter, layout_of
+from headgate.capture.engine.worker.runner import RunnerAdapter, dummy_rows_routed, layout_of
 from headgate.capture.schema.errors import UnsupportedError
 
 
@@ -396,6 +396,31 @@ def test_the_self_test_may_prepare_its_own_step(runner, recorder):
     runner.adapter.run_dummy(8)
 
     assert recorder.calls == []
+
+
+def test_rows_of_the_self_test_go_to_experts_in_both_generations_of_vllm(monkeypatch):
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import input_batch
+
+    buffers = input_batch.InputBuffers(max_num_reqs=4, max_num_tokens=8, device=torch.device("cpu"))
+    first = V1Runner()
+    first.is_padding = torch.zeros(8, dtype=torch.bool)
+    monkeypatch.setattr(
+        V1Runner, "_prepare_padding_mask", gpu_model_runner.GPUModelRunner._prepare_padding_mask, raising=False
+    )
+    second = type("Runner", (), {"__module__": input_batch.__name__})()
+
+    def padding():
+        return [
+            first._prepare_padding_mask(0, 4).tolist(),
+            input_batch.InputBatch.make_dummy(2, 4, buffers, is_padding=True).is_padding.tolist(),
+        ]
+
+    with dummy_rows_routed(first), dummy_rows_routed(second):
+        inside = padding()
+
+    assert inside == [[False] * 4] * 2
+    assert padding() == [[True] * 4] * 2
 
 
 def test_a_runner_without_the_expected_method_is_refused():
