@@ -212,14 +212,14 @@ class SteeringCore:
 
     def description(self, req_id: str) -> Callable[[int], Mapping[str, Any]] | None:
         """Return the trace of a request that captured; see `CorePart`."""
-        log = self._readings.traces.log(req_id)
+        log = self._readings.log(req_id)
         return None if log is None else lambda end: join_notes(log.notes, end) if log.notes else {}
 
     def decide(self) -> Decided | None:
         """Let controllers decide; see `CorePart`."""
         decided = None if self._controllers is None else self._controllers.decide()
         if decided is not None:
-            self._readings.traces.keep(cast("Mapping[str, Note]", decided.notes))
+            self._readings.keep(cast("Mapping[str, Note]", decided.notes))
         return decided
 
     def orders(self, scheduled: Mapping[str, int]) -> Mapping[str, Any] | None:
@@ -246,7 +246,6 @@ class SteeringCore:
             )
         if self._controllers is not None:
             self._controllers.begin(req_id)
-        self._readings.begin(req_id)
         if resolved is None:
             return True
         self.operator.forget_unused()

@@ -16,10 +16,9 @@ import numpy.typing as npt
 
 from headgate.capture.monitoring.notebook import HeatMap, TextTable, page
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.gates.gate import FOLLOWING, GateLayout, NamedProbe, layout_of
+from headgate.steering.gates.gate import GateLayout, layout_of
 from headgate.steering.programs.codes import EARLY, GROUP, gate_column
 from headgate.steering.programs.program import Program
-from headgate.steering.vectors.dtypes import Float32Rows
 
 Note = dict[str, Any]
 """A piece of a trace; plain values. Of a step's rows: the position of the ``first``, how many ``rows``, the names of
@@ -125,235 +124,24 @@ class GateSource(NamedTuple):
         """The column of each gate's acting strength."""
         return [gate.column for gate in self.layout.gates]
 
-    @property
-    def is_written_late(self) -> bool:
-        """Whether each gate writes in both phases, at sites where it was evaluated: what acts is what is written."""
-        columns = frozenset(self.columns)
-        return columns <= self.prefill.late and columns <= self.decode.late
-
-    def applied(self, column: int, num_prompt: int, rows: Float32Rows, before: Float32Rows) -> Float32Rows:
-        """Return the strength of a gate that was written on each row, float32 ``[rows]``.
+    def whose(self, column: int) -> tuple[int, int]:
+        """Return which row's signals have the strength that a gate writes on rows of the prompt, and on generated rows.
 
         Args:
             column: Column of the strength that acts.
-            num_prompt: How many of the rows, the first ones, are the prompt's.
-            rows: Their signals, ``[rows, columns]``.
-            before: The signals of the row before each.
+
+        Returns:
+            `NOW`, `BEFORE` or `NEVER` of each phase; the row before has it in the column `FOLLOWING` after this one.
         """
-        if not num_prompt and column in self.decode.late:
-            return rows[:, column]
-        applied = np.zeros(len(rows), np.float32)
-        for writes, part in ((self.prefill, slice(num_prompt)), (self.decode, slice(num_prompt, None))):
-            if column in writes.late:
-                applied[part] = rows[part, column]
-            elif column in writes.early:
-                applied[part] = np.nan_to_num(before[part, column + FOLLOWING], nan=0.0)
-        return applied
+        prefill, decode = (
+            NOW if column in writes.late else BEFORE if column in writes.early else NEVER
+            for writes in (self.prefill, self.decode)
+        )
+        return prefill, decode
 
 
 NOW, BEFORE, NEVER = range(3)
-"""The row that a value of a trace is taken of: that row itself, the one before it, or none: it is 0."""
-
-
-class DecodedPlan(NamedTuple):
-    """The values that a trace has of each generated row from a position on.
-
-    Attributes:
-        since: That position.
-        scores: Names.
-        gates: Names.
-        columns: Column of each value, in the order of `Note`.
-        whose: Of each value `NOW`, `BEFORE` or `NEVER`.
-    """
-
-    since: int
-    scores: tuple[str, ...]
-    gates: tuple[str, ...]
-    columns: tuple[int, ...]
-    whose: tuple[int, ...]
-
-
-class _Era(NamedTuple):
-    """The rules that act on rows from a position on.
-
-    Attributes:
-        since: That position.
-        rules: The rules.
-        fresh: Columns of the rules that did not act before.
-        scores: The column of each score, by its name in traces.
-        gates: Whose each gate is, and its column, by its name in traces.
-    """
-
-    since: int
-    rules: tuple[GateSource, ...]
-    fresh: tuple[int, ...]
-    scores: dict[str, int]
-    gates: dict[str, tuple[GateSource, int]]
-
-    @classmethod
-    def of(cls, own: GateSource, since: int, rules: Iterable[GateSource], fresh: Iterable[int] = ()) -> _Era:
-        """Make it of the rules beside a request's own gates."""
-        acting = tuple(rules)
-        return cls(since, acting, tuple(fresh), _score_columns(own, acting), _gate_columns(own, acting))
-
-    def decoded(self, num_prompt: int) -> DecodedPlan:
-        """Return what is reported of generated rows, but for the first row of the era."""
-        written = [_written(source, column) for source, column in self.gates.values()]
-        shown = [column + 1 for _, column in self.gates.values()]
-        return DecodedPlan(
-            max(self.since + 1, num_prompt),
-            tuple(self.scores),
-            tuple(self.gates),
-            (*self.scores.values(), *shown, *(column for column, _ in written)),
-            (*[NOW] * (len(self.scores) + len(shown)), *(whose for _, whose in written)),
-        )
-
-
-def _written(source: GateSource, column: int) -> tuple[int, int]:
-    """Return the column whose value is written on generated rows, and its row: as `GateSource.applied` has it."""
-    if column in source.decode.late:
-        return column, NOW
-    return (column + FOLLOWING, BEFORE) if column in source.decode.early else (column, NEVER)
-
-
-class _ReportedRows(NamedTuple):
-    """Rows to report: position of the first, their signals, and the signals of the row before each."""
-
-    first: int
-    signals: Float32Rows
-    before: Float32Rows
-
-    def part(self, begin: int, end: int) -> _ReportedRows:
-        """Return the rows at positions ``begin : end``."""
-        at = slice(begin - self.first, end - self.first)
-        return _ReportedRows(begin, self.signals[at], self.before[at])
-
-
-class TraceWriter:
-    """Writes the trace of one request, step by step.
-
-    Args:
-        own: Its own gates; without any if it has none.
-        num_prompt: Tokens of its prompt.
-        rules: Each rule that acts on it.
-    """
-
-    def __init__(self, own: GateSource, num_prompt: int, rules: Sequence[GateSource] = ()) -> None:
-        self._own = own
-        self._num_prompt = num_prompt
-        self._eras = [_Era.of(own, 0, rules)]
-        self._end = 0
-        """Position after the last reported row."""
-        self._last: Float32Rows | None = None
-        """Signals ``[1, columns]`` of that row."""
-
-    def change_rules(self, since: int, rules: Sequence[GateSource]) -> None:
-        """Let other rules act on the rows from a position on."""
-        kept = [era for era in self._eras if era.since < since]
-        # Rules that no row met count as well: they ended those before them.
-        earlier = [{rule.key for rule in era.rules} for era in (*kept[-1:], *self._eras[len(kept) :])]
-        stay = set.intersection(*earlier)
-        fresh = [column for rule in rules if rule.key not in stay for column in rule.columns]
-        self._eras = [*kept, _Era.of(self._own, since, rules, fresh)]
-
-    @property
-    def end(self) -> int:
-        """Position after the last reported row."""
-        return self._end
-
-    @property
-    def last(self) -> Float32Rows | None:
-        """Signals ``[1, columns]`` of that row; None before the first."""
-        return self._last
-
-    def decoded(self) -> DecodedPlan:
-        """Return what is reported of generated rows from now on."""
-        return self._eras[-1].decoded(self._num_prompt)
-
-    def follow(self, end: int, last: Float32Rows) -> None:
-        """Continue after rows that were reported elsewhere, from the signals ``[1, columns]`` of the last one."""
-        self._end, self._last = end, last
-
-    def begin_again(self) -> Note:
-        """Forget all rows: the prompt begins again, under the present rules. Return the piece that says so."""
-        self._eras = [_Era.of(self._own, 0, self._eras[-1].rules)]
-        self._end, self._last = 0, None
-        return {"first": 0, "rows": 0, "scores": (), "gates": (), "values": b""}
-
-    def note(self, first: int, signals: Float32Rows) -> Note | None:
-        """Return the piece of a step's rows; None if all were reported before: they were computed again.
-
-        Rows of a prompt without its first token are reported again: the token is to be of the last computation.
-
-        Args:
-            first: Position of the first row.
-            signals: float32 ``[rows, columns]``.
-        """
-        if first < self._end < self._num_prompt:
-            self._end, self._last = first, None
-        start = max(self._end, first)
-        self._end = max(self._end, first + len(signals))
-        if start >= self._end:
-            return None
-        signals = signals[start - first :]
-        before = np.concatenate([np.zeros_like(signals[:1]) if self._last is None else self._last, signals[:-1]])
-        self._last = signals[-1:].copy()
-        rows = _ReportedRows(start, signals, before)
-        parts = list(self._parts(rows))
-        scores = tuple(dict.fromkeys(name for era, _ in parts for name in era.scores))
-        gates = tuple(dict.fromkeys(name for era, _ in parts for name in era.gates))
-        values = np.full((len(signals), len(scores) + 2 * len(gates)), np.nan, np.float32)
-        for era, part in parts:
-            at = part.first - start
-            self._fill(values[at : at + len(part.signals)], era, part, scores, gates)
-        return {"first": start, "rows": len(signals), "scores": scores, "gates": gates, "values": values.tobytes()}
-
-    def _parts(self, rows: _ReportedRows) -> Iterator[tuple[_Era, _ReportedRows]]:
-        """Yield the rows of each era."""
-        start, stop = rows.first, rows.first + len(rows.signals)
-        ends = [*(era.since for era in self._eras[1:]), stop]
-        for era, end in zip(self._eras, ends, strict=True):
-            begin, end = max(era.since, start), min(end, stop)
-            if begin < end:
-                yield era, rows.part(begin, end)
-
-    def _fill(
-        self, values: Float32Rows, era: _Era, rows: _ReportedRows, scores: tuple[str, ...], gates: tuple[str, ...]
-    ) -> None:
-        """Write the rows of an era into their places in the values of a note with these names."""
-        if rows.first == era.since:
-            # Whatever had these columns before, if anything had, is another rule.
-            rows.before[0, [column + FOLLOWING for column in era.fresh]] = 0.0
-        num_prompt = max(self._num_prompt - rows.first, 0)
-        for at, name in enumerate(scores):
-            if name in era.scores:
-                values[:, at] = rows.signals[:, era.scores[name]]
-        for at, name in enumerate(gates, len(scores)):
-            if name in era.gates:
-                source, column = era.gates[name]
-                values[:, at] = rows.signals[:, column + 1]
-                values[:, at + len(gates)] = source.applied(column, num_prompt, rows.signals, rows.before)
-
-
-def _score_columns(own: GateSource, rules: Iterable[GateSource]) -> dict[str, int]:
-    """Return the columns of scores by their names: a probe that is read twice stands once, the request's own first."""
-    found = {score.name: score for score in own.layout.scores}
-    for score in (score for rule in rules for score in rule.layout.scores):
-        known = found.get(score.name)
-        if known is not None and isinstance(known.reading, NamedProbe) and isinstance(score.reading, NamedProbe):
-            continue
-        found[score.name if known is None else f"{score.name} (rule)"] = score
-    return {name: score.column for name, score in found.items()}
-
-
-def _gate_columns(own: GateSource, rules: Iterable[GateSource]) -> dict[str, tuple[GateSource, int]]:
-    """Return gates by their names, with whose they are; a rule whose name a gate of the request has gets another."""
-    found = {gate.gate.name: (own, gate.column) for gate in own.layout.gates}
-    for rule in rules:
-        for gate in rule.layout.gates:
-            name = gate.gate.name
-            found[f"{name} (rule)" if name in found else name] = rule, gate.column
-    return found
+"""The row that a number is taken of: that row itself, the one before it, or none: it is 0."""
 
 
 RETURN_TRACE = "return_steering_trace"

@@ -78,17 +78,6 @@ class KeptRule:
         return self.first + self.layout.num_columns
 
     @property
-    def counted_column(self) -> int:
-        """Column of the strength whose rows are counted: that which acts, or of a rule that observes, shown."""
-        (gate,) = self.layout.gates
-        return gate.column + self.rule.gate.then.observes
-
-    @property
-    def is_counted_apart(self) -> bool:
-        """Whether `counted_column` does not show which rows were written: it acts on later rows, or in one phase."""
-        return not self.rule.gate.then.observes and not self.source.is_written_late
-
-    @property
     def demand(self) -> Demand:
         """The slots that its programs hold while it is registered."""
         return Demand(*(Load(program.key, program.num_rows) for program in (self.prefill, self.decode)))

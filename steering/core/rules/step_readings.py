@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from headgate.capture.schema.batch import Int64Array
 from headgate.steering.core.resolved import Resolved
-from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
+from headgate.steering.core.rules.registry import RuleRegistry
 from headgate.steering.gates.conversations import ConversationLatches, LatchKey
-from headgate.steering.gates.gate import COUNT, FOLLOWING
+from headgate.steering.gates.gate import COUNT, FOLLOWING, NamedProbe, Reading
 from headgate.steering.gates.step_table import ReportedCounts, StepTable
-from headgate.steering.gates.trace import BEFORE, NEVER, GateSource, Note, TraceLog, TraceWriter
+from headgate.steering.gates.trace import BEFORE, NEVER, NOW, GateSource, Note, TraceLog
 from headgate.steering.vectors.dtypes import Float32Rows
 
 MAX_NAMES = 256
@@ -105,121 +105,198 @@ class CountedRequest:
         return may_be and not self.latches and decode.early.isdisjoint(self._columns)
 
 
-HandedOn = dict[tuple[bytes, int], float]
-"""Strengths that the last row of a request hands on to the next one, by the gate's content and column."""
+UNCOUNTED = 0
+"""The number of a name that nothing has."""
+_NOWHERE = -1
+"""A position that no row has."""
 
-_NO_END = np.iinfo(np.int64).max
 
-
-class StrengthPlaces:
-    """Where the strengths are found that are written on the rows of one request.
-
-    Args:
-        handed_on: The request's.
+class RowValue(NamedTuple):
+    """A number of each row of a request: a score, the strength that a gate shows, or the one that it writes.
 
     Attributes:
-        numbers: int64 ``[n, 7]``: the column of a strength, the first position of rows on which it is written and the
-            one after the last, the position from which its gate or rule acts, the number of its name, whether the row
-            before has it, and whether one that is not a number counts as 0.
-        keys: The gate's or rule's content and column, ``[n]``.
-        handed_on: As given.
+        key: The content of the gates that it is of, and the column.
+        column: Where the signals of a row have it.
+        whose: Of rows of the prompt, and of generated rows; see `GateSource.whose`.
+        since: The first position of the rows that have it: NaN before.
+        name: Number of the name under which rows on which it is not 0 are counted, or `UNCOUNTED`.
     """
 
-    def __init__(self, handed_on: HandedOn) -> None:
-        self.handed_on = handed_on
-        self.keys: list[tuple[bytes, int]] = []
-        self._listed: list[tuple[int, ...]] = []
-
-    @cached_property
-    def numbers(self) -> Int64Array:
-        """See the class; to be read once all are added."""
-        return np.array(self._listed, np.int64).reshape(-1, 7)
-
-    def add(self, source: GateSource, column: int, since: int, num_prompt: int, name: int) -> None:
-        """Add a gate: in each phase, what acts on a row is its own strength, or that of the row before, or nothing."""
-        is_late = column in source.prefill.late and column in source.decode.late
-        phases = (source.prefill, since, num_prompt), (source.decode, max(since, num_prompt), _NO_END)
-        for writes, begin, end in ((source.decode, since, _NO_END),) if is_late else phases:
-            is_before = column not in writes.late
-            if not is_before or column in writes.early:
-                self._listed.append((column + FOLLOWING * is_before, begin, end, since, name, is_before, is_before))
-                self.keys.append((source.key, column))
-
-    def add_rule(self, rule: KeptRule, since: int, num_prompt: int, name: int) -> None:
-        """Add a rule that acts from a position on."""
-        if rule.is_counted_apart:
-            for gate in rule.source.layout.gates:
-                self.add(rule.source, gate.column, since, num_prompt, name)
-            return
-        self._listed.append((rule.counted_column, since, _NO_END, since, name, False, True))
-        self.keys.append((rule.source.key, rule.counted_column))
+    key: tuple[bytes, int]
+    column: int
+    whose: tuple[int, int]
+    since: int
+    name: int
 
 
-class CountedRows:
-    """Counts what gates and rules write on the rows of the same requests, step by step.
+class ReadRequest:
+    """A request whose rows are read: their values, and what they hand on to rows to come.
 
     Args:
-        ids: The requests.
-        places: Where the strengths of each are found; None if nothing acts on it.
+        values: Each number of a row; of a traced request in the order of `Note`.
+        num_prompt: Tokens of its prompt.
+        names: The names of scores and of gates in its trace; None if it is not traced.
+        earlier: The request as it was followed before something else acted on it.
+
+    Attributes:
+        values: As given.
+        names: As given.
+        numbers: int64 ``[n, 6]``: column, whose of both phases, since and name of each value, and the prompt's tokens.
+        end: Position after the last row of its trace.
+        nexts: The position after the last row that was computed, and after the last one that was not computed again.
+        held: float32 ``[2, n]``: what the rows before these positions hand on; 0 for values that take nothing from it.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[RowValue],
+        num_prompt: int,
+        names: tuple[tuple[str, ...], tuple[str, ...]] | None,
+        earlier: ReadRequest | None = None,
+    ) -> None:
+        self.values, self.names = values, names
+        listed = [(value.column, *value.whose, value.since, value.name, num_prompt) for value in values]
+        self.numbers: Int64Array = np.array(listed, np.int64).reshape(-1, 6)
+        self.end: int = 0 if earlier is None else earlier.end
+        self.nexts: tuple[int, int] = (_NOWHERE, _NOWHERE) if earlier is None else earlier.nexts
+        self.held: Float32Rows = np.zeros((2, len(values)), np.float32)
+        if earlier is not None:
+            places = {value.key: at for at, value in enumerate(earlier.values)}
+            for at, value in enumerate(values):
+                if value.key in places:
+                    self.held[:, at] = earlier.held[:, places[value.key]]
+        self._num_prompt = num_prompt
+
+    def reported(self, first: int, count: int) -> int:
+        """Return how many of a step's rows, the first ones, are in the trace already; the others are from here on.
+
+        Rows of a prompt without its first token are reported again: the token is to be of the last computation.
+        """
+        if first < self.end < self._num_prompt:
+            self.end = first
+        known = min(max(self.end - first, 0), count)
+        self.end = max(self.end, first + count)
+        return known
+
+
+class StepValues:
+    """Reads the values of the rows of the same requests, step by step.
+
+    Letters in shape comments: R requests that are followed, V values of all of them, N values of all rows of a step.
+
+    Args:
+        ids: The requests of the steps.
+        requests: The ones that are followed, each with its id's place.
 
     Attributes:
         ids: As given.
     """
 
-    def __init__(self, ids: tuple[str, ...], places: Sequence[StrengthPlaces | None]) -> None:
+    def __init__(self, ids: tuple[str, ...], requests: Sequence[tuple[int, ReadRequest]]) -> None:
         self.ids = ids
-        self._places = [each for each in places if each is not None]
-        numbers = np.concatenate([np.empty((0, 7), np.int64), *(each.numbers for each in self._places)])
-        self._at = np.array([at for at, each in enumerate(places) if each is not None], np.int64)
-        self._at = self._at.repeat([len(each.keys) for each in self._places])
-        self._column, self._begin, self._end, self._since, self._name, is_before, is_finite = numbers.T
-        self._is_before, self._is_finite = is_before > 0, is_finite > 0
-        (self._handing_on,) = self._is_before.nonzero()
-        self._before: Float32Rows = np.zeros(len(numbers), np.float32)
-        if len(self._handing_on):
-            known = [each.handed_on.get(key, 0.0) for each in self._places for key in each.keys]
-            self._before = np.array(known, np.float32)
+        self._requests = [request for _, request in requests]
+        self._at = np.array([at for at, _ in requests], np.int64)
+        sizes = [len(request.values) for request in self._requests]
+        self._of = np.arange(len(sizes)).repeat(sizes)
+        """The request of each value, int64 ``[V]``."""
+        numbers = [np.empty((0, 6), np.int64), *(request.numbers for request in self._requests)]
+        self._column, self._prefill, self._decode, self._since, self._name, self._num_prompt = np.concatenate(numbers).T
+        (self._handing_on,) = ((self._prefill == BEFORE) | (self._decode == BEFORE)).nonzero()
+        self._is_plain = not (self._prefill.any() or self._decode.any() or self._since.any())
+        """Whether each value is in the signals of its row."""
+        self._following = self._column.copy()
+        self._following[self._handing_on] += FOLLOWING
+        self._nexts = np.array([request.nexts for request in self._requests], np.int64).reshape(-1, 2).T
+        held = [np.empty((2, 0), np.float32), *(request.held for request in self._requests)]
+        self._held: Float32Rows = np.concatenate(held, axis=1)
+        ends = np.cumsum(sizes, dtype=np.int64).tolist()
+        self._parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
     def leave(self) -> None:
         """Let others go on."""
-        if len(self._handing_on):
-            handed_on = ((each.handed_on, key) for each in self._places for key in each.keys)
-            for (known, key), is_before, value in zip(
-                handed_on, self._is_before.tolist(), self._before.tolist(), strict=True
-            ):
-                if is_before:
-                    known[key] = value
+        for request, part, nexts in zip(self._requests, self._parts, self._nexts.T.tolist(), strict=True):
+            request.held, (computed, new) = self._held[:, part], nexts
+            request.nexts = computed, new
 
-    def count(self, step: StepTable) -> Int64Array:
-        """Return how many rows of a step were written by the numbers of names, int64 ``[names]``."""
-        firsts, starts, signals = step.firsts[self._at], self._at, step.signals
+    def read(self, step: StepTable) -> tuple[Int64Array, Float32Rows]:
+        """Return the value that each number is, int64 ``[N]``, and the numbers, float32 ``[N]``.
+
+        They are those of one value after the other, of each for all rows of its request.
+        """
+        firsts, sizes = step.firsts[self._at], step.counts[self._at]
+        starts = self._at if step.has_one_row_each else (step.counts.cumsum() - step.counts)[self._at]
         if step.has_one_row_each:
-            lasts, last_positions = starts, firsts
-            (which,) = ((firsts >= self._begin) & (firsts < self._end)).nonzero()
-            offsets = np.zeros(len(which), np.int64)
+            which, offsets = np.arange(len(self._of)), np.zeros(len(self._of), np.int64)
         else:
-            sizes = step.counts[self._at]
-            starts = (step.counts.cumsum() - step.counts)[self._at]
-            lasts, last_positions = starts + sizes - 1, firsts + sizes - 1
-            begins = np.maximum(firsts, self._begin)
-            numbers = np.maximum(np.minimum(last_positions + 1, self._end) - begins, 0)
-            which = np.arange(len(numbers)).repeat(numbers)
-            offsets = np.arange(len(which)) + (begins - firsts - numbers.cumsum() + numbers)[which]
-        rows = starts[which] + offsets
+            each = sizes[self._of]
+            which = np.arange(len(each)).repeat(each)
+            offsets = np.arange(len(which)) - (each.cumsum() - each).repeat(each)
+        of = self._of[which]
+        rows, positions = starts[of] + offsets, firsts[of] + offsets
+        values: Float32Rows = step.signals[rows, self._column[which]]
+        if not self._is_plain:
+            is_prompt = positions < self._num_prompt[which]
+            whose = np.where(is_prompt, self._prefill[which], self._decode[which])
+            values[whose == NEVER] = 0.0
+            if len(self._handing_on):
+                (taken,) = (whose == BEFORE).nonzero()
+                before = self._before(step, which[taken], rows[taken], offsets[taken], positions[taken])
+                values[taken] = np.nan_to_num(before, nan=0.0)
+            values[positions < self._since[which]] = np.nan
         if len(self._handing_on):
-            is_before = self._is_before[which]
-            # Nothing is handed on within a step to the row from which a rule acts.
-            is_first = (offsets == 0) | (firsts[which] + offsets == self._since[which])
-            rows -= is_before & ~is_first
-            values = signals[rows, self._column[which]]
-            self._before[firsts == 0] = 0.0
-            values = np.where(is_before & is_first, self._before[which], values)
-            ours = self._handing_on[(last_positions >= self._since)[self._handing_on]]
-            self._before[ours] = signals[lasts[ours], self._column[ours]]
-        else:
-            values = signals[rows, self._column[which]]
-        hits = (values != 0) & ~(np.isnan(values) & self._is_finite[which])
+            self._hold(step, starts + sizes - 1, firsts + sizes)
+        return which, values
+
+    def _before(
+        self, step: StepTable, which: Int64Array, rows: Int64Array, offsets: Int64Array, positions: Int64Array
+    ) -> Float32Rows:
+        """Return what the rows before some rows hand on; nothing to a request's first row, or under another rule.
+
+        The first row that was not computed before takes what it did then, whatever rows are computed again with it.
+        """
+        computed, new = self._nexts[:, self._of[which]]
+        found: Float32Rows = step.signals[rows - (offsets > 0), self._following[which]]
+        found[(offsets == 0) | (positions <= self._since[which])] = 0.0
+        goes_on, is_new = (offsets == 0) & (positions == computed), positions == new
+        found[goes_on] = self._held[0, which[goes_on]]
+        found[is_new] = self._held[1, which[is_new]]
+        return found
+
+    def _hold(self, step: StepTable, lasts: Int64Array, nexts: Int64Array) -> None:
+        """Keep what the last rows of a step hand on, at indices ``[R]``, to the positions after them."""
+        which = self._handing_on
+        of = self._of[which]
+        handed_on = np.where(nexts[of] > self._since[which], step.signals[lasts[of], self._following[which]], 0.0)
+        is_new = nexts > self._nexts[1]
+        self._held[0, which] = handed_on
+        self._held[1, which] = np.where(is_new[of], handed_on, self._held[1, which])
+        self._nexts = np.stack([nexts, np.maximum(nexts, self._nexts[1])])
+
+    def count(self, which: Int64Array, values: Float32Rows) -> Int64Array:
+        """Return how many rows were written by the numbers of names, int64 ``[names]``, of what `read` returned."""
+        hits = (values != 0) & ~np.isnan(values)
         return np.bincount(self._name[which[hits]])
+
+    def notes(self, step: StepTable, values: Float32Rows, discarded: Collection[str]) -> dict[str, Note]:
+        """Return the pieces of traces, of what `read` returned; none of rows that were reported before."""
+        found: dict[str, Note] = {}
+        firsts, counts = step.firsts[self._at].tolist(), step.counts[self._at].tolist()
+        end, listed = 0, values.tobytes()
+        for at, first, count, request in zip(self._at.tolist(), firsts, counts, self._requests, strict=True):
+            begin, end = end, end + count * len(request.values)
+            if request.names is None or (req_id := self.ids[at]) in discarded:
+                continue
+            known = request.reported(first, count)
+            if known < count:
+                rows = values[begin:end].reshape(len(request.values), count).T[known:] if count > 1 else None
+                found[req_id] = {
+                    "first": first + known,
+                    "rows": count - known,
+                    "scores": request.names[0],
+                    "gates": request.names[1],
+                    "values": listed[4 * begin : 4 * end] if rows is None else rows.tobytes(),
+                }
+        return found
 
 
 MAX_ENDED = 4096
@@ -229,34 +306,48 @@ _AT_ONCE = 7
 have a power of two of tokens, and a step in which requests need new ones is long enough."""
 
 
-class StepCounts:
-    """Counts rows from what steps read. Input thread adds requests, engine thread does everything else.
+class RequestReadings:
+    """Follows requests through their steps' readings. Input thread adds requests, engine thread does everything else.
 
     Args:
         rules: Rules of the engine core.
+        latches: Where gates of conversations are latched; None if there are none.
+        is_counted_there: Whether workers may count what gates write, so that rows need not be sent.
+
+    Attributes:
+        beside: Returns, by the id of a request, what is read of its rows beside its gates and rules.
     """
 
-    def __init__(self, rules: RuleRegistry) -> None:
-        self._counts = RowCounts()
-        self._uncounted: list[StepTable] = []
-        """The last steps; whatever acts on their rows acts still."""
+    def __init__(
+        self, rules: RuleRegistry, latches: ConversationLatches | None = None, *, is_counted_there: bool = True
+    ) -> None:
+        self.beside: Callable[[str], Sequence[GateSource]] = lambda _: ()
         self._rules = rules
+        self._latches = latches
+        self._is_counted_there = is_counted_there
+        self._counts = RowCounts()
+        self._names: dict[tuple[bool, str], int] = {}
+        """Numbers of names, by whether it is a rule's; those of `RowValue`, from 1 on."""
         self._own: dict[str, CountedRequest] = {}
         """Requests with gates of their own."""
+        self._latching: dict[str, CountedRequest] = {}
+        """Requests with gates that go on in a conversation."""
         self._ended: OrderedDict[str, CountedGates] = OrderedDict()
         """The last ones that ended, since what workers have counted of them comes later."""
-        self._handed_on: dict[str, HandedOn] = {}
-        """By request; another request with the same id has another object."""
+        self._traced: dict[str, int] = {}
+        """Tokens of the prompts of requests whose traces are wanted."""
+        self._logs: dict[str, TraceLog] = {}
+        """Logs of requests that capture."""
         self._since: dict[str, int] = {}
         """Positions from which the present rules act, of requests that met a change."""
+        self._followed: dict[str, ReadRequest] = {}
+        """The requests that had a step, as gates and rules act on them now."""
         self._known = object()
         """Another one whenever a request is added or forgotten, on whatever thread, and whenever rules change."""
-        self._places: dict[str, StrengthPlaces] = {}
-        """Places of the requests that had a step, as gates and rules act on them now."""
-        self._names: dict[tuple[bool, str], int] = {}
-        """Numbers of names, by whether it is a rule's."""
-        self._counting: tuple[object, CountedRows] | None = None
-        """`_known`, and what counts steps of the requests of the last step."""
+        self._reading: tuple[object, StepValues] | None = None
+        """`_known`, and what reads steps of the requests of the last step."""
+        self._unread: list[StepTable] = []
+        """The last steps, if no trace is wanted; whatever acts on their rows acts still."""
 
     @property
     def counts(self) -> RowCounts:
@@ -270,18 +361,91 @@ class StepCounts:
         return bool(self._own or self._ended)
 
     @property
+    def latches(self) -> dict[str, int]:
+        """Conversations with gates that are latched, and the memory that they take."""
+        known = self._latches
+        if known is None:
+            return {"conversations": 0, "bytes": 0}
+        return {"conversations": len(known), "bytes": known.num_bytes}
+
+    @property
     def num_gated(self) -> int:
         """Requests with gates of their own."""
         return len(self._own)
 
-    def own(self, req_id: str) -> CountedRequest | None:
-        """Return the gates of a request's own; None if it has none."""
-        return self._own.get(req_id)
+    def add(self, req_id: str, resolved: Resolved, num_prompt: int, *, is_traced: bool) -> bool:
+        """Add a request; returns whether nothing is wanted of its gates but how many rows they write.
 
-    def add(self, req_id: str, own: CountedRequest | None) -> None:
-        """Add a request, with or without gates of its own. Input thread."""
-        if own is not None:
+        Args:
+            req_id: The request.
+            resolved: Its gates, and the rest of its steering.
+            num_prompt: Tokens of its prompt.
+            is_traced: Whether it wants its trace.
+        """
+        own = None
+        if resolved.gates is not None:
+            own = CountedRequest(resolved.gates, resolved.latch_keys, num_prompt, may_be_counted=self._is_counted_there)
             self._own[req_id] = own
+            if own.latches:
+                self._latching[req_id] = own
+        if is_traced:
+            self._traced[req_id] = num_prompt
+        self._known = object()
+        return own is not None and own.is_countable and not is_traced
+
+    def describe(self, req_id: str, num_prompt: int) -> None:
+        """Keep the whole trace of a request that captures, whether or not it asks for it. Input thread."""
+        self._logs[req_id] = TraceLog()
+        self._traced[req_id] = num_prompt
+        self._known = object()
+
+    def log(self, req_id: str) -> TraceLog | None:
+        """Return the pieces of the trace of a request that is described, in few; None of others."""
+        return self._logs.get(req_id)
+
+    def keep(self, notes: Mapping[str, Note]) -> None:
+        """Keep pieces of the traces of requests that are described."""
+        for req_id, note in notes.items() if self._logs else ():
+            if (log := self._logs.get(req_id)) is not None:
+                log.add(note)
+
+    def settle(self) -> None:
+        """Finish with the steps so far; to be called before something acts on their rows no more, or acts anew."""
+        steps, self._unread = self._unread, []
+        for step in steps:
+            self._read(step, ())
+
+    def change_rules(self, firsts: Mapping[str, int]) -> None:
+        """Let the present rules act on each request from a position on; one that acted before goes on."""
+        self._leave()
+        self._since.update(firsts)
+        followed, self._followed = self._followed, {}
+        for req_id, earlier in followed.items():
+            self._follow(req_id, earlier)
+        self._known = object()
+
+    def begin_again(self, req_id: str) -> Note | None:
+        """Let a prompt begin again under what acts now; see `CorePart.begin_again`."""
+        self.settle()
+        self._leave()
+        self._since.pop(req_id, None)
+        self._known = object()
+        earlier = self._followed.pop(req_id, None)
+        if earlier is None or not earlier.end:
+            return None
+        note = {"first": 0, "rows": 0, "scores": (), "gates": (), "values": b""}
+        self.keep({req_id: note})
+        return note
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request, if it is known; one that ran is to be settled before."""
+        own = self._own.pop(req_id, None)
+        if own is not None and own.is_countable:
+            self._ended[req_id] = own.counted
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+        for known in (self._latching, self._traced, self._logs, self._since, self._followed):
+            known.pop(req_id, None)
         self._known = object()
 
     def take_counts(self, counts: Iterable[ReportedCounts]) -> None:
@@ -294,355 +458,77 @@ class StepCounts:
             if has_ended:
                 self._ended.pop(req_id, None)
 
-    def settle(self) -> None:
-        """Count the steps that were not counted yet; to be called before something acts no more, or acts anew."""
-        steps, self._uncounted = self._uncounted, []
-        for step in steps:
-            self._count(step)
-
-    def change_rules(self, firsts: Mapping[str, int]) -> None:
-        """Let the present rules act on each request from a position on."""
-        self._known = object()
-        self._leave()
-        acting = {rule.source.key for rule in self._rules.all()}
-        for req_id, known in self._handed_on.items():
-            own = self._own.get(req_id)
-            kept = acting if own is None else acting | {own.source.key}
-            for key in [each for each in known if each[0] not in kept]:
-                del known[key]
-        self._places = {}
-        self._since.update(firsts)
-
-    def begin_again(self, req_id: str) -> None:
-        """Let the present rules act on a request from its first row on."""
-        if self._since.pop(req_id, None) is not None:
-            self._places.pop(req_id, None)
-            self._known = object()
-
-    def forget(self, req_id: str) -> None:
-        """Forget a request, if it is known; one that ran is to be settled before."""
-        own = self._own.pop(req_id, None)
-        if own is not None and own.is_countable:
-            self._ended[req_id] = own.counted
-            if len(self._ended) > MAX_ENDED:
-                self._ended.popitem(last=False)
-        self._known = object()
-        self._places.pop(req_id, None)
-        self._handed_on.pop(req_id, None)
-        self._since.pop(req_id, None)
-
-    def take(self, step: StepTable) -> None:
-        """Take a step in, to count it soon."""
+    def take(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
+        """Return a piece of each request's trace, from what a step read; see `CorePart.take_readings`."""
+        self._latch_own(step, discarded)
+        if self._traced:
+            self.settle()
+            return self._read(step, discarded)
         if self._own or self._rules.all():
-            self._uncounted.append(step)
-            if not step.has_one_row_each or len(self._uncounted) == _AT_ONCE:
+            self._unread.append(step)
+            if not step.has_one_row_each or len(self._unread) == _AT_ONCE:
                 self.settle()
+        return {}
 
-    def _count(self, step: StepTable) -> None:
-        """Count what gates and rules wrote; steps mostly have the requests of the step before."""
-        known, counting = self._known, self._counting
-        if counting is None or counting[0] is not known or counting[1].ids != step.ids:
+    def _read(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
+        """Count what gates and rules wrote, and return traces; steps mostly have the requests of the step before."""
+        known, reading = self._known, self._reading
+        if reading is None or reading[0] is not known or reading[1].ids != step.ids:
             self._leave()
-            counting = self._counting = known, CountedRows(step.ids, list(map(self._places_of, step.ids)))
-        found = counting[1].count(step).tolist()
-        for (is_rule, name), count in zip(self._names, found, strict=False):  # those of the last names may be missing
+            found = [(at, self._followed.get(req_id) or self._follow(req_id)) for at, req_id in enumerate(step.ids)]
+            reading = known, StepValues(step.ids, [(at, each) for at, each in found if each is not None])
+            self._reading = reading
+        which, values = reading[1].read(step)
+        counts = reading[1].count(which, values).tolist()
+        for (is_rule, name), count in zip(self._names, counts[1:], strict=False):  # those of the last may be missing
             if count:
                 (self._counts.rules if is_rule else self._counts.gates)[name] += count
-
-    def _leave(self) -> None:
-        if self._counting is not None:
-            self._counting[1].leave()
-            self._counting = None
-
-    def _places_of(self, req_id: str) -> StrengthPlaces | None:
-        if (known := self._places.get(req_id)) is not None:
-            return known
-        own, rules = self._own.get(req_id), self._rules.acting(req_id)
-        if own is None and not rules:
-            return None
-        places = self._places[req_id] = StrengthPlaces(self._handed_on.setdefault(req_id, {}))
-        if own is not None:
-            for gate in own.source.layout.gates:
-                name = self._number(self._counts.name_of(gate.gate.name), is_rule=False)
-                places.add(own.source, gate.column, 0, own.num_prompt, name)
-        for rule in rules:
-            since, num_prompt = self._since.get(req_id, 0), self._rules.num_prompt(req_id)
-            places.add_rule(rule, since, num_prompt, self._number(rule.name, is_rule=True))
-        return places
-
-    def _number(self, name: str, *, is_rule: bool) -> int:
-        return self._names.setdefault((is_rule, name), len(self._names))
-
-
-class DecodedTraces:
-    """Writes of the generated rows of the same requests, step by step, what their `TraceWriter` would.
-
-    Args:
-        ids: The requests of the steps.
-        writers: Writers of the wanted traces, each with the place of its request.
-    """
-
-    def __init__(self, ids: tuple[str, ...], writers: Sequence[tuple[int, TraceWriter]]) -> None:
-        self._ids = ids
-        self._at = np.array([at for at, _ in writers], np.int64)
-        self._writers = [writer for _, writer in writers]
-        plans = [writer.decoded() for writer in self._writers]
-        self._next = np.array(
-            [max(plan.since, writer.end) for plan, writer in zip(plans, self._writers, strict=True)], np.int64
-        )
-        """The first position of each request that can be written here."""
-        sizes = [len(plan.columns) for plan in plans]
-        self._rows = np.repeat(self._at, sizes)
-        self._columns = np.array([column for plan in plans for column in plan.columns], np.int64)
-        whose = np.array([one for plan in plans for one in plan.whose], np.int64)
-        (self._held,), (self._never,) = (whose == BEFORE).nonzero(), (whose == NEVER).nonzero()
-        ends = (4 * np.cumsum(sizes)).tolist()
-        self._reported = [
-            (ids[at], plan.scores, plan.gates, slice(end - 4 * size, end))
-            for (at, _), plan, size, end in zip(writers, plans, sizes, ends, strict=True)
-        ]
-        self._before: StepTable | None = None
-        """The last step."""
-
-    def covers(self, step: StepTable) -> bool:
-        """Whether it covers a step: one of a new generated row of each of its requests."""
-        is_ours = step.has_one_row_each and self._ids == step.ids
-        return is_ours and not np.count_nonzero(step.firsts[self._at] < self._next)
-
-    def notes(self, step: StepTable) -> dict[str, Note]:
-        """Return the pieces of a step that it covers; the signals must not change."""
-        values = step.signals[self._rows, self._columns]
-        if len(self._held):
-            values[self._held] = np.nan_to_num(self._handed_on(), nan=0.0)
-        if len(self._never):
-            values[self._never] = 0.0
-        firsts = step.firsts[self._at]
-        self._before, self._next, reported = step, firsts + 1, values.tobytes()
-        return {
-            req_id: {"first": first, "rows": 1, "scores": scores, "gates": gates, "values": reported[part]}
-            for (req_id, scores, gates, part), first in zip(self._reported, firsts.tolist(), strict=True)
-        }
-
-    def leave(self) -> None:
-        """Let the writers go on."""
-        if (before := self._before) is None:
-            return
-        for at, writer in zip(self._at.tolist(), self._writers, strict=True):
-            writer.follow(int(before.firsts[at]) + 1, before.signals[at : at + 1].copy())
-
-    def _handed_on(self) -> Float32Rows:
-        """Return the strengths that the rows before hand on, float32 ``[n]``: 0 where there was none."""
-        rows, columns = self._rows[self._held], self._columns[self._held]
-        if self._before is not None:
-            found: Float32Rows = self._before.signals[rows, columns]
-            return found
-        lasts = {at: writer.last for at, writer in zip(self._at.tolist(), self._writers, strict=True)}
-        values = (
-            0.0 if (last := lasts[at]) is None else last[0, column]
-            for at, column in zip(rows.tolist(), columns.tolist(), strict=True)
-        )
-        return np.fromiter(values, np.float32, len(rows))
-
-
-class StepTraces:
-    """Follows requests whose traces are wanted. Input thread adds requests, engine thread does everything else."""
-
-    def __init__(self) -> None:
-        self._writers: dict[str, TraceWriter] = {}
-        self._logs: dict[str, TraceLog] = {}
-        """Logs of requests that capture."""
-        self._known = object()
-        """Another one whenever something else acts on a request, or another one is followed, on whatever thread."""
-        self._decoded: tuple[object, DecodedTraces] | None = None
-        """`_known`, and the writer of steps of generated rows, of the last step if that was one."""
-
-    def add(self, req_id: str, own: GateSource, num_prompt: int) -> None:
-        """Follow a request with gates of its own, or without any."""
-        self._writers[req_id] = TraceWriter(own, num_prompt)
-        self._known = object()
-
-    def describe(self, req_id: str, own: GateSource | None, num_prompt: int) -> None:
-        """Keep the whole trace of a request, whether or not it asks for it."""
-        if req_id not in self._writers:
-            self.add(req_id, GateSource.nothing() if own is None else own, num_prompt)
-        self._logs[req_id] = TraceLog()
-
-    def log(self, req_id: str) -> TraceLog | None:
-        """Return the pieces of the trace of a request that is described, in few; None of others."""
-        return self._logs.get(req_id)
-
-    def keep(self, notes: Mapping[str, Note]) -> None:
-        """Keep pieces of the traces of requests that are described."""
-        for req_id, note in notes.items() if self._logs else ():
-            if (log := self._logs.get(req_id)) is not None:
-                log.add(note)
-
-    def is_followed(self, req_id: str) -> bool:
-        """Whether the trace of a request is wanted."""
-        return req_id in self._writers
-
-    def change_rules(self, req_id: str, since: int, rules: Sequence[GateSource]) -> None:
-        """Let other rules act on a request that is followed, from a position on."""
-        self._writers[req_id].change_rules(since, rules)
-        self._known = object()
-
-    def begin_again(self, req_id: str) -> Note | None:
-        """Let a trace begin again, as the prompt does; return the piece that says so, None if no row was reported."""
-        writer = self._writers.get(req_id)
-        if writer is None or not writer.end:
-            return None
-        note = writer.begin_again()
-        self.keep({req_id: note})
-        return note
-
-    def forget(self, req_id: str) -> None:
-        """Forget a request, if it is followed."""
-        self._logs.pop(req_id, None)
-        if self._writers.pop(req_id, None) is not None:
-            self._known = object()
-
-    def take(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
-        """Return a piece of each request's trace, from what a step read; it is kept, too, for those described."""
-        if not self._writers:
-            return {}
-        notes = self._notes(step, [req_id for req_id in discarded if req_id in self._writers])
+        notes = reading[1].notes(step, values, discarded) if self._traced else {}
         self.keep(notes)
         return notes
 
-    def _notes(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
-        """Write the pieces; a step of one generated row each costs little, since it comes for each token."""
-        known = self._known
-        if self._decoded is not None and (
-            discarded or self._decoded[0] is not known or not self._decoded[1].covers(step)
-        ):
-            self._decoded[1].leave()
-            self._decoded = None
-        if self._decoded is None and step.has_one_row_each and not discarded:
-            found = [(at, writer) for at, one in enumerate(step.ids) if (writer := self._writers.get(one)) is not None]
-            decoded = DecodedTraces(step.ids, found)
-            self._decoded = (known, decoded) if decoded.covers(step) else None
-        if self._decoded is not None:
-            return self._decoded[1].notes(step)
-        notes: dict[str, Note] = {}
-        for rows in step.rows(self._writers):
-            writer = None if rows.req_id in discarded else self._writers.get(rows.req_id)
-            if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
-                notes[rows.req_id] = note
-        return notes
+    def _leave(self) -> None:
+        if self._reading is not None:
+            self._reading[1].leave()
+            self._reading = None
 
+    def _follow(self, req_id: str, earlier: ReadRequest | None = None) -> ReadRequest | None:
+        """Follow a request under what acts on it now; None if nothing does, and no trace is wanted."""
+        own, rules, is_traced = self._own.get(req_id), self._rules.acting(req_id), req_id in self._traced
+        if own is None and not rules and not is_traced:
+            return None
+        first = self._since.get(req_id, 0)
+        since = {} if earlier is None else {value.key: value.since for value in earlier.values}
 
-class RequestReadings:
-    """Follows requests through their steps' readings. Input thread adds requests, engine thread does everything else.
+        def value(source: GateSource, column: int, whose: tuple[int, int] = (NOW, NOW), name: int = 0) -> RowValue:
+            key, is_own = (source.key, column), own is not None and source is own.source
+            return RowValue(key, column, whose, 0 if is_own else since.get(key, first), name)
 
-    Args:
-        rules: Rules of the engine core.
-        latches: Where gates of conversations are latched; None if there are none.
-        is_counted_there: Whether workers may count what gates write, so that rows need not be sent.
+        own_gates = GateSource.nothing() if own is None else own.source
+        sources = [own_gates, *(rule.source for rule in rules), *(self.beside(req_id) if is_traced else ())]
+        scores = {name: value(*found) for name, found in _scores(sources).items()} if is_traced else {}
+        shown: dict[str, RowValue] = {}
+        written: list[RowValue] = []
+        for gate in own_gates.layout.gates:
+            number = self._number(self._counts.name_of(gate.gate.name), is_rule=False)
+            shown[gate.gate.name] = value(own_gates, gate.column + 1)
+            written.append(value(own_gates, gate.column, own_gates.whose(gate.column), number))
+        for rule in rules:
+            number, observes = self._number(rule.name, is_rule=True), rule.rule.gate.then.observes
+            for gate in rule.source.layout.gates:
+                source, column, name = rule.source, gate.column, _unused(gate.gate.name, shown)
+                shown[name] = value(source, column + 1, name=number if observes else UNCOUNTED)
+                written.append(value(source, column, source.whose(column), UNCOUNTED if observes else number))
+        values = [*scores.values(), *shown.values(), *written]
+        if not is_traced:
+            values = [each for each in values if each.name != UNCOUNTED]
+        num_prompt = self._traced[req_id] if is_traced else own.num_prompt if own else self._rules.num_prompt(req_id)
+        names = (tuple(scores), tuple(shown)) if is_traced else None
+        followed = self._followed[req_id] = ReadRequest(values, num_prompt, names, earlier)
+        return followed
 
-    Attributes:
-        traces: Traces of requests whose traces are wanted.
-        beside: Returns, by the id of a request, what is read of its rows beside its gates and rules.
-    """
-
-    def __init__(
-        self, rules: RuleRegistry, latches: ConversationLatches | None = None, *, is_counted_there: bool = True
-    ) -> None:
-        self.traces = StepTraces()
-        self.beside: Callable[[str], Sequence[GateSource]] = lambda _: ()
-        self._counting = StepCounts(rules)
-        self._rules = rules
-        self._latches = latches
-        self._is_counted_there = is_counted_there
-        self._latching: dict[str, CountedRequest] = {}
-        """Requests with gates that go on in a conversation."""
-
-    @property
-    def counts(self) -> RowCounts:
-        """Counts of rows, including the last step."""
-        return self._counting.counts
-
-    @property
-    def awaits_counts(self) -> bool:
-        """Whether workers may have counted rows that they did not send."""
-        return self._counting.awaits_counts
-
-    @property
-    def latches(self) -> dict[str, int]:
-        """Conversations with gates that are latched, and the memory that they take."""
-        known = self._latches
-        if known is None:
-            return {"conversations": 0, "bytes": 0}
-        return {"conversations": len(known), "bytes": known.num_bytes}
-
-    @property
-    def num_gated(self) -> int:
-        """Requests with gates of their own."""
-        return self._counting.num_gated
-
-    def add(self, req_id: str, resolved: Resolved, num_prompt: int, *, is_traced: bool) -> bool:
-        """Add a request; returns whether nothing is wanted of its gates but how many rows they write.
-
-        Args:
-            req_id: The request.
-            resolved: Its gates, and the rest of its steering.
-            num_prompt: Tokens of its prompt.
-            is_traced: Whether it wants its trace.
-        """
-        if resolved.gates is None:
-            self._counting.add(req_id, None)
-            if is_traced:
-                self.traces.add(req_id, GateSource.nothing(), num_prompt)
-            return False
-        own = CountedRequest(resolved.gates, resolved.latch_keys, num_prompt, may_be_counted=self._is_counted_there)
-        self._counting.add(req_id, own)
-        if own.latches:
-            self._latching[req_id] = own
-        if is_traced:
-            self.traces.add(req_id, own.source, num_prompt)
-        return own.is_countable and not is_traced
-
-    def describe(self, req_id: str, num_prompt: int) -> None:
-        """Keep the whole trace of a request that captures, whether or not it asks for it. Input thread."""
-        own = self._counting.own(req_id)
-        self.traces.describe(req_id, None if own is None else own.source, num_prompt)
-
-    def begin(self, req_id: str) -> None:
-        """Let the present rules act on a request from its first row on."""
-        if self.traces.is_followed(req_id):
-            self.traces.change_rules(req_id, 0, self._sources(req_id))
-
-    def settle(self) -> None:
-        """Finish with the steps so far; to be called before something acts on their rows no more, or acts anew."""
-        self._counting.settle()
-
-    def change_rules(self, firsts: Mapping[str, int]) -> None:
-        """Let the present rules act on each request from a position on."""
-        self._counting.change_rules(firsts)
-        for req_id, first in firsts.items():
-            if self.traces.is_followed(req_id):
-                self.traces.change_rules(req_id, first, self._sources(req_id))
-
-    def begin_again(self, req_id: str) -> Note | None:
-        """Let a prompt begin again under what acts now; see `CorePart.begin_again`."""
-        self.settle()
-        self._counting.begin_again(req_id)
-        return self.traces.begin_again(req_id)
-
-    def forget(self, req_id: str) -> None:
-        """Forget a request, if it is known; one that ran is to be settled before."""
-        self.traces.forget(req_id)
-        self._latching.pop(req_id, None)
-        self._counting.forget(req_id)
-
-    def take_counts(self, counts: Iterable[ReportedCounts]) -> None:
-        """Take what workers have counted; see `StepCounts.take_counts`."""
-        self._counting.take_counts(counts)
-
-    def take(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
-        """Return a piece of each request's trace, from what a step read; see `CorePart.take_readings`."""
-        self._counting.take(step)
-        self._latch_own(step, discarded)
-        return self.traces.take(step, discarded)
+    def _number(self, name: str, *, is_rule: bool) -> int:
+        return self._names.setdefault((is_rule, name), len(self._names) + 1)
 
     def _latch_own(self, step: StepTable, discarded: Collection[str]) -> None:
         """Remember what has latched by the last row of each request, or before, for those of conversations."""
@@ -654,5 +540,22 @@ class RequestReadings:
                 strengths = {key: float(last[column + FOLLOWING]) for key, column in columns.items()}
                 self._latches.latch({key: value for key, value in strengths.items() if math.isfinite(value)})
 
-    def _sources(self, req_id: str) -> list[GateSource]:
-        return [*(rule.source for rule in self._rules.acting(req_id)), *self.beside(req_id)]
+
+def _scores(sources: Iterable[GateSource]) -> dict[str, tuple[GateSource, int]]:
+    """Return whose each score is, and its column, by its name: a probe that is read twice stands once."""
+    readings: dict[str, Reading] = {}
+    found: dict[str, tuple[GateSource, int]] = {}
+    for source in sources:
+        for score in source.layout.scores:
+            if isinstance(score.reading, NamedProbe) and isinstance(readings.get(score.name), NamedProbe):
+                continue
+            name = _unused(score.name, found)
+            readings[name], found[name] = score.reading, (source, score.column)
+    return found
+
+
+def _unused(name: str, names: Collection[str]) -> str:
+    """Return the name in a trace of what a rule has: another one than any of `names`."""
+    while name in names:
+        name = f"{name} (rule)"
+    return name

@@ -11,17 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.core.resolved import NOTHING_BROUGHT, resolved_of
 from headgate.steering.core.rules import step_readings
 from headgate.steering.core.rules.registry import MAX_SELECTIONS
 from headgate.steering.core.rules.step_readings import OTHERS, RequestReadings
 from headgate.steering.documents.gates import read_gates
-from headgate.steering.gates.gate import Gate
+from headgate.steering.gates.gate import FOLLOWING, Gate, Leaf, NamedProbe, Then, layout_of
 from headgate.steering.gates.step_table import StepTable
-from headgate.steering.gates.trace import join_notes
+from headgate.steering.gates.trace import GateSource, Writes, join_notes
+from headgate.steering.programs.codes import EVERYWHERE, Code, gate_field
+from headgate.steering.programs.program import Entry, Program
 from headgate.steering.spec import SteeringSpec
 from tests.fakes.ruled import STEERABLE, Rules, document, unit
 
 COLUMNS = 40
+SITE = Site(1, HookPoint.POST_MLP)
 
 
 def readings(*rows: tuple[str, int, list[dict[int, float]]]) -> StepTable:
@@ -56,7 +61,6 @@ def add(rules: Rules, steps: RequestReadings, req_id: str, *, gates: tuple[Gate,
     rules.state.rules.add(req_id, selected.get("selection"), 4)
     resolved = rules.state.resolve(req_id, SteeringSpec(gates=gates), 4)
     steps.add(req_id, resolved, 4, is_traced=True)
-    steps.begin(req_id)
 
 
 def columns(rules: Rules, name: str) -> tuple[int, int]:
@@ -139,7 +143,7 @@ def test_a_prompt_that_begins_again_under_other_rules_has_nothing_of_those_befor
     trace = join_notes(notes, None)
     assert trace["positions"] == ([1, 2, 3] if is_on else [])
     assert trace["scores"] == ({"new": [2.0] * 3} if is_on else {})
-    assert trace == join_notes(steps.traces.log("a").notes, None)
+    assert trace == join_notes(steps.log("a").notes, None)
     assert steps.counts.rules == ({"old": 3, "new": 3} if is_on else {"old": 3})
 
 
@@ -196,6 +200,38 @@ def test_steps_that_were_launched_before_a_rule_came_do_not_count(rules: Rules, 
     assert steps.counts.rules == {"calm": 1}
 
 
+def test_a_trace_has_each_row_once_and_none_for_numbers_that_json_lacks(steps: RequestReadings) -> None:
+    """The gate writes at once in the prompt; on generated rows what the row before handed on when it was reported."""
+    layout = layout_of([Gate(name="g", when=Leaf(reading=NamedProbe("anger"), threshold=0.0), then=Then())])
+    column, zeros = layout.gates[0].column, np.zeros(4, np.float32)
+    late, early = (
+        Program.from_entries(
+            [Entry(SITE, Code.ADD, None, zeros, (), gate_field(EVERYWHERE, column, is_early=is_early))],
+            "float32",
+        )
+        for is_early in (False, True)
+    )
+    source = GateSource.of(layout, (late, early))
+    steps.add("a", resolved_of(SteeringSpec(), (late, early), NOTHING_BROUGHT, 5, source), 5, is_traced=True)
+    signals = np.arange(4 * COLUMNS, dtype=np.float32).reshape(4, -1)
+    signals[1, layout.scores[0].column] = np.nan
+
+    def told(first: int, rows: Any) -> Any:
+        note = steps.take(readings(("a", first, [dict(enumerate(each)) for each in rows])), ()).get("a")
+        return note if note is None else join_notes([note], None)
+
+    first, again = told(4, signals[:3]), told(4, signals[:2])
+    behind = told(6, signals[[3, 2]])
+
+    assert first["positions"] == [4, 5, 6]
+    assert first["scores"] == {"anger": [0.0, None, 2.0 * COLUMNS]}
+    expected = [signals[0, column], signals[0, column + FOLLOWING], signals[1, column + FOLLOWING]]
+    assert first["gates"]["g"] == {"strength": signals[:3, column + 1].tolist(), "applied": expected}
+    assert again is None
+    assert behind["positions"] == [7]
+    assert behind["gates"]["g"]["applied"] == [signals[2, column + FOLLOWING]]
+
+
 STRANGER = ("stranger", 0, [{}, {}])
 """Two rows of a request without gates: with them a step is not one of single rows."""
 
@@ -215,7 +251,6 @@ def add_all(rules: Rules, steps: tuple[RequestReadings, ...], scopes: list[str])
         resolved = rules.state.resolve(str(at), SteeringSpec(gates=gates), 4)
         for each in steps:
             each.add(str(at), resolved, 4, is_traced=at != 2)
-            each.begin(str(at))
 
 
 @given(
@@ -288,12 +323,22 @@ def test_rows_are_counted_on_which_a_strength_acts_however_steps_divide_them(
         first += size
 
     before = np.concatenate([np.zeros((1, COLUMNS), np.float32), signals[:-1]])
-    own, rule = steps._counting.own("0"), rules.state.rules.find("rule")
+    own, rule = steps._own.get("0"), rules.state.rules.find("rule")
     assert own is not None
     assert rule is not None
     for source, found in ((own.source, steps.counts.gates["gate0"]), (rule.source, steps.counts.rules["rule"])):
-        applied = source.applied(source.columns[0], 4, signals, before)
+        applied = [
+            written(source.decode if position >= 4 else source.prefill, source.columns[0], *rows)
+            for position, rows in enumerate(zip(signals, before, strict=True))
+        ]
         assert found == np.count_nonzero(applied)
+
+
+def written(writes: Writes, column: int, row: Any, before: Any) -> float:
+    """The strength of a gate on a row, from its signals and from those of the row before."""
+    if column in writes.late:
+        return float(row[column])
+    return float(before[column + FOLLOWING]) if column in writes.early else 0.0
 
 
 def test_a_step_of_requests_that_have_ended_leaves_nothing_behind(rules: Rules, steps: RequestReadings) -> None:
@@ -308,7 +353,7 @@ def test_a_step_of_requests_that_have_ended_leaves_nothing_behind(rules: Rules, 
     steps.take(told, {"0", "1"})
     steps.settle()
 
-    assert (steps._counting._places, steps._counting._handed_on) == ({}, {})
+    assert (steps._followed, steps._since) == ({}, {})
 
 
 def test_names_of_gates_in_one_step_are_limited(rules: Rules, steps: RequestReadings, monkeypatch: Any) -> None:

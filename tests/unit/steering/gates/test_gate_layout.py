@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.gate import (
-    FOLLOWING,
     Always,
     Condition,
     ConditionGroup,
@@ -25,9 +22,7 @@ from headgate.steering.gates.gate import (
     num_columns,
 )
 from headgate.steering.gates.step_table import StepTable
-from headgate.steering.gates.trace import GateSource, Note, TraceWriter, join_notes
-from headgate.steering.programs.codes import EVERYWHERE, Code, Combine, gate_field
-from headgate.steering.programs.program import Entry, Program
+from headgate.steering.programs.codes import Combine
 
 SITE = Site(1, HookPoint.POST_MLP)
 
@@ -75,37 +70,6 @@ def test_a_named_probe_has_one_score_and_inline_ones_are_named_after_their_gate(
     layout = layout_of([gate("a", two), gate("b", ConditionGroup(Combine.ALL, (leaf("anger"), leaf())))])
 
     assert [score.name for score in layout.scores] == ["a", "anger", "a.1", "b"]
-
-
-def told(note: Note | None) -> Any:
-    assert note is not None
-    return join_notes([note], None)
-
-
-def test_a_trace_tells_each_row_once_and_numbers_that_json_lacks_as_null():
-    layout = layout_of([gate("g", leaf("anger"))])
-    column = layout.gates[0].column
-    zeros = np.zeros(4, np.float32)
-    late, early = (
-        Program.from_entries(
-            [Entry(SITE, Code.ADD, None, zeros, (), gate_field(EVERYWHERE, column, is_early=is_early))], "float32"
-        )
-        for is_early in (False, True)
-    )
-    writer = TraceWriter(GateSource.of(layout, (late, early)), num_prompt=5)
-    signals = np.arange(3 * layout.num_columns, dtype=np.float32).reshape(3, -1)
-    signals[1, layout.scores[0].column] = np.nan
-
-    first, again = told(writer.note(4, signals)), writer.note(4, signals[:2])
-    behind = told(writer.note(6, signals[1:]))
-
-    assert first["positions"] == [4, 5, 6]
-    assert first["scores"] == {"anger": [0.0, None, float(2 * layout.num_columns)]}
-    written = [signals[0, column], signals[0, column + FOLLOWING], signals[1, column + FOLLOWING]]
-    assert first["gates"]["g"] == {"strength": signals[:, column + 1].tolist(), "applied": written}
-    assert again is None
-    assert behind["positions"] == [7]
-    assert behind["gates"]["g"]["applied"] == [signals[2, column + FOLLOWING]]
 
 
 def test_readings_are_parted_by_request():
