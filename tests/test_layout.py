@@ -226,9 +226,9 @@ ONE_IMPORTER = {
     "steering.core.operator_calls": "a noun of its own: the calls that change what acts on everybody",
     "steering.files.gguf_files": "one format, with a reader of its own for its binary header",
     "steering.kernels.select_features": "one kernel; the importer has the other that encodes SAEs",
+    "steering.worker.device_tables": "the tensors of the forward; both together would have over 1,100 lines",
     "steering.verify": "a command's checks; the importer has only names of what steering brings",
     "steering.worker.program_action": "a noun of its own; both together would have over 900 lines",
-    "steering.worker.worker_steering": "the state of a worker; the importer has its hooks and the self-test",
 }
 """Modules without ``headgate.`` that one module of their folder alone imports, with the reason for each."""
 

@@ -53,7 +53,7 @@ from headgate.steering.features.sparse_coder import gathered
 from headgate.steering.programs.feature_edits import sae_key
 from headgate.steering.vectors.phase_vectors import Steerable
 from headgate.steering.worker.rows.step_rows import RowResolver
-from headgate.steering.worker.worker_steering import EntryLimits, WorkerSteering
+from headgate.steering.worker.steering_part import EntryLimits, WorkerSteering
 from tests.benchmarks.models import ModelSize
 from tests.benchmarks.operations import encoded_gate, encoded_operations, encoded_vector, op_sites
 from tests.benchmarks.saes import FEATURES_OF, SIZES, encoded_features, write_sae

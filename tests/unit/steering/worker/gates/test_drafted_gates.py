@@ -28,7 +28,7 @@ from headgate.steering.programs.codes import GateScope, Mode, Pool
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.worker.program_reference import program_deltas_reference
-from headgate.steering.worker.worker_steering import EntryLimits, WorkerSteering
+from headgate.steering.worker.steering_part import EntryLimits, WorkerSteering
 from tests.unit.steering.worker.gates.test_step_gates import Sampled, view
 
 HIDDEN, LAYERS, IN_FLIGHT, MAX_TOKENS = 4, 3, 4, 64
