@@ -11,6 +11,8 @@ changes.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -45,8 +47,6 @@ from headgate.steering.worker.gates.requests import (
 from headgate.steering.worker.placed_programs import ActingRule, acting_of
 from headgate.steering.worker.transfers import PinnedCopies, inference_mode, sent
 
-_FEW = 64
-"""Pieces of a history, of a step each, that are put together."""
 NEVER = np.iinfo(np.int64).max
 
 
@@ -85,50 +85,6 @@ class Places(NamedTuple):
 NO_PLACES = Places(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
-class SerialChanges(NamedTuple):
-    """Changes of one column in the order in which they were decided: whose, from which position on, and what.
-
-    Attributes:
-        serials: int64 ``[n]``: serial numbers of requests.
-        firsts: int64 ``[n]``.
-        values: float32 ``[n]``.
-    """
-
-    serials: Int64Array
-    firsts: Int64Array
-    values: Float32Rows
-
-    @classmethod
-    def of(cls, serials: Int64Array, changes: ColumnChanges) -> SerialChanges:
-        """Make it of changes, and the serial number of each request that they name; int64 ``[m]``."""
-        return cls(serials[changes.whose], changes.firsts, changes.values)
-
-    @classmethod
-    def joined(cls, pieces: list[SerialChanges], alive: Int64Array) -> SerialChanges:
-        """Concatenate some, without requests that have ended."""
-        serials, firsts, values = (np.concatenate([piece[at] for piece in pieces]) for at in (0, 1, 2))
-        stays = np.isin(serials, alive)
-        return cls(serials[stays], firsts[stays], values[stays])
-
-    def rows_of(self, serial: int) -> tuple[Int64Array, Float32Rows]:
-        """Return positions and values of one request's."""
-        mine = self.serials == serial
-        return self.firsts[mine], self.values[mine]
-
-
-class _Noted(NamedTuple):
-    """Changes of a step, as they came: see `SerialChanges.of`."""
-
-    serials: Int64Array
-    changes: ColumnChanges
-
-    def rows_of(self, serial: int) -> tuple[Int64Array, Float32Rows]:
-        return self.piece().rows_of(serial)
-
-    def piece(self) -> SerialChanges:
-        return SerialChanges.of(self.serials, self.changes)
-
-
 class DrivenColumn:
     """The coefficients in one column, of each driven request by its number.
 
@@ -149,9 +105,8 @@ class DrivenColumn:
         self.values: Float32Rows = np.zeros(size, np.float32)
         self.written: Float32Rows = np.full(num_slots, np.nan, np.float32)
         self.is_changed = False
-        self._large: list[SerialChanges] = []
-        self._small: list[_Noted] = []
-        """Changes of the last steps."""
+        self._history: dict[int, tuple[array[int], array[float]]] = {}
+        """Of each driven request: positions, ascending, and the value from each of them on."""
 
     def is_driven(self, numbers: Any) -> Any:
         """Return whether the requests of some numbers, or of one, have had a coefficient here."""
@@ -166,40 +121,29 @@ class DrivenColumn:
     def forget(self, number: int) -> None:
         """Let a number be another request's."""
         self.firsts[number] = NEVER
+        self._history.pop(number, None)
 
-    def set(self, numbers: Int64Array, serials: Int64Array, changes: ColumnChanges, alive: Int64Array) -> None:
-        """Set values from positions on, for good.
-
-        Args:
-            numbers: Numbers of the requests that change, int64 ``[n]``.
-            serials: Serial numbers of all that the changes name, int64 ``[m]``.
-            changes: What is set.
-            alive: Serial numbers of all driven requests.
-        """
+    def set(self, numbers: Int64Array, changes: ColumnChanges) -> None:
+        """Set values from positions on, for good, of requests by their numbers, int64 ``[n]``."""
         self.firsts[numbers], self.values[numbers] = changes.firsts, changes.values
         self.is_changed = True
-        self._small.append(_Noted(serials, changes))
-        if len(self._small) >= _FEW:
-            self._compact(alive)
+        each = zip(numbers.tolist(), changes.firsts.tolist(), changes.values.tolist(), strict=True)
+        for number, first, value in each:
+            if (known := self._history.get(number)) is None:
+                known = self._history[number] = array("q"), array("f")
+            firsts, values = known
+            # One that was decided later takes the place of all that were to act from its position on.
+            while firsts and firsts[-1] >= first:
+                firsts.pop()
+                values.pop()
+            firsts.append(first)
+            values.append(value)
 
-    def at(self, serial: int, positions: Int64Array) -> Float32Rows:
+    def at(self, number: int, positions: Int64Array) -> Float32Rows:
         """Return the value of a request at each of some positions; 0 before the first."""
-        pieces: list[SerialChanges | _Noted] = [*self._large, *self._small]
-        found = [piece.rows_of(serial) for piece in pieces]
-        firsts = np.concatenate([firsts for firsts, _ in found])
-        values = np.concatenate([np.zeros(1, np.float32), *(values for _, values in found)])
-        # One that was decided later takes the place of all that were to act from its position on.
-        behind = np.minimum.accumulate(np.append(firsts, NEVER)[::-1])[::-1][1:]
-        stays = firsts < behind
-        at: Float32Rows = values[np.append(True, stays)][np.searchsorted(firsts[stays], positions, side="right")]
-        return at
-
-    def _compact(self, alive: Int64Array) -> None:
-        """Put the pieces of the last steps together."""
-        self._large.append(SerialChanges.joined([piece.piece() for piece in self._small], alive))
-        self._small = []
-        while len(self._large) > 1 and len(self._large[-2].firsts) <= 2 * len(self._large[-1].firsts):
-            self._large[-2:] = [SerialChanges.joined(self._large[-2:], alive)]
+        firsts, values = self._history[number]
+        acting = [bisect_right(firsts, position) for position in positions.tolist()]
+        return np.array([values[at - 1] if at else 0.0 for at in acting], np.float32)
 
 
 _AT_FIRST = 64
@@ -211,13 +155,11 @@ class _NamedRequests(NamedTuple):
     Attributes:
         req_ids: The tuple object.
         numbers: int64 ``[n]``; `NOBODY` for requests that are not driven.
-        serials: int64 ``[n]``.
         columns: The columns in which all of them are driven.
     """
 
     req_ids: tuple[str, ...]
     numbers: Int64Array
-    serials: Int64Array
     columns: set[int]
 
 
@@ -250,7 +192,6 @@ class DrivenStrengths:
 
     Attributes:
         numbers: Numbers of the requests that are driven, by id.
-        serials: int64, by number: a serial number of each request, which no other ever has; -1 for a free number.
         by_column: Their coefficients.
         is_settled: Whether the device has the last value of each request of the last step.
     """
@@ -259,11 +200,11 @@ class DrivenStrengths:
         self._num_slots, self._num_columns = num_slots, num_columns
         self.numbers: dict[str, int] = {}
         self.by_column: dict[int, DrivenColumn] = {}
-        self.serials: Int64Array = np.full(_AT_FIRST, -1, np.int64)
+        self._size = _AT_FIRST
+        """Numbers that there are, free ones included."""
         self._free = list(range(_AT_FIRST - 1, NOBODY, -1))
-        self._next_serial = 0
         self.is_settled = True
-        self._named: tuple[tuple[str, ...], Int64Array] = ((), self.serials)
+        self._named: tuple[tuple[str, ...], Int64Array] = ((), np.empty(0, np.int64))
         """The requests that were asked for last, and the number of each."""
         self._last_named: _NamedRequests | None = None
         """Requests of the last changes; None once numbers have changed."""
@@ -283,13 +224,13 @@ class DrivenStrengths:
         for piece in changes:
             column = self.by_column.get(piece.column)
             if column is None:
-                column = self.by_column[piece.column] = DrivenColumn(len(self.serials), self._num_slots)
+                column = self.by_column[piece.column] = DrivenColumn(self._size, self._num_slots)
             named = self._named_by(piece.req_ids)
             if piece.column not in named.columns:
                 fresh |= dict.fromkeys(self._begin(piece, column, named))
                 named = self._named_by(piece.req_ids)
             numbers = named.numbers if len(piece.whose) == len(piece.req_ids) else named.numbers[piece.whose]
-            column.set(numbers, named.serials, piece, self.serials)
+            column.set(numbers, piece)
         self.is_settled = False
         return list(fresh)
 
@@ -322,7 +263,6 @@ class DrivenStrengths:
             column.forget(number)
             if not column.is_driven(slice(None)).any():
                 del self.by_column[name]
-        self.serials[number] = -1
         self._free.append(number)
         self._renumbered()
 
@@ -358,7 +298,7 @@ class DrivenStrengths:
             (index,) = np.nonzero(flags[ends[at] - rows.counts[at] : ends[at]] & TokenFlag.IS_REPLAYED)
             for name, column in self.by_column.items() if len(index) else ():
                 if column.is_driven(number):
-                    values = column.at(int(self.serials[number]), rows.firsts[at] + index)
+                    values = column.at(number, rows.firsts[at] + index)
                     found.append(Places((rows.starts[at] + index) * self._num_columns + name, values))
         return Places.joined(*found)
 
@@ -367,14 +307,11 @@ class DrivenStrengths:
         if (known := self.numbers.get(req_id)) is not None:
             return known
         if not self._free:
-            size = len(self.serials)
-            self._free = list(range(2 * size - 1, size - 1, -1))
-            self.serials = np.concatenate([self.serials, np.full(size, -1, np.int64)])
+            self._free = list(range(2 * self._size - 1, self._size - 1, -1))
+            self._size *= 2
             for column in self.by_column.values():
-                column.grow(2 * size)
+                column.grow(self._size)
         number = self.numbers[req_id] = self._free.pop()
-        self.serials[number] = self._next_serial
-        self._next_serial += 1
         self._renumbered()
         return number
 
@@ -391,7 +328,7 @@ class DrivenStrengths:
         named = self._last_named
         if named is None or named.req_ids is not req_ids:
             numbers = self._numbers_of(req_ids)
-            named = self._last_named = _NamedRequests(req_ids, numbers, self.serials[numbers], set())
+            named = self._last_named = _NamedRequests(req_ids, numbers, set())
         return named
 
     def _numbers_of(self, req_ids: tuple[str, ...]) -> Int64Array:
@@ -427,7 +364,7 @@ class DrivenStrengths:
             is_early = firsts < column.firsts[numbers]
             for index in is_early.nonzero()[0].tolist() if np.count_nonzero(is_early) else ():
                 self.is_settled = False
-                values[index] = column.at(int(self.serials[numbers[index]]), firsts[index : index + 1])[0]
+                values[index] = column.at(int(numbers[index]), firsts[index : index + 1])[0]
             if column.is_changed or np.count_nonzero(values != column.written[slots]):
                 column.is_changed, column.written[slots] = False, values
                 found.append((name, Places(flat, values)))
