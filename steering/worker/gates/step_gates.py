@@ -106,7 +106,7 @@ class DrivenColumn:
         self.written: Float32Rows = np.full(num_slots, np.nan, np.float32)
         self.is_changed = False
         self._history: dict[int, tuple[array[int], array[float]]] = {}
-        """Of each driven request: positions, ascending, and the value from each of them on."""
+        """Positions of each driven request, ascending, and the values from them on."""
 
     def is_driven(self, numbers: Any) -> Any:
         """Return whether the requests of some numbers, or of one, have had a coefficient here."""
