@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from headgate.capture.schema.sites import HookPoint, Site
-from tests.engine.gate_forms import always, comparisons, features, loops, operations, trees
+from tests.engine.gate_forms import always, comparisons, features, loops, operations, phases, trees
 from tests.engine.gate_making import EARLY, LATE, LONG, MIDDLE, SAE_SITE, SHORT, GateCase, Maker
 from tests.engine.gate_semantics import site_of
 from tests.engine.steering_cases import Case, Tiers, sites_of, vectors
@@ -36,6 +36,7 @@ def cases_of(rows: Sequence[Mapping[Site, Tensor]]) -> list[GateCase]:
         *features(make),
         *operations(make),
         *_predecessor(make),
+        *phases(make),
     ]
     for at in (3, 11, 19):
         cases.insert(at, GateCase(name=f"neighbour {at}", prompt=at % 3))

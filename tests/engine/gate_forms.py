@@ -144,6 +144,39 @@ def always(make: Maker) -> Iterator[GateCase]:
     )
 
 
+def phases(make: Maker) -> Iterator[GateCase]:
+    """Conditions that hold in the prompt or in the answer alone; two or more for each prompt."""
+    for prompt in (LONG, SHORT, ONE):
+        when = make.when(prompt=prompt, q=0.4 if prompt == ONE else 0.5)
+        alone = [
+            {"when": "prompt", "then": {"vectors": make.vectors("1.post_mlp")}},
+            {"when": "generated", "then": {"vectors": make.vectors("0.pre_attn")}, "scope": "rest_of_request"},
+            {"when": {"not": "prompt"}, "then": {"vectors": make.vectors("0.post_mlp")}, "scope": "next_token"},
+            _later(make, {"all": ["generated", when]}),
+        ]
+        latching = [
+            _later(make, {"all": ["generated", when]}, scope="rest_of_request"),
+            _later(make, {"all": [when, "prompt"]}, scope="rest_of_request"),
+            _later(make, {"any": ["generated", {"not": when}]}, scope="next_token"),
+        ]
+        yield GateCase(name=f"phases, {prompt}", prompt=prompt, gates=alone)
+        yield GateCase(name=f"phases, latching, {prompt}", prompt=prompt, gates=latching)
+    for prompt in (LONG, SHORT):
+        when = make.when(prompt=prompt, q=0.6, hysteresis=True)
+        strong = {"strength": {"proportional": 1.7}}
+        bounded = [
+            _later(make, {"all": ["generated", when]}, **strong),
+            _later(make, {"all": [when, {"not": "generated"}]}, **strong, scope="next_token"),
+            _later(make, {"any": ["prompt", when]}, **strong),
+        ]
+        nested = [
+            _later(make, {"not": {"all": ["prompt", when]}}, strength={"sigmoid": 1.0}),
+            _later(make, {"all": [{"any": ["generated", "prompt"]}, when]}, **strong, scope="rest_of_request"),
+        ]
+        yield GateCase(name=f"phases, soft, {prompt}", prompt=prompt, gates=bounded)
+        yield GateCase(name=f"phases, nested, {prompt}", prompt=prompt, gates=nested)
+
+
 def features(make: Maker) -> Iterator[GateCase]:
     """Features of SAEs, read and written."""
     edits = [{"sae": "sae", "feature": 1, "set": 2.0}, {"sae": "sae", "feature": 2, "scale": 3.0}]

@@ -203,6 +203,7 @@ class GateState:
         self.scope = document.get("scope") or "this_token"
         self.when = document["when"]
         self.leaves: list[_Leaf] = []
+        self._is_prompt = True
         self._tree = self._parse(self.when, document.get("strength") or "binary", names)
         reads = [order.index(leaf.site) for leaf in self.leaves]
         self.decided_at = max(reads) if reads else -1
@@ -227,6 +228,7 @@ class GateState:
 
     def decide(self, position: int, num_prompt: int) -> None:
         """Take the row's condition in."""
+        self._is_prompt = position < num_prompt
         if any(leaf.loop is not None for leaf in self.leaves) and position < num_prompt - 1:
             return
         strength, fires = self._tree()
@@ -260,6 +262,8 @@ class GateState:
     def _parse(self, when: Any, strength: Any, names: Names) -> Callable[[], tuple[float, bool]]:
         if when == "always":
             return lambda: (1.0, True)
+        if when in _PHASES:
+            return lambda: (float(self._is_prompt == (when == "prompt")), self._is_prompt == (when == "prompt"))
         if "not" in when:
             inner = self._parse(when["not"], strength, names)
 
@@ -272,13 +276,28 @@ class GateState:
             if key in when:
                 parts = [self._parse(each, strength, names) for each in when[key]]
 
-                def grouped(parts: Any = parts, pick: Any = pick, fired: Any = fired) -> tuple[float, bool]:
+                of_phases = [key == "all" and _is_phase(each) for each in when[key]]
+
+                def grouped(
+                    parts: Any = parts, pick: Any = pick, fired: Any = fired, of_phases: Any = of_phases
+                ) -> tuple[float, bool]:
                     found = [part() for part in parts]
-                    return pick(one for one, _ in found), fired([fires for _, fires in found])
+                    bounding = [
+                        one for (one, _), is_phase in zip(found, of_phases, strict=True) if not is_phase or not one
+                    ]
+                    return pick(bounding or [1.0]), fired([fires for _, fires in found])
 
                 return grouped
         self.leaves.append(_Leaf(when, strength, names))
         return self.leaves[-1].decide
+
+
+_PHASES = ("prompt", "generated")
+
+
+def _is_phase(when: Any) -> bool:
+    """Whether a condition is a phase, or not one: such a one within ``all`` has no strength of its own if it holds."""
+    return when in _PHASES or (isinstance(when, Mapping) and when.get("not") in _PHASES)
 
 
 def _effect(then: Any, names: Names) -> Effect:
