@@ -59,7 +59,7 @@ QUERIES_AT_ONCE = 32
 """Generated queries of a request that are computed together: fewer would cost more, since each time all keys are read.
 Chunks of a stream do not wait for so many."""
 PROMPT_QUERIES_AT_ONCE = 256
-"""The same of queries of the prompt, which come many at a time."""
+"""Queries of the prompt, which come many at a time, that are computed together."""
 MAX_PATTERN_THREADS = 4
 MIN_MEMORY, MAX_MEMORY = 256 * MIB, 16 * GIB
 """Bounds of the rows of running requests, where no others are configured."""
