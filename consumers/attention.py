@@ -34,10 +34,12 @@ from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
     ModelInfo,
+    OutputColumns,
     RequestInfo,
     RequestLengths,
     RowBlock,
     SpecContext,
+    StoredOutputs,
     StreamingConsumer,
     check_fields,
     read_params,
@@ -556,6 +558,39 @@ class AttentionConsumer(StreamingConsumer):
     @classmethod
     def check_lengths(cls, spec: CaptureSpec, context: SpecContext, lengths: RequestLengths) -> None:
         check_lengths(spec, context, lengths)
+
+    @classmethod
+    def named_outputs(cls, spec: CaptureSpec, context: SpecContext) -> dict[str, OutputColumns]:
+        """None before the length of rows is known; see `stored_outputs`."""
+        wanted = msgspec.convert(spec.options, WantedPatterns)
+        if wanted.dtype != "float32":
+            raise RequestError(f"{context.field}.dtype", "files hold float32; leave it out")
+        counts = {num_heads(context.model, site.layer) for site in spec.sites}
+        if wanted.heads is None and len(counts) > 1:
+            raise RequestError(
+                f"{context.field}.heads",
+                f"these layers have {' and '.join(map(str, sorted(counts)))} heads: for files, list the same of each",
+            )
+        return {}
+
+    @classmethod
+    def stored_outputs(cls, payload: Any) -> StoredOutputs:
+        """``pattern``, ``[queries, heads, keys]``; with `top` ``keys``, ``values`` and ``rest``, as in the payload."""
+        patterns = fetch_patterns(payload)
+        rows: dict[Site, list[Tensor]] = {}
+        columns: dict[str, OutputColumns] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in patterns:
+            number, _, what = name.partition(".attention")
+            found, what = patterns[name], what.removeprefix(".") or "pattern"
+            listed = rows.setdefault(Site(int(number), HookPoint.Q), [])
+            start, width = sum(part.shape[1] for part in listed), found[:1].numel() if len(found) else 0
+            dtype: Literal["int64", "float32"] = "int64" if found.dtype == torch.int32 else "float32"
+            columns[what], shapes[what] = OutputColumns(start, start + width, dtype), tuple(found.shape[1:])
+            listed.append(found.float().flatten(1))  # positions of keys are exact in float32 up to 2^24
+        return StoredOutputs(
+            patterns.queries, {site: torch.cat(parts, dim=1) for site, parts in rows.items()}, columns, shapes
+        )
 
     def begin(self, request: RequestInfo) -> None:
         for layer in {site.layer for site in request.spec.sites}:

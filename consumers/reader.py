@@ -179,11 +179,12 @@ class StoredCapture:
         return _widened(self._stored(site))
 
     def outputs(self, site: Site | str) -> dict[str, npt.NDArray[Any]]:
-        """Outputs of the readout whose outputs were stored in place of rows, by name: ``[rows, n]`` each.
+        """Outputs that were stored in place of rows, by name: ``[rows, n]`` each, or with more axes.
 
         Those of `features` are ``ids``, int64, and ``values``, float32, the strongest first; where features were given,
         ``values`` alone, in their order. Those of `lens` are ``ids``, ``logprobs``, ``token_logprobs`` and
-        ``token_ranks``.
+        ``token_ranks``. Those of `attention` are ``pattern``, ``[rows, heads, keys]``, or ``keys``, ``values`` and
+        ``rest``; a row is a query.
 
         Raises:
             KeyError: As `tensor` does.

@@ -365,6 +365,22 @@ class OutputColumns(NamedTuple):
     dtype: Literal["float32", "int64"] = "float32"
 
 
+class StoredOutputs(NamedTuple):
+    """The result of one request that a consumer computed, in the form of the outputs of readouts.
+
+    Attributes:
+        positions: int64 ``[n]``, ascending.
+        rows: float32 ``[n, width]`` by site, on the CPU; all sites have the same width.
+        columns: Which of the columns have what, by name.
+        shapes: Shapes of what has one: the columns of a name are its elements in order.
+    """
+
+    positions: Int64Array
+    rows: Mapping[Site, Tensor]
+    columns: dict[str, OutputColumns]
+    shapes: dict[str, tuple[int, ...]]
+
+
 class ReadoutSite(NamedTuple):
     """A site as one consumer gets it: read out by a function.
 
@@ -786,6 +802,15 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
             RequestError: Naming a field that would change outputs after they were read.
         """
         return {}
+
+    @classmethod
+    def stored_outputs(cls, payload: Any) -> StoredOutputs:
+        """Return what its payload has, for consumers that store it: those of classes without readouts that define it.
+
+        Raises:
+            NotImplementedError: By default: its outputs are those of its readouts; see `named_outputs`.
+        """
+        raise NotImplementedError
 
     @classmethod
     def own_names(cls, spec: CaptureSpec, context: SpecContext, num_samples: int) -> Sequence[str]:

@@ -30,9 +30,11 @@ from headgate.capture.schema.consumer import (
     FinishedRequest,
     ModelInfo,
     Readout,
+    ReadoutFacts,
     RequestInfo,
     RequestLengths,
     RowBlock,
+    RowSpan,
     SpecContext,
     StreamingConsumer,
     parse_client_spec,
@@ -119,6 +121,33 @@ class ReadoutSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"filesystem: reads.consumer: {self.consumer!r} has no outputs that can be stored")
         return found
 
+    @property
+    def computes(self) -> bool:
+        """Whether an instance of it computes what is stored, of rows of the model: it has no readouts."""
+        return self.loaded.stored_outputs.__func__ is not CaptureConsumer.stored_outputs.__func__  # type: ignore[attr-defined]
+
+    def open(self, context: ConsumerContext) -> StreamingConsumer | None:
+        """An instance, if it `computes`.
+
+        Raises:
+            ConfigError: If it cannot be opened.
+        """
+        if not self.computes:
+            return None
+        opened = self.loaded(self.params, context)
+        if not isinstance(opened, StreamingConsumer):
+            raise ConfigError(f"filesystem: reads.consumer: {self.consumer!r} is no StreamingConsumer")
+        return opened
+
+    def own_spec(self, spec: CaptureSpec) -> CaptureSpec:
+        """A request's spec as the other consumer made it."""
+        return replace(spec, options=spec.options[READOUT]["options"])
+
+    def check_lengths(self, spec: CaptureSpec, context: SpecContext, lengths: RequestLengths) -> None:
+        """See `CaptureConsumer.check_lengths`: the other consumer's limits, where it `computes`."""
+        if self.computes:
+            self.loaded.check_lengths(self.own_spec(spec), replace(context, params=self.params), lengths)
+
     def parse(self, raw: object, context: SpecContext) -> CaptureSpec:
         """Check the fields of the other consumer and those of files; the latter are options, unchecked.
 
@@ -176,7 +205,7 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         probes: Files of linear and cosine probes by name, each of one class, for `if_probe` and for requests that name
             one there. Their sites must be among the captured ones. With pipeline parallelism they need the location
             ``driver``.
-        reads: Store outputs of the readouts of another consumer in place of rows: ``{"consumer": "features",
+        reads: Store what another consumer reads or computes of rows in their place: ``{"consumer": "features",
             "params": {...}}``, with its parameters. Requests then have the fields of that consumer, and ``tag``,
             ``request_id``, ``layout`` and ``messages``.
     """
@@ -445,6 +474,7 @@ class FilesystemConsumer(StreamingConsumer):
             fsync=settings.fsync,
             numbering=settings.if_exists == "number",
         )
+        self._source = None if settings.reads is None else settings.reads.open(context)
         self._quota.open()
         if self._remote is not None:
             self._remote.start(
@@ -499,6 +529,8 @@ class FilesystemConsumer(StreamingConsumer):
     @classmethod
     def check_lengths(cls, spec: CaptureSpec, context: SpecContext, lengths: RequestLengths) -> None:
         check_pool(spec, lengths.num_prompt, context.field)
+        if (reads := context.parsed_params(parse_params).reads) is not None:
+            reads.check_lengths(spec, context, lengths)
 
     @classmethod
     def readouts(cls, params: Mapping[str, Any], model: ModelInfo) -> dict[Site, Readout]:
@@ -541,12 +573,24 @@ class FilesystemConsumer(StreamingConsumer):
     def begin(self, request: RequestInfo) -> None:
         if any(facts.key != self._readout_keys.get(site) for site, facts in request.readouts.items()):
             raise ConsumerError("a file of the readout has changed since the engine started; restart it to use it")
+        if self._source is not None:
+            self._source.begin(self._own_request(request))
+        else:
+            self._begin(request)
+
+    def _begin(self, request: RequestInfo) -> None:
         if request.spec.sites:
             index = self._writers.begin(request.request_id)
             # No thread wakes up for it: the first rows bring the writer to it.
             self._threads[index].submit(partial(self._request_writers[index].begin, request), is_urgent=False)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
+        if self._source is not None:
+            self._source.write(blocks)
+        else:
+            self._write(blocks)
+
+    def _write(self, blocks: Sequence[RowBlock]) -> None:
         for block in blocks:
             data = self._bytes_of(block)
             self._gatherer.add(self._quota.within(block, data), data)
@@ -561,6 +605,8 @@ class FilesystemConsumer(StreamingConsumer):
             raise ConsumerError(
                 f"the request ended with {finished.final.status!r}, and its rows are not written (keep_aborted=false)"
             )
+        if self._source is not None:
+            finished = self._computed(self._source, finished)
         ticket = self._book(finished.request)
         pieces = self._gatherer.pop(finished.request.request_id)
         outcome: Outcome = Future()
@@ -574,7 +620,46 @@ class FilesystemConsumer(StreamingConsumer):
         )
         return outcome if self._remote is None else self._remote.after(outcome)
 
+    def _own_request(self, request: RequestInfo) -> RequestInfo:
+        """A request as the consumer knows it that computes what is stored."""
+        assert self._settings.reads is not None  # noqa: S101  (there is such a consumer)
+        return replace(request, spec=self._settings.reads.own_spec(request.spec))
+
+    def _computed(self, source: StreamingConsumer, finished: FinishedRequest) -> FinishedRequest:
+        """Put what was computed of a request in place of its rows, and return the request as one of such outputs.
+
+        It waits for the rest of the computation, of which most was done while the request ran.
+        """
+        import torch
+
+        request = self._own_request(finished.request)
+        payload = source.finish(replace(finished, request=request))
+        found = source.stored_outputs(payload.result() if isinstance(payload, Future) else payload)
+        spec, width = finished.request.spec, max((part.stop for part in found.columns.values()), default=0)
+        readout = msgspec.convert(spec.options[READOUT], StoredReadout)
+        readout = msgspec.structs.replace(readout, outputs=found.columns, shapes=found.shapes)
+        sites = tuple(found.rows)
+        request = replace(
+            finished.request,
+            spec=replace(
+                spec,
+                sites=sites,
+                positions=spec.positions_at(sites[0]),
+                hook_positions={},
+                options={**spec.options, READOUT: msgspec.to_builtins(readout)},
+            ),
+            readouts=dict.fromkeys(sites, ReadoutFacts(max(width, 1), "")),
+        )
+        self._begin(request)
+        if count := len(found.positions):
+            span = RowSpan(request=request, start=0, stop=count)
+            rows = torch.stack([found.rows[site] for site in sites])
+            self._write([RowBlock(sites=sites, rows=rows, positions=found.positions, spans=(span,))])
+        return replace(finished, request=request)
+
     def abandon(self, request: RequestInfo) -> None:
+        if self._source is not None:
+            self._source.abandon(self._own_request(request))
         self._quota.release(request.request_id)
         self._gatherer.pop(request.request_id)
         index = self._writers.end(request.request_id)
@@ -603,6 +688,8 @@ class FilesystemConsumer(StreamingConsumer):
     def close(self, timeout_s: float) -> None:
         """Write all queued rows within `timeout_s` seconds; requests left over end with an error. Any thread."""
         deadline = time.monotonic() + timeout_s
+        if self._source is not None:
+            self._source.close(timeout_s / 2)
         for thread in self._threads:
             thread.close()
         ended = [thread.join(max(deadline - time.monotonic(), 0.0)) for thread in self._threads]

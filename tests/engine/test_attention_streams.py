@@ -1,4 +1,4 @@
-"""Attention patterns in chunks of a stream: those of the whole answer, bit for bit, and Hugging Face's."""
+"""Attention patterns in chunks of a stream and in files: the whole answer's, bit for bit, and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headgate.consumers.attention import Patterns, fetch_patterns
+from headgate.consumers.reader import open_capture
 from tests.engine.hf_reference import own_process
 from tests.engine.test_attention_patterns import TOLERANCE, expected_patterns
 from tests.fakes.server import Server, serving
@@ -22,15 +23,17 @@ COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
 FLAGS = [
     *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"),
     *("--max-num-batched-tokens", "32", "--max-num-seqs", "4"),
-    *("--capture-sites", json.dumps({"q": LAYERS, "k": LAYERS}), "--capture-consumers", "attention"),
+    *("--capture-sites", json.dumps({"q": LAYERS, "k": LAYERS})),
 ]
+READS = json.dumps({"consumer": "attention", "params": {}})
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: Path) -> Iterator[Server]:
-    with serving([*COMMAND, str(model_dir), *FLAGS]) as running:
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    files = f"filesystem:root={tmp_path_factory.mktemp('files')},reads={READS}"
+    with serving([*COMMAND, str(model_dir), *FLAGS, "--capture-consumers", "attention", files]) as running:
         yield running
 
 
@@ -96,3 +99,20 @@ def test_an_answer_that_is_not_streamed_has_the_same_patterns(server: Server) ->
     assert whole.queries.tolist() == expected.queries.tolist()
     for name in expected:
         torch.testing.assert_close(whole[name], expected[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("top", [None, 5])
+def test_files_have_the_bits_of_the_answer(server: Server, top: int | None) -> None:
+    wanted = {"layers": LAYERS, "queries": "all", "top": top}
+    results = complete(server, {"attention": wanted, "filesystem": wanted}).json()["capture_results"]
+    patterns = fetch_patterns(results["attention"]["payload"])
+    assert results["filesystem"]["status"] == "ok"
+    stored = open_capture(*results["filesystem"]["payload"]["paths"])
+
+    assert stored.positions.tolist() == patterns.queries.tolist() == list(range(len(PROMPT) + NUM_OUTPUT - 1))
+    for layer in LAYERS:
+        found = stored.outputs(f"{layer}.q")
+        assert {*found} == ({"pattern"} if top is None else {"keys", "values", "rest"})
+        for name, rows in found.items():
+            expected = patterns[f"{layer}.attention" + ("" if name == "pattern" else f".{name}")]
+            assert torch.equal(torch.from_numpy(rows.copy()).to(expected.dtype), expected)

@@ -94,20 +94,23 @@ class StoredReadout(msgspec.Struct, frozen=True, kw_only=True):
         options: What the request asked of it, checked.
         outputs: Columns of the stored rows by name, and what they are; other columns have no meaning.
         keys: `headgate.capture.schema.consumer.Readout.key` by site.
+        shapes: Shapes of outputs of a row that have one, by name; others are one list.
     """
 
     consumer: str
     options: dict[str, Any]
     outputs: dict[str, OutputColumns]
     keys: dict[str, str] = msgspec.field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
     def named(self, rows: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
         """Return the outputs of rows ``[rows, outputs]`` by name; integers of what is not finite are -1."""
-        return {
+        found = {
             name: part if dtype == "float32" else np.where(np.isfinite(part), part, -1).astype(dtype)
             for name, (start, stop, dtype) in self.outputs.items()
             for part in (rows[:, start:stop],)
         }
+        return found | {name: found[name].reshape(len(rows), *shape) for name, shape in self.shapes.items()}
 
 
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,10 +31,14 @@ from headgate.capture.schema.consumer import (
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.positions import Indices, Message, Named, PositionSelector, Several, Span, keys_before
 from headgate.capture.schema.results import Origin
+from headgate.capture.schema.results import whole_rows as stored_rows
 from headgate.capture.schema.sites import HookPoint, Site, SiteShape
 from headgate.consumers import attention
 from headgate.consumers.attention import AttentionConsumer, fetch_patterns, pattern_blocks, top_keys, whole_rows
+from headgate.consumers.datasets import open_dataset
 from headgate.consumers.feed import ExampleRequest, Feed
+from headgate.consumers.filesystem.consumer import LAYOUTS, FilesystemConsumer
+from headgate.consumers.reader import open_captures
 from headgate.consumers.testing import ConsumerContract
 
 transformers = pytest.importorskip("transformers", reason="the oldest packages lack it", exc_type=ImportError)
@@ -613,3 +618,105 @@ def test_parameters_are_checked() -> None:
     for params in ({"max_bytes": 0}, {"max_scores": 0}, {"memory_bytes": 0}, {"max_bytes": "1"}, {"bytes": 1}):
         with pytest.raises(ConfigError, match=r"^attention: .*(must be at least 1, got 0|bytes)"):
             AttentionConsumer.check_params(params)
+
+
+def files_params(root: Path, **params: Any) -> dict[str, Any]:
+    return {"root": str(root), "reads": {"consumer": "attention", "params": params}}
+
+
+def stored_request(params: dict[str, Any], raw: Mapping[str, Any], name: str, **shape: Any) -> ExampleRequest:
+    context = replace(spec_context(), instance_name="files", params=params, client_request_id=name)
+    spec = FilesystemConsumer.validate_client_spec(raw, context)
+    return ExampleRequest(spec, name, model=MODEL, **{"prompt": 9, "output": 5, **shape})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_hold_what_answers_have(tmp_path: Path, layout: str) -> None:
+    params = {**files_params(tmp_path), "layout": layout}
+    wanted: list[dict[str, Any]] = [
+        {"layers": [1, 2], "queries": "all"},
+        {"layers": [2], "heads": [3, 0], "queries": "all_generated", "top": 3},
+        {"layers": [1], "queries": [12], "top": 64},
+        {"layers": [1], "queries": {"start": 12, "stop": 40}, "top": 2},
+        {"layers": [1, 2], "queries": {"start": 13, "stop": 40}, "top": 2},
+        {"layers": [1], "queries": {"start": 13, "stop": 40}},
+    ]
+    files = FilesystemConsumer(params, ConsumerContext(instance_name="files", model=MODEL))
+    feed = Feed(files)
+    stored = [stored_request(params, {**raw, "tag": f"t{n}"}, f"r{n}") for n, raw in enumerate(wanted)]
+    feed.begin(*stored)
+    for start, stop in ((0, 4), (4, 9), (9, 11), (11, 13)):
+        feed.step(dict.fromkeys(stored, (start, stop)))
+    payloads = [feed.finish(one) for one in stored]
+    files.close(60)
+
+    captures = {capture.tag: capture for capture in open_captures(tmp_path)}
+    for number, raw in enumerate(wanted):
+        patterns = fetch_patterns(answer(consumer(), request(raw, request_id=f"r{number}")))
+        capture = captures[f"t{number}"]
+        assert payloads[number]["num_rows"] == len(patterns.queries)
+        assert capture.positions.tolist() == patterns.queries.tolist()
+        assert [site.name for site in capture.sites] == [f"{layer}.q" for layer in raw["layers"]]
+        found = {
+            f"{site.layer}.attention" + ("" if name == "pattern" else f".{name}"): rows
+            for site in capture
+            for name, rows in capture.outputs(site).items()
+        }
+        assert {*found} == {*patterns}
+        for name, rows in found.items():
+            assert rows.dtype == (np.int64 if name.endswith("keys") else np.float32)
+            assert rows.shape == patterns[name].shape
+            assert np.array_equal(rows, patterns[name].numpy())
+        with pytest.raises(CaptureFileError, match="has what 'attention' read of rows, not the rows"):
+            stored_rows(capture, next(iter(capture)))
+    data = open_dataset(tmp_path, tags="t1")
+    readout = data.readout("2.q")
+    assert readout is not None
+    [batch] = data.batches("2.q")
+    named = readout.named(batch.numpy())
+    assert {name: rows.shape for name, rows in named.items()} == {
+        "keys": (4, 2, 3),
+        "values": (4, 2, 3),
+        "rest": (4, 2),
+    }
+
+
+def test_a_request_for_files_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    params = files_params(tmp_path, memory_bytes=1)
+    files = FilesystemConsumer(params, ConsumerContext(instance_name="files", model=MODEL))
+    feed = Feed(files)
+    failed, abandoned = (stored_request(params, {"layers": [1]}, name) for name in "ab")
+    feed.begin(failed, abandoned)
+    feed.step({failed: (0, 9), abandoned: (0, 4)})
+    feed.abandon(abandoned)
+    with pytest.raises(ConsumerError, match="all may hold 1 "):
+        feed.finish(failed)
+    files.close(60)
+
+    assert list(open_captures(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "why"),
+    [
+        ({"layers": [1], "dtype": "float16"}, "dtype", "files hold float32"),
+        ({"layers": [0]}, "layers", "need both hook points"),
+        ({"layers": [1], "hooks": {}}, "hooks", "known: layers, heads, queries, top, dtype"),
+        ({"layers": [1], "tag": "a/b"}, "tag", "a/b"),
+    ],
+)
+def test_requests_for_files_are_refused_by_field(tmp_path: Path, raw: Any, field: str, why: str) -> None:
+    with pytest.raises(RequestError, match=why) as caught:
+        stored_request(files_params(tmp_path), raw, "r")
+
+    assert caught.value.field == f"capture.files.{field}"
+
+
+def test_files_have_the_limits_of_answers(tmp_path: Path) -> None:
+    params = files_params(tmp_path, max_bytes=100)
+    context = replace(spec_context(), instance_name="files", params=params)
+    spec = FilesystemConsumer.validate_client_spec({"layers": [1], "queries": "all"}, context)
+    spec = spec.with_positions(lambda one: one.resolve(9, "q"))
+
+    with pytest.raises(RequestError, match=r"^capture\.files\.queries: .*at most 100 are allowed here"):
+        FilesystemConsumer.check_lengths(spec, context, RequestLengths(num_prompt=9, max_tokens=5, num_samples=1))
