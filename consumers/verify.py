@@ -6,7 +6,7 @@ more than the rows, or against the model's own answer. One engine is enough for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +28,10 @@ from headgate.capture.monitoring.verify_checks import (
     step_difference,
 )
 from headgate.capture.schema.config import CaptureConsumerSpec
-from headgate.capture.schema.sites import HookPoint
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.attention import fetch_patterns
 
-READ, READ_AGAIN = "read", "read again"
+READ, READ_AGAIN, NOT_READ = "read", "read again", "not read"
 TOP, GIVEN = 5, 8
 """Strongest tokens, keys and features that are asked for; features that are asked for by their ids, from 0 on."""
 ROUNDING = {"float32": 1e-3, "float16": 0.04, "bfloat16": 0.25}
@@ -43,24 +43,35 @@ MAX_ERROR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 class ReadingChecks:
     """Implements `headgate.capture.monitoring.verify_checks.CheckPart`."""
 
+    @property
+    def consumers(self) -> Sequence[str]:
+        """Those that have a check."""
+        return tuple(CHECKS)
+
     def section(self, given: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
         """Return the section of the user: consumers have none."""
         return dict(given)
 
     def scenes(self, stage: Stage) -> Iterator[Scene]:
         """The plain requests, twice, with everything that is read of them in one way and in another."""
-        asked = {each.instance: _asked(each, stage) for each in stage.consumers}
-        if stage.kind != SERVED or not asked:
+        if stage.kind != SERVED:
             return
+        found = [(each, _asked(each, stage)) for each in stage.consumers]
+        asked = {each.instance: both for each, both in found if not isinstance(both, str)}
+        unchecked = {_check(each.instance, each.name): why for each, why in found if isinstance(why, str)}
         for place, name in enumerate((READ, READ_AGAIN)):
             capture = {instance: both[place] for instance, both in asked.items() if place < len(both)}
             if capture:
-                fields = {"capture": capture}
-                yield Scene(name=name, requests=[replace(request, fields=fields) for request in stage.plain])
+                requests = [replace(request, fields={"capture": capture}) for request in stage.plain]
+                yield Scene(name=name, requests=requests, unchecked=unchecked)
+        if unchecked and not asked:
+            yield Scene(name=NOT_READ, requests=stage.plain[:1], unchecked=unchecked)
 
     def judge(self, runs: Runs) -> Iterator[Verdict]:
         """Neighbours, and each consumer that was asked."""
         served = runs[SERVED][0]
+        for check, why in served.unchecked.items():
+            yield Verdict(check, Status.SKIPPED, why)
         answers = served.scenes.get(READ)
         if answers is None:
             return
@@ -72,26 +83,36 @@ class ReadingChecks:
         )
         kinds = {name: each.consumer for one in (*answers, *again) for name, each in one.readings.items()}
         for instance, kind in kinds.items():
-            statement, problem_of = CHECKS[kind]
+            problem_of = CHECKS[kind][1]
             problems = (
                 _problem(instance, problem_of, one, one if kind == "lens" else other, served.facts.dtype)
                 for one, other in zip(answers, again, strict=True)
             )
             found = next((f"request {at}: {text}" for at, text in enumerate(problems) if text), None)
             status = Status.PASSED if found is None else Status.FAILED
-            yield Verdict(f"{instance}: {statement}", status, found or f"{len(answers)} requests")
+            yield Verdict(_check(instance, kind), status, found or f"{len(answers)} requests")
 
 
-def _asked(consumer: CaptureConsumerSpec, stage: Stage) -> tuple[dict[str, Any], ...]:
-    """Return what a consumer is asked in each of the two scenes, or in the first alone; nothing if it has no room."""
+def _check(instance: str, kind: str) -> str:
+    return f"{instance}: {CHECKS[kind][0]}"
+
+
+def _asked(consumer: CaptureConsumerSpec, stage: Stage) -> tuple[dict[str, Any], ...] | str:
+    """Return what a consumer is asked in each of the two scenes, or in the first alone; or why it is not asked."""
     if consumer.name == "lens":
         top = min(TOP, consumer.params.get("max_top", TOP))
         return ({"layers": [-1], "top": top, "positions": "all_generated"},)
     if consumer.name == "attention":
-        layers = [site.layer for site in stage.sites if site.hook is HookPoint.K][:1]
-        return ({"layers": layers}, {"layers": layers, "top": TOP}) if layers else ()
-    if consumer.params.get("top", GIVEN) < GIVEN:
-        return ()
+        layers = [
+            site.layer
+            for site in stage.sites
+            if site.hook is HookPoint.K and Site(site.layer, HookPoint.Q) in stage.sites
+        ]
+        if not layers:
+            return "q and k of no layer are both captured: add them to --capture-sites"
+        return {"layers": layers[:1]}, {"layers": layers[:1], "top": TOP}
+    if (top := consumer.params.get("top", GIVEN)) < GIVEN:
+        return f"its parameter top is {top}: {GIVEN} features by their ids are needed"
     alike = {"sae": next(iter(consumer.params["saes"])), "positions": "all_prompt"}
     return {**alike, "top": TOP}, {**alike, "features": list(range(GIVEN))}
 

@@ -55,6 +55,8 @@ ROUNDING = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 class SteeringChecks:
     """Implements `headgate.capture.monitoring.verify_checks.CheckPart`."""
 
+    consumers = ()
+
     def section(self, given: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
         """Return the user's section, with the counter of runs on or off."""
         return {**given, "fire_counter": counts}

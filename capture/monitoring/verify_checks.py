@@ -141,6 +141,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         kind: Of the engine.
         facts: About it.
         scenes: The answers by scene, in the order of the requests.
+        unchecked: `Scene.unchecked` of all scenes.
         run_counts: By scene, for each worker: how often each site ran, by part and site's name.
         replays: By scene, for each worker: CUDA graphs that were replayed.
         step_ms: By number of requests in flight: the median time of a decode step of each round, in milliseconds.
@@ -149,6 +150,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     facts: VerifyFacts
     scenes: dict[str, list[RequestAnswer]] = {}
+    unchecked: dict[str, str] = {}
     run_counts: dict[str, list[dict[str, dict[str, int]]]] = {}
     replays: dict[str, list[int]] = {}
     step_ms: dict[int, list[float]] = {}
@@ -182,10 +184,16 @@ class Scene:
     """Requests that are served together, all there before the first step, on an empty prefix cache.
 
     Two scenes whose requests have the same lengths are batched alike, so their numbers compare bit for bit.
+
+    Attributes:
+        name: Of its answers in the recording.
+        requests: Those that are served.
+        unchecked: Checks that it should have been for, each with the reason why it is not.
     """
 
     name: str
     requests: Sequence[SceneRequest]
+    unchecked: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,7 +243,15 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class CheckPart(Protocol):
-    """The scenes and checks of one part of headgate."""
+    """The scenes and checks of one part of headgate.
+
+    Attributes:
+        consumers: Names of the consumers that it checks: the engine `SERVED` has those of them that the user
+            configures.
+    """
+
+    @property
+    def consumers(self) -> Sequence[str]: ...
 
     def section(self, given: Mapping[str, Any], *, counts: bool) -> Mapping[str, Any]:
         """The part's section of ``additional_config["headgate"]``.

@@ -80,24 +80,23 @@ MOE_SHARE = 0.01
 """Rows of a mixture of experts that may be further off: rounding may send a token to other experts."""
 
 
-CHECKED = ("attention", "features", "lens")
-"""Consumers that the consumers' part of ``verify`` checks if the user configures them."""
-
-
 def checked_consumers(given: Document) -> list[CaptureConsumerSpec]:
-    """Return the user's consumers that are checked.
+    """Return the user's consumers that a part checks.
 
     Raises:
         ConfigError: If the section is wrong.
     """
-    return [each for each in parse_config(given).consumers if each.name in CHECKED]
+    checked = {name for part in check_parts().values() for name in part.consumers}
+    return [each for each in parse_config(given).consumers if each.name in checked]
 
 
 class CaptureChecks:
     """Implements `headgate.capture.monitoring.verify_checks.CheckPart`."""
 
+    consumers = ()
+
     def section(self, given: Document, *, counts: bool) -> dict[str, object]:
-        """The user's section with the memory consumer, and in use those of `CHECKED`: nothing is written, and no
+        """The user's section with the memory consumer, and in use those that are checked: nothing is written, and no
         limit is in the way."""
         kept = {name: value for name, value in given.items() if not name.startswith("max_request_")}
         consumer = {"name": CONSUMER, "params": {"max_bytes": MAX_BYTES}}
@@ -319,6 +318,7 @@ class VerifiedEngine:
             )
         self._plain = plain_requests(model.get_vocab_size(), model.max_model_len)
         self._scenes: dict[str, list[RequestAnswer]] = {}
+        self._unchecked: dict[str, str] = {}
         self._run_counts: dict[str, list[dict[str, dict[str, int]]]] = {}
         self._replays: dict[str, list[int]] = {}
 
@@ -331,6 +331,7 @@ class VerifiedEngine:
             kind=self._job.kind,
             facts=self._facts(),
             scenes=self._scenes,
+            unchecked=self._unchecked,
             run_counts=self._run_counts,
             replays=self._replays,
             step_ms=self._time() if self._job.is_timed else {},
@@ -363,6 +364,7 @@ class VerifiedEngine:
         )
 
     def _serve(self, scene: Scene) -> None:
+        self._unchecked |= scene.unchecked
         self._empty_cache()
         with self._counted(scene.name):
             outputs = self._llm.generate(

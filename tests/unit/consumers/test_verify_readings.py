@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from headgate.capture.engine.commands.verify_engine import checked_consumers
 from headgate.capture.monitoring.verify_checks import (
     PLAIN,
     SERVED,
     ConsumerReading,
     Recording,
     RequestAnswer,
+    Scene,
     SceneRequest,
     Stage,
     Status,
@@ -24,7 +26,7 @@ from headgate.capture.monitoring.verify_checks import (
 )
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.sites import Site
-from headgate.consumers.verify import READ, READ_AGAIN, ReadingChecks
+from headgate.consumers.verify import CHECKS, NOT_READ, READ, READ_AGAIN, ReadingChecks
 
 LOGPROBS: list[dict[int, float]] = [{7: -0.1, 8: -3.0}, {9: -0.2, 3: -2.0}]
 WEIGHTS = torch.tensor([[[0.1, 0.6, 0.05, 0.05, 0.1, 0.1], [0.3, 0.2, 0.1, 0.1, 0.2, 0.1]]])
@@ -142,7 +144,7 @@ def test_each_consumer_of_the_user_is_asked_by_its_own_name() -> None:
         CaptureConsumerSpec(name="attention"),
         CaptureConsumerSpec(name="features", params={"saes": {"gs20": "x"}}),
     ]
-    sites = (Site.parse("3.k"), Site.parse("4.k"))
+    sites = tuple(map(Site.parse, ("2.k", "3.q", "3.k", "4.q", "4.k")))
 
     def scenes(kind: str, asked: list[CaptureConsumerSpec]) -> dict[str, Any]:
         stage = Stage(kind=kind, llm=None, plain=[request], sites=sites, width=lambda site: 4, consumers=asked)
@@ -154,3 +156,43 @@ def test_each_consumer_of_the_user_is_asked_by_its_own_name() -> None:
     assert "mine" not in found[READ_AGAIN]
     assert [found[name]["attention"] for name in (READ, READ_AGAIN)] == [{"layers": [3]}, {"layers": [3], "top": 5}]
     assert found[READ_AGAIN]["features"]["sae"] == "gs20"
+
+
+def test_what_cannot_be_checked_is_told_with_the_reason() -> None:
+    request = SceneRequest(label="plain", prompt=[1], max_tokens=2)
+    few = CaptureConsumerSpec(name="features", instance_name="few", params={"saes": {"gs20": "x"}, "top": 7})
+    keys_alone = CaptureConsumerSpec(name="attention")
+    expected = {
+        "few: features have the activations of the strongest": (
+            "its parameter top is 7: 8 features by their ids are needed"
+        ),
+        "attention: patterns sum to 1, and the largest keys are theirs": (
+            "q and k of no layer are both captured: add them to --capture-sites"
+        ),
+    }
+
+    def scenes(*others: CaptureConsumerSpec) -> list[Scene]:
+        stage = Stage(
+            kind=SERVED,
+            llm=None,
+            plain=[request],
+            sites=(Site.parse("3.k"), Site.parse("4.q")),
+            width=lambda site: 4,
+            consumers=[few, keys_alone, *others],
+        )
+        return list(ReadingChecks().scenes(stage))
+
+    for found, name in ((scenes(), NOT_READ), (scenes(CaptureConsumerSpec(name="lens")), READ)):
+        assert [(scene.name, scene.unchecked) for scene in found] == [(name, expected)]
+    made = msgspec.structs.replace(recording({}), scenes={PLAIN: recording({}).scenes[PLAIN]}, unchecked=expected)
+    served = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Recording)
+    verdicts = list(ReadingChecks().judge({SERVED: [served]}))
+    assert [(each.check, each.status, each.figure) for each in verdicts] == [
+        (check, Status.SKIPPED, why) for check, why in expected.items()
+    ]
+
+
+def test_every_consumer_with_a_check_is_in_the_engine_that_is_checked() -> None:
+    given = {"consumers": [{"name": name} for name in (*ReadingChecks().consumers, "inline")]}
+
+    assert [each.name for each in checked_consumers(given)] == [*CHECKS]
