@@ -25,7 +25,7 @@ export type Json = Record<string, unknown>;
 
 export interface CaptureResult { status: string; error: string | null; payload: unknown; num_rows: number; num_bytes: number; dropped_rows: number }
 export interface Trace { positions: number[]; scores: Record<string, (number | null)[]>; gates: Record<string, { strength: (number | null)[]; applied: (number | null)[] }> }
-export interface TokenLogprob { token: string; logprob: number; bytes: number[] | null; top_logprobs?: { token: string; logprob: number; bytes: number[] | null }[] }
+export interface TokenLogprob { token: string; logprob: number | null; bytes: number[] | null; top_logprobs?: { token: string; logprob: number | null; bytes: number[] | null }[] }
 export interface Choice { index: number; delta?: { content?: string; reasoning?: string; reasoning_content?: string }; logprobs?: { content: TokenLogprob[] | null } | null; finish_reason: string | null; token_ids?: number[] | null; steering_trace?: Trace }
 export interface Chunk { choices: Choice[]; capture_results?: Record<string, CaptureResult>; prompt_token_ids?: number[] | null; usage?: { prompt_tokens: number; completion_tokens: number }; error?: { message: string; code?: number } }
 
@@ -113,7 +113,14 @@ async function refused(answer: Response): Promise<ApiError> {
   return new ApiError(sentence(answer.status, message, field, answer.headers.get("retry-after")), answer.status, field);
 }
 
+export const BROKEN_OFF = "The connection to the server broke off in the middle of the answer.";
 export const UNREACHABLE = "The server does not answer. It may have stopped, or be starting; the page asks again every few seconds.";
+
+let lost: () => void = () => undefined;
+/** Has `call` called whenever the server does not answer. */
+export function whenLost(call: () => void): void {
+  lost = call;
+}
 
 export class Api {
   constructor(readonly keys: Keys) {}
@@ -127,6 +134,7 @@ export class Api {
       answer = await fetch(BASE + path, options);
     } catch (error) {
       if (signal?.aborted) throw error;
+      lost();
       throw new ApiError(UNREACHABLE, null);
     }
     if (!answer.ok) throw await refused(answer);
@@ -154,14 +162,16 @@ export class Api {
     const answer = await this.send(path, body, signal);
     const reader = answer.body!.pipeThrough(new TextDecoderStream()).getReader();
     let pieces: string[] = [];
+    let isComplete = false;
     for (;;) {
       let read: ReadableStreamReadResult<string>;
       try {
         read = await reader.read();
       } catch (error) {
         if (signal.aborted) throw error;
-        throw new ApiError("The connection to the server broke off in the middle of the answer.", null);
+        throw new ApiError(BROKEN_OFF, null);
       }
+      if (read.done && !isComplete) throw new ApiError(BROKEN_OFF, null); // as a proxy ends what its server no longer sends
       if (read.done) return;
       // The last event may be many megabytes of rows: joined once, when its end is here.
       if (!read.value.includes("\n")) {
@@ -171,7 +181,8 @@ export class Api {
       const lines = (pieces.join("") + read.value).split("\n");
       pieces = [lines.pop()!];
       for (const line of lines) {
-        if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
+        isComplete ||= line.trimEnd() === "data: [DONE]";
+        if (!line.startsWith("data: ") || isComplete) continue;
         const chunk = JSON.parse(line.slice(6)) as Chunk;
         if (chunk.error) throw new ApiError(sentence(chunk.error.code ?? 500, chunk.error.message, null, null), chunk.error.code ?? null);
         yield chunk;

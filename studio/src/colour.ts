@@ -16,6 +16,11 @@ export function scaleOf(values: Iterable<number>): Scale | null {
   return { low, high: high > low ? high : low + (Math.abs(low) || 1), isSigned: false };
 }
 
+/** The least and the largest of many numbers; a spread of them would be arguments, more than there may be. */
+export function extent(values: readonly number[]): [number, number] {
+  return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
+}
+
 export function shareOf(value: number, scale: Scale): number {
   return Math.min(1, Math.max(0, (value - scale.low) / (scale.high - scale.low)));
 }

@@ -2,10 +2,10 @@
 
 import "./studio.css";
 import { effect } from "@preact/signals";
-import { render } from "preact";
+import { Component, type ComponentChildren, render } from "preact";
 import { useState } from "preact/hooks";
 import { Dialog, Field, Notice } from "./parts";
-import { keepHash, openRecording, restore } from "./share";
+import { isDamaged, keepHash, openRecording, restore } from "./share";
 import { branches, changed, facts, attentionName, featuresName, followed, gates, isRecorded, items, keys, loadFacts, setKeys, settings, turns, unreachable, type View, view, watched } from "./state";
 import { TakeHome } from "./takehome";
 import { AttentionView } from "./views/attention";
@@ -49,7 +49,8 @@ function App() {
       <main id="main">
         <h2 class="hidden">{current.label}</h2>
         <Notice kind="error" text={unreachable.value} />
-        {current.show()}
+        <Notice kind="error" text={isDamaged.value ? "This link cannot be read, so nothing was restored: it was cut off, or is of another release." : ""} />
+        <Guarded key={current.view}>{current.show()}</Guarded>
       </main>
       {dialog === "keys" && <KeysDialog onClose={() => setDialog(null)} />}
       {dialog === "home" && <TakeHome onClose={() => setDialog(null)} />}
@@ -57,13 +58,27 @@ function App() {
   );
 }
 
+/** A view that says why it cannot be shown; the others go on. */
+class Guarded extends Component<{ children: ComponentChildren }, { error: string }> {
+  override state = { error: "" };
+  static override getDerivedStateFromError(error: unknown): { error: string } {
+    return { error: String(error) };
+  }
+  override render() {
+    return this.state.error ? <Notice kind="error" text={`This view cannot be shown: ${this.state.error}`} /> : this.props.children;
+  }
+}
+
+/** Keys travel in headers, which hold printable characters of ASCII. */
+const KEY = "[\\x20-\\x7e]*";
+
 function KeysDialog({ onClose }: { onClose: () => void }) {
   const [found, setFound] = useState(keys.value);
   return (
     <Dialog title="Keys" onClose={onClose}>
-      <form onSubmit={(event) => { event.preventDefault(); setKeys({ api: found.api.trim(), headgate: found.headgate.trim() }); event.currentTarget.closest("dialog")?.close(); }}>
-        <Field label="API key of the server" hint="its --api-key; sent as Authorization"><input type="password" autocomplete="off" value={found.api} onInput={(event) => setFound({ ...found, api: event.currentTarget.value })} /></Field>
-        <Field label="headgate key" hint="with the roles capture and steer; sent as X-Headgate-Key"><input type="password" autocomplete="off" value={found.headgate} onInput={(event) => setFound({ ...found, headgate: event.currentTarget.value })} /></Field>
+      <form onSubmit={(event) => { event.preventDefault(); setKeys(found); event.currentTarget.closest("dialog")?.close(); }}>
+        <Field label="API key of the server" hint="its --api-key; sent as Authorization"><input type="password" autocomplete="off" pattern={KEY} title="letters, digits and signs of ASCII" value={found.api} onInput={(event) => setFound({ ...found, api: event.currentTarget.value.trim() })} /></Field>
+        <Field label="headgate key" hint="with the roles capture and steer; sent as X-Headgate-Key"><input type="password" autocomplete="off" pattern={KEY} title="letters, digits and signs of ASCII" value={found.headgate} onInput={(event) => setFound({ ...found, headgate: event.currentTarget.value.trim() })} /></Field>
         <p><small>Keys stay in this tab, are sent to this server alone, and are gone when the tab is closed. A server on your own machine may need none.</small></p>
         <button type="submit">Use these keys</button>
       </form>
@@ -90,10 +105,17 @@ function start(): void {
       void [view.value, settings.value, items.value, gates.value, watched.value, followed.value, turns.value, branches.value];
       keepHash();
     });
+    let isOpen = false;
+    effect(() => {
+      void [view.value, turns.value];
+      if (isOpen) isDamaged.value = false; // one goes on without the link
+      isOpen = true;
+    });
     void loadFacts();
     setInterval(() => { if (!document.hidden && (unreachable.value || !facts.value)) void loadFacts(); }, 3000);
     addEventListener("hashchange", () => { if (restore(location.hash)) void loadFacts(); });
   }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed); // canvases are drawn again
   const page = document.getElementById("page")!;
   page.textContent = "";
   render(<App />, page);

@@ -194,17 +194,20 @@ export function TokenNumbers({ token, position, series, run }: NumbersProps) {
           {Number.isFinite(cosine) && <tr data-series="pinned-cosine"><th scope="row">cosine to the pinned token’s row</th><td data-value={cosine}>{shown(cosine)}</td></tr>}
         </tbody>
       </table>
-      {token.top.length > 0 && (
-        <ol class="alternatives">
-          {token.top.map((other) => (
-            <li key={other.text}>
-              <i style={{ width: `${(Math.exp(other.logprob) * 6).toFixed(2)}em` }} />
-              <span>{visible(other.text)}</span> <small>{(Math.exp(other.logprob) * 100).toFixed(1)} %</small>
-            </li>
-          ))}
-        </ol>
-      )}
+      {token.top.length > 0 && <Alternatives list={token.top} />}
     </>
+  );
+}
+
+/** Tokens with their probabilities; a log-probability that the server could not compute is null. */
+export function Alternatives({ list }: { list: { text: string; logprob: number | null }[] }) {
+  return (
+    <ol class="alternatives">
+      {list.map(({ text, logprob }, i) => {
+        const share = logprob === null ? NaN : Math.exp(logprob);
+        return <li key={i} data-logprob={logprob}><i style={{ width: `${(share * 6 || 0).toFixed(2)}em` }} /><span>{visible(text)}</span> <small>{Number.isFinite(share) ? `${(share * 100).toFixed(1)} %` : "–"}</small></li>;
+      })}
+    </ol>
   );
 }
 

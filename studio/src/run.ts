@@ -2,6 +2,7 @@
 
 import type { CaptureResult, Chunk, Condition, Decision, Json, Message, TokenLogprob, Trace } from "./api";
 import { ApiError } from "./api";
+import { extent } from "./colour";
 import { api, attentionName, changed, facts, featuresName, followed, gates, type GateSpec, type Grid, type Ids, inlineName, items, type Item, lensName, type Features, type Lens, messagesUpTo, type ProbeScores, offered, recorder, type Run, settings, sites, type Token, turns, type Turn, watched } from "./state";
 import { cosineOf, cosinesTo, fromBase64, packed, readSafetensors, rowCosines, rowNorms, type Tensors } from "./tensors";
 import { textOfBytes, textsOf } from "./tokens";
@@ -224,10 +225,10 @@ export async function readAgain(turn: Turn, { prompt: before, answer: after }: I
   changed();
 }
 
-interface Listed { logprob: number; decoded_token: string | null }
+interface Listed { logprob: number | null; decoded_token: string | null }
 
 function readToken(id: number, listed: Record<string, Listed> | null): Token {
-  const top = Object.values(listed ?? {}).sort((a, b) => b.logprob - a.logprob).slice(0, 5);
+  const top = Object.values(listed ?? {}).sort((a, b) => (b.logprob ?? -Infinity) - (a.logprob ?? -Infinity)).slice(0, 5);
   const own = listed?.[String(id)];
   return { text: own?.decoded_token ?? `#${id}`, id, logprob: own?.logprob ?? null, top: top.map((each) => ({ text: each.decoded_token ?? "", logprob: each.logprob })) };
 }
@@ -309,7 +310,7 @@ function filled(length: number): number[] {
 /** Writes the rows of traces that have not been written yet, and empties the list. */
 function applyTraces(run: Run, traces: Trace[]): void {
   for (const trace of traces.splice(0)) {
-    const length = Math.max(0, ...trace.positions) + 1;
+    const length = Math.max(0, extent(trace.positions)[1]) + 1;
     const write = (values: number[], found: (number | null)[]) => {
       while (values.length < length) values.push(NaN);
       trace.positions.forEach((position, i) => (values[position] = found[i] ?? NaN));
@@ -364,7 +365,7 @@ async function scorePlain(run: Run, signal: AbortSignal): Promise<void> {
   const ids = [...run.prompt, ...run.answer].map((token) => token.id);
   if (ids.some((id) => id === null) || !run.answer.length) return;
   try {
-    const found = await api.value.post<{ choices: { prompt_logprobs: (Record<string, { logprob: number }> | null)[] }[] }>(
+    const found = await api.value.post<{ choices: { prompt_logprobs: (Record<string, { logprob: number | null }> | null)[] }[] }>(
       "/v1/completions",
       { model: facts.value?.model ?? "", prompt: ids, max_tokens: 1, temperature: 0, prompt_logprobs: 0 },
       signal,
@@ -373,8 +374,8 @@ async function scorePlain(run: Run, signal: AbortSignal): Promise<void> {
     const values = filled(ids.length);
     run.answer.forEach((token, i) => {
       const position = run.prompt.length + i;
-      const plain = listed[position]?.[String(token.id)]?.logprob;
-      if (plain !== undefined && token.logprob !== null) values[position] = token.logprob - plain;
+      const plain = listed[position]?.[String(token.id)]?.logprob ?? null; // null in place of NaN, too
+      if (plain !== null && token.logprob !== null) values[position] = token.logprob - plain;
     });
     run.series["difference"] = { label: "log-probability: steered − plain", values };
   } catch (error) {
@@ -590,7 +591,7 @@ export interface ReadRow {
   row: Float32Array;
   vectors: { name: string; cosine: number }[];
   features: { sae: string; list: { id: number; value: number; label: string }[] } | null;
-  lens: { name: string; list: { token: string; logprob: number }[] } | null;
+  lens: { name: string; list: { text: string; logprob: number | null }[] } | null;
 }
 
 /** SAEs of the consumer `features` that read a site. */
@@ -641,7 +642,7 @@ function strongestOf(found: { capture_results: Record<string, CaptureResult> }):
 function lensOf(found: { capture_results: Record<string, CaptureResult> }, layer: number): ReadRow["lens"] {
   const result = lensName.value ? (found.capture_results[lensName.value]?.payload as { lens: string; layers: Lens["layers"] } | undefined) : undefined;
   const of = result?.layers?.[String(layer)];
-  return of ? { name: result!.lens, list: of.tokens[0]!.map((token, i) => ({ token, logprob: of.logprobs[0]![i]! })) } : null;
+  return of ? { name: result!.lens, list: of.tokens[0]!.map((text, i) => ({ text, logprob: of.logprobs[0]![i] ?? null })) } : null;
 }
 
 export function attentionBody(ids: number[], layer: number): Json {

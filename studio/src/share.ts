@@ -1,8 +1,10 @@
 // What can be taken home: code that does the same, a link that restores the view, a recording as one HTML file.
 
+import { signal } from "@preact/signals";
 import type { Json } from "./api";
 import { BASE } from "./api";
-import { branches, facts, followed, gates, type How, type Ids, items, keys, type Phase, settings, type Turn, turns, type View, view, want, watched } from "./state";
+import { branches, facts, followed, gates, type GateSpec, type Ids, type Item, items, keys, type Phase, settings, type Turn, turns, type View, view, want, watched } from "./state";
+import { fromBase64, toBase64 } from "./tensors";
 
 // ---- code
 
@@ -17,7 +19,8 @@ function usesKeys(): { api: boolean; headgate: boolean } {
 }
 
 export function curl({ method, path, body }: Call): string {
-  const lines = [`curl -s ${method === "GET" ? "" : "-N "}'${origin()}${path}'`];
+  const address = `${origin()}${path}`.replaceAll("'", "%27"); // a name in it may end the shell's quotes
+  const lines = [`curl -s ${method === "GET" ? "" : "-N "}'${address}'`];
   if (usesKeys().api) lines.push(`-H "Authorization: Bearer $API_KEY"`);
   if (usesKeys().headgate) lines.push(`-H "X-Headgate-Key: $HEADGATE_KEY"`);
   if (path.includes("/rows")) lines.push(`-o rows.safetensors`);
@@ -120,10 +123,13 @@ function direct(path: string): string {
 
 // ---- link
 
+/** An item of a link; `row` is the vector in base64, float32. */
+type LinkedItem = Omit<Item, "row" | "hash"> & { row?: string };
+
 interface Linked {
   v: View;
   s: typeof settings.value;
-  i: { name: string; isOn: boolean; scale: number; phase: Phase; how: How }[];
+  i: LinkedItem[];
   g: typeof gates.value;
   w: typeof watched.value;
   f: typeof followed.value;
@@ -131,23 +137,36 @@ interface Linked {
   b: Record<number, number>;
 }
 
+/** The most bytes of vectors in a link, which programs that pass it on may cut off; and the most characters of a link. */
+const ROW_BYTES = 64 * 1024;
+const LINK_LENGTH = 1_000_000;
+
 function encode(value: unknown): string {
-  const bytes = new TextEncoder().encode(JSON.stringify(value));
-  let binary = "";
-  for (const byte of bytes) binary += String.fromCharCode(byte);
-  return btoa(binary).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
+  return toBase64(new TextEncoder().encode(JSON.stringify(value))).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
 }
 
 function decode(text: string): unknown {
-  const binary = atob(text.replaceAll("-", "+").replaceAll("_", "/"));
-  return JSON.parse(new TextDecoder().decode(Uint8Array.from(binary, (c) => c.charCodeAt(0))));
+  return JSON.parse(new TextDecoder().decode(fromBase64(text.replaceAll("-", "+").replaceAll("_", "/"))));
+}
+
+/** Items with vectors of this tab, in their order as long as there is room for them; and the names of those without room. */
+function ownItems(): { items: Item[]; leftOut: string[] } {
+  let room = ROW_BYTES;
+  const own = items.value.filter((item) => item.kind !== "module");
+  const fitting = own.filter((item) => (room -= item.row?.byteLength ?? 0) >= 0);
+  return { items: fitting, leftOut: own.filter((item) => !fitting.includes(item)).map((item) => item.name) };
+}
+
+function linkedItem({ row, hash, ...item }: Item): LinkedItem {
+  void hash;
+  return item.kind !== "local" || !row ? item : { ...item, row: toBase64(new Uint8Array(row.buffer, row.byteOffset, row.byteLength)) };
 }
 
 function linked(): Linked {
   return {
     v: view.value,
     s: settings.value,
-    i: items.value.filter((item) => item.kind === "module" && item.isOn).map(({ name, isOn, scale, phase, how }) => ({ name, isOn, scale, phase, how })),
+    i: [...items.value.filter((item) => item.kind === "module" && item.isOn), ...ownItems().items].map(linkedItem),
     g: gates.value,
     w: watched.value,
     f: followed.value,
@@ -168,36 +187,114 @@ function areIds(found: { prompt: unknown[]; answer: unknown[] } | undefined): fo
   return [found?.prompt, found?.answer].every((each) => Array.isArray(each) && each.length > 0 && each.every(Number.isInteger));
 }
 
-export function link(): string {
-  return `${location.href.replace(/#.*$/, "")}#${encode(linked())}`;
+/** The link to what is shown; null if it is longer than browsers take. */
+export function link(): string | null {
+  const text = encode(linked());
+  return text.length > LINK_LENGTH ? null : `${location.href.replace(/#.*$/, "")}#${text}`;
+}
+
+/** What a link to this view leaves out, as a sentence. */
+export function leftOut(): string {
+  const names = ownItems().leftOut.map((name) => `“${name}”`).join(", ");
+  const captures = turns.value.some((turn) => turn.parent === 0 && turn.role === "assistant");
+  return [names ? `It leaves out ${names}: it has room for ${ROW_BYTES / 1024} KiB of vectors; save them as files, or register them.` : "", captures ? "It leaves out the rows of captures that were opened." : ""].filter(Boolean).join(" ");
+}
+
+/** Whether the address held a link that could not be read. */
+export const isDamaged = signal(false);
+
+function isOneOf<T extends string>(value: unknown, of: readonly T[]): value is T {
+  return of.includes(value as T);
+}
+
+const PHASES: readonly Phase[] = ["both", "prompt", "answer"];
+
+/** Values of a link are checked one by one: whoever made it may have written anything into it. */
+function check(isRight: boolean, what: string): void {
+  if (!isRight) throw new Error(`the link's ${what} cannot be read`);
+}
+
+function itemOf({ name, isOn, scale, phase = "both", how = "add", kind = "module", site = "", about = "", row, sae, feature, lens, token }: LinkedItem): Item {
+  check([name, site, about].every((each) => typeof each === "string") && Number.isFinite(scale) && isOneOf(phase, PHASES), "items");
+  check(isOneOf(how, ["add", "ablate", "at most", "at least", "set"]) && isOneOf(kind, ["module", "local", "feature", "lens"]), "items");
+  const item: Item = { name, isOn: !!isOn, scale, phase, how, kind, site, about, row: null };
+  if (kind === "feature") {
+    check(typeof sae === "string" && Number.isInteger(feature), "features");
+    return { ...item, sae: sae!, feature: feature! };
+  }
+  if (kind === "lens") {
+    check(typeof lens === "string" && typeof token === "string", "directions");
+    return { ...item, lens: lens!, token: token! };
+  }
+  if (kind === "module") return item;
+  const values = new Float32Array(fromBase64(String(row)).buffer);
+  check(values.length > 0 && values.every(Number.isFinite) && /^\d+\.[a-z_]+$/.test(site), "vectors");
+  return { ...item, row: values };
+}
+
+function gateOf({ name, isOn, reads, compare, threshold, phase = "both", pool, then, scope }: GateSpec): GateSpec {
+  check([name, reads.name, reads.site, then.name].every((each) => typeof each === "string") && [threshold, then.scale].every(Number.isFinite) && isOneOf(phase, PHASES), "gates");
+  check(isOneOf(reads.kind, ["probe", "cosine", "always"]) && isOneOf(then.kind, ["module", "observe"]) && isOneOf(compare, ["above", "below"]), "gates");
+  check(isOneOf(pool, ["token", "ema", "last_prompt", "prompt_mean"]) && isOneOf(scope, ["this_token", "next_token", "rest_of_request"]), "gates");
+  return { name, isOn: !!isOn, reads, compare, threshold, phase, pool, then, scope };
+}
+
+/** Turns of a link: a parent has a smaller number than its children, so that each way through them ends. */
+function turnsOf(list: Linked["t"]): Turn[] {
+  check(new Set(list.map((turn) => turn.id)).size === list.length, "conversation");
+  return list.map(({ id, parent, role, text, ids }) => {
+    check(Number.isInteger(id) && Number.isInteger(parent) && 0 <= parent && parent < id && typeof text === "string" && isOneOf(role, ["system", "user", "assistant"]), "conversation");
+    return { id, parent, role, text, runs: [], chosen: 0, ...(areIds(ids) ? { ids } : {}) };
+  });
+}
+
+function settingsOf(given: Partial<Linked["s"]>): Linked["s"] {
+  const known = { ...settings.value } as Record<string, unknown>;
+  for (const [name, value] of Object.entries(given)) {
+    if (!Object.hasOwn(known, name) || name === "recordProbe" || typeof value !== typeof known[name]) continue;
+    if (typeof value === "number") check(Number.isFinite(value), "settings");
+    known[name] = value;
+  }
+  const found = known as Linked["s"];
+  check(isOneOf(found.reads, ["none", "layer", "all"]) && /^\d{0,15}$/.test(found.seed), "settings");
+  return found;
 }
 
 /** Restores what a link says, but that messages are recorded; one that is damaged restores nothing. Values of a link are texts and numbers, never code or HTML. */
 export function restore(hash: string): boolean {
+  isDamaged.value = false;
   if (hash.length < 2) return false;
   try {
     const found = decode(hash.slice(1)) as Linked;
-    const known = { ...settings.value } as Record<string, unknown>;
-    for (const [name, value] of Object.entries(found.s ?? {})) if (typeof value === typeof known[name] && name !== "recordProbe") known[name] = value;
-    settings.value = known as typeof settings.value;
-    gates.value = (found.g ?? []).filter((gate) => typeof gate.name === "string" && gate.reads && gate.then).map((gate) => ({ ...gate, phase: gate.phase ?? "both" }));
-    watched.value = (found.w ?? []).filter((each) => typeof each.name === "string");
-    followed.value = (found.f ?? []).filter((each) => typeof each.sae === "string" && Number.isInteger(each.id)).map(({ sae, id, label }) => ({ sae, id, label: String(label) }));
-    turns.value = (found.t ?? []).filter((turn) => typeof turn.text === "string").map(({ ids, ...turn }) => ({ ...turn, runs: [], chosen: 0, ...(areIds(ids) ? { ids } : {}) }));
+    check(typeof found === "object", "content");
+    const all = (found.i ?? []).map(itemOf);
+    const restored = {
+      settings: settingsOf(found.s ?? {}),
+      gates: (found.g ?? []).map(gateOf),
+      turns: turnsOf(found.t ?? []),
+      watched: (found.w ?? []).filter((each) => typeof each.name === "string"),
+      followed: (found.f ?? []).filter((each) => typeof each.sae === "string" && Number.isInteger(each.id)).map(({ sae, id, label }) => ({ sae, id, label: String(label) })),
+    };
+    settings.value = restored.settings;
+    gates.value = restored.gates;
+    turns.value = restored.turns;
+    watched.value = restored.watched;
+    followed.value = restored.followed;
     branches.value = found.b ?? {};
-    want((found.i ?? []).filter((item) => typeof item.name === "string").map(({ name, isOn, scale, phase, how }) => ({ name, isOn: !!isOn, scale: Number(scale), phase, how: how ?? "add" })));
+    items.value = all.filter((item) => item.kind !== "module");
+    want(all.filter((item) => item.kind === "module"));
     view.value = found.v;
     return true;
   } catch {
+    isDamaged.value = true;
     return false;
   }
 }
 
 let storing: ReturnType<typeof setTimeout> | undefined;
 export function keepHash(): void {
-  const text = encode(linked());
   clearTimeout(storing);
-  storing = setTimeout(() => history.replaceState(null, "", `#${text}`), 300);
+  storing = setTimeout(() => history.replaceState(null, "", link() ?? location.pathname + location.search), 300);
 }
 
 // ---- recording

@@ -2,7 +2,7 @@
 
 import { computed, signal } from "@preact/signals";
 import type { Tensor } from "./tensors";
-import { Api, ApiError, type Capturable, type Decision, type Dynamic, type Layers, type Message, type Probe, type Rule, type Sae, type Status, storedKeys, storeKeys, type Keys } from "./api";
+import { Api, ApiError, type Capturable, type Decision, type Dynamic, type Layers, type Message, type Probe, type Rule, type Sae, type Status, storedKeys, storeKeys, type Keys, UNREACHABLE, whenLost } from "./api";
 
 export interface Facts {
   model: string;
@@ -19,7 +19,7 @@ export interface Facts {
   dynamicRefused: string;
 }
 
-export interface Token { text: string; id: number | null; logprob: number | null; top: { text: string; logprob: number }[] }
+export interface Token { text: string; id: number | null; logprob: number | null; top: { text: string; logprob: number | null }[] }
 
 /** Values by position of a request, prompt first; NaN where there is none. */
 export interface Series { label: string; values: number[]; threshold?: number }
@@ -46,7 +46,7 @@ export interface Recorded { consumer: string; decision: Decision; isStored: bool
 /** Strongest features of each row; ids and values are null where the row is not finite. */
 export interface Features { sae: string; positions: number[]; ids: (number[] | null)[]; values: (number[] | null)[]; labels: Record<string, string> }
 
-export interface Lens { name: string; layers: Record<string, { ids: number[][]; tokens: string[][]; logprobs: number[][]; token_logprobs?: number[][]; token_ranks?: number[][] }>; positions: number[]; tokens: string[] }
+export interface Lens { name: string; layers: Record<string, { ids: number[][]; tokens: string[][]; logprobs: (number | null)[][]; token_logprobs?: number[][]; token_ranks?: number[][] }>; positions: number[]; tokens: string[] }
 
 export interface Run {
   kind: "plain" | "steered";
@@ -236,6 +236,10 @@ export function offered(kind: string, field: string): string[] {
 /** Hook points that can be captured, and their layers. */
 export const sites = computed(() => facts.value?.capture?.sites ?? {});
 
+whenLost(() => {
+  if (!isRecorded.value) unreachable.value = UNREACHABLE; // main asks again until it answers
+});
+
 let loading = 0;
 /** Asks the server what it has. What it refuses is kept as the reason, and not shown. */
 export async function loadFacts(): Promise<void> {
@@ -285,7 +289,7 @@ function settle(): void {
   const known = (kind: string, field: string, chosen: string) => (offered(kind, field).includes(chosen) ? chosen : "");
   set({ readHook: hook, readLayer: layer, lens: known("lens", "lens", settings.value.lens), sae: known("features", "sae", settings.value.sae), recordProbe: recorder.value?.key ?? "" });
   const modules = facts.value?.steering?.modules ?? {};
-  const kept = items.value.filter((item) => item.kind !== "module" || item.name in modules);
+  const kept = items.value.filter((item) => item.kind !== "module" || Object.hasOwn(modules, item.name)).map((item) => (misfit(item) ? { ...item, isOn: false } : item));
   for (const module of Object.values(modules)) {
     const known = kept.findIndex((item) => item.kind === "module" && item.name === module.name);
     if (known >= 0) {
@@ -300,8 +304,17 @@ function settle(): void {
   items.value = kept;
 }
 
+/** Why a vector of this tab cannot steer here, if its file or link is of another model. */
+export function misfit({ kind, row, site }: Pick<Item, "kind" | "row" | "site">): string {
+  const layers = facts.value?.layers;
+  if (!layers || kind !== "local" || !row) return "";
+  const [layer = "", hook = ""] = site.split(".");
+  if (!layers.hook_points[hook]?.includes(Number(layer))) return `This server does not steer at ${site}.`;
+  return row.length === layers.hidden_size ? "" : `It has ${row.length} values, and the rows of this model ${layers.hidden_size}.`;
+}
+
 /** Modules that a link named, until the server is known to have them. */
-export let wanted: { name: string; isOn: boolean; scale: number; phase: Phase; how: How }[] = [];
+export let wanted: Item[] = [];
 export function want(list: typeof wanted): void {
   wanted = list;
 }

@@ -3,7 +3,7 @@
 import { useState } from "preact/hooks";
 import { Dialog, Notice } from "./parts";
 import { attentionBody, readBody, rowBody } from "./run";
-import { type Call, curl, download, headgate, link, openai, recording } from "./share";
+import { type Call, curl, download, headgate, leftOut, link, openai, recording } from "./share";
 import { currentRun, isRecorded, view } from "./state";
 import { lastRule } from "./views/dynamic";
 import { lastRow } from "./views/grid";
@@ -47,6 +47,7 @@ export function TakeHome({ onClose }: { onClose: () => void }) {
   const [error, setError] = useState("");
   const write = { curl, openai, headgate }[language];
   const calls = callsOf();
+  const address = isRecorded.value ? null : link();
   const save = async () => {
     try {
       download("headgate-recording.html", await recording(), "text/html");
@@ -68,11 +69,12 @@ export function TakeHome({ onClose }: { onClose: () => void }) {
       })}
       {!isRecorded.value && (
         <p class="actions">
-          <Copy text={link()} label="Copy a link to this view" />
+          {address && <Copy text={address} label="Copy a link to this view" />}
           <button type="button" onClick={() => void save()}>Save as one HTML file</button>
         </p>
       )}
-      <p><small>Keys are in neither of them. A link holds the conversation’s texts; a recording also the numbers of its tokens.</small></p>
+      {!isRecorded.value && <Notice text={address ? leftOut() : "This conversation is too long for a link; the HTML file has it all."} />}
+      <p><small>Keys are in neither of them. A link holds the conversation’s texts and tokens, and what steers, with the vectors of this tab; a recording also the numbers of its tokens.</small></p>
       <Notice kind="error" text={error} />
     </Dialog>
   );

@@ -52,7 +52,9 @@ export function readSafetensors(bytes: Uint8Array<ArrayBuffer>): { tensors: Tens
   for (const [name, about] of Object.entries(header)) {
     if (name === "__metadata__") continue;
     const { dtype, shape, data_offsets: [begin, end] } = about as { dtype: string; shape: number[]; data_offsets: [number, number] };
-    tensors[name] = { shape, data: values(dtype, bytes.subarray(8 + length + begin, 8 + length + end)) };
+    const data = values(dtype, bytes.subarray(8 + length + begin, 8 + length + end));
+    if (data.length !== shape.reduce((product, size) => product * size, 1)) throw new Error(`the file is damaged: ${name} has ${data.length} values and the shape [${shape.join(", ")}]`);
+    tensors[name] = { shape, data };
   }
   return { tensors, metadata: (header["__metadata__"] ?? {}) as Record<string, string> };
 }

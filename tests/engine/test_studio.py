@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -36,7 +37,10 @@ SITES = json.dumps({"post_mlp": "all"})
 READ_SITES = json.dumps({"post_mlp": "all", "q": [5], "k": [5]})
 KEY, OTHER_KEY = "key-of-alice", "key-of-bob"
 COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
+BODY_BYTES = 1 << 20
+SERVER = json.dumps({"headgate": {"server": {"max_body_bytes": BODY_BYTES, "max_buffered_bytes": BODY_BYTES}}})
 FLAGS = [
+    *("--additional-config", SERVER),
     *("--served-model-name", "smollm2", "--dtype", "float32", "--enforce-eager", "--block-size", "32"),
     *("--max-model-len", "1024", "--capture-sites", READ_SITES, "--enable-steering", "--steering-op-sites", SITES),
 ]
@@ -141,8 +145,8 @@ def page(context: BrowserContext, server: Server) -> Iterator[Page]:
         call(server, "/v1/steering/rules/unregister", name=rule["name"])
 
 
-def enter(page: Page, server: Server, key: str = KEY) -> None:
-    page.goto(f"{server.url}/headgate/")
+def enter(page: Page, server: Server, key: str = KEY, url: str = "") -> None:
+    page.goto(url or f"{server.url}/headgate/")
     page.get_by_role("button", name="Keys").click()
     page.get_by_label("headgate key").fill(key)
     page.get_by_role("button", name="Use these keys").click()
@@ -1028,36 +1032,86 @@ def test_prompts_answers_and_names_are_never_html(page: Page, server: Server) ->
     expect(page.get_by_role("alert")).to_contain_text(EVIL)
 
 
-REFUSED = {
-    400: "The server refuses this request",
-    403: "Your key does not allow this",
-    413: "too large for this server",
-    503: "too busy to answer now",
-}
+def test_a_long_name_fits_the_width_of_a_phone(page: Page, server: Server) -> None:
+    row = [1.0] * SIZE
+    call(server, "/v1/steering/modules/register", name="long" * 60, vectors={"post_mlp": {str(LAYER): row}})
+    page.reload()
+    prepare(page, tokens=4)
+    page.get_by_label("cosine to long").check()
+    ask(page)
+    page.set_viewport_size({"width": 375, "height": 700})
+    wider = {}
+    for view in VIEWS:
+        show(page, view)
+        wider[view] = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    assert max(wider.values()) <= 0, wider
 
 
-@pytest.mark.parametrize("status", REFUSED)
-def test_refusals_are_sentences(page: Page, status: int) -> None:
-    def refuse(route: Route) -> None:
-        error = {"message": "because of this", "type": "x", "param": None, "code": status}
-        route.fulfill(status=status, json={"error": error}, headers={"retry-after": "7"})
+def test_a_canvas_follows_the_colours_of_the_system(page: Page) -> None:
+    prepare(page, tokens=4)
+    ask(page)
+    page.get_by_role("button", name="Layer by layer").click()
+    page.get_by_role("button", name="Read all layers").click()
+    expect(page.get_by_role("application")).to_be_visible()
+    axis = page.locator("canvas.axis")
+    drawn = "(axis) => [...axis.getContext('2d').getImageData(0, 0, axis.width, axis.height).data]"
+    light = axis.evaluate(drawn)
+    page.emulate_media(color_scheme="dark")
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    dark = axis.evaluate(drawn)
+    assert max(light[0::4]) < 128 < max(dark[0::4])  # dark digits, then light ones
 
-    page.route("**/v1/chat/completions", refuse)
-    page.get_by_label("Your message").fill("Hi")
+
+def test_a_token_that_is_a_part_of_a_character_can_be_pointed_at(page: Page, server: Server) -> None:
+    text = "Write a poem with emoji \N{GRINNING FACE}"
+    prepare(page)
+    (run,) = ask(page, text).all()
+    content = chat(server, text)["choices"][0]["logprobs"]["content"]
+    parts = [index for index, token in enumerate(content) if not token["token"]]
+    assert parts, content
+    part = run.locator(f'.token[data-i="{parts[0]}"]')
+    assert part.inner_text() == ""
+    part.hover()
+    shown = number(run.locator(".card [data-series=surprise] td"))
+    assert shown == pytest.approx(-content[parts[0]]["logprob"], abs=2e-3)
+
+
+def refused(page: Page, text: str) -> Locator:
+    """Ask what is refused; return the sentence."""
+    page.get_by_label("Your message").fill(text)
     page.get_by_label("Your message").press("Enter")
-    alert = page.get_by_role("alert")
-    expect(alert).to_contain_text(REFUSED[status])
-    expect(alert).to_contain_text("because of this")
-    if status == 503:
-        expect(alert).to_contain_text("Try again in 7 s.")
+    return page.get_by_role("alert")
 
 
-def test_what_the_server_itself_refuses_is_a_sentence(page: Page) -> None:
+def test_what_the_server_refuses_is_a_sentence(page: Page) -> None:
     prepare(page, tokens=5000)
-    page.get_by_label("Your message").fill("Hi")
-    page.get_by_label("Your message").press("Enter")
-    expect(page.get_by_role("alert")).to_contain_text("The server refuses this request")
-    expect(page.get_by_role("alert")).to_contain_text("1024")
+    alert = refused(page, "Hi")
+    expect(alert).to_contain_text("The server refuses this request")
+    expect(alert).to_contain_text("1024")
+
+
+def test_a_question_above_the_servers_limit_of_bytes_is_a_sentence(page: Page) -> None:
+    alert = refused(page, "word " * (BODY_BYTES // 4))
+    expect(alert).to_have_text(
+        f"The request is too large for this server: the body has more than {BODY_BYTES} bytes (the server's "
+        "max_body_bytes)."
+    )
+
+
+def test_a_server_that_is_too_busy_is_a_sentence_that_says_when_to_try_again(page: Page, server: Server) -> None:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head += f"X-Headgate-Key: {KEY}\r\n"  # another client's body would make way
+    page.get_by_label("Your message").fill("word " * 40_000)
+    with socket.create_connection((host, int(port))) as other:
+        # A body that fills the server's room for bodies, but for its last bytes, which do not come.
+        other.sendall(f"{head}Content-Length: {BODY_BYTES}\r\n\r\n".encode() + b" " * (BODY_BYTES - 1024))
+        page.get_by_label("Your message").press("Enter")
+        alert = page.get_by_role("alert")
+        expect(alert).to_have_text(
+            f"The server is too busy to answer now: {BODY_BYTES} bytes of requests are on their way at this moment "
+            "(the server's max_buffered_bytes): send it again in a moment. Try again in 1 s."
+        )
 
 
 def test_an_open_page_asks_for_nothing_but_figures_that_are_looked_at(page: Page) -> None:
@@ -1188,6 +1242,183 @@ def test_a_link_and_a_reload_restore_the_view(page: Page, context: BrowserContex
     expect(again.get_by_role("group").first.locator(".token").first).to_have_text("<|im_start|>")
 
 
+def test_a_link_holds_the_vectors_of_the_tab(page: Page, context: BrowserContext, server: Server) -> None:
+    prepare(page, tokens=8)
+    make_vector(page)
+    page.get_by_label("Scale of joy").fill("4")
+    page.get_by_label("Token", exact=True).fill(" sea")
+    page.get_by_role("button", name="Add", exact=True).click()
+    page.get_by_role("checkbox", name="“ sea” by logit").uncheck()
+    show(page, "Chat")
+    _, steered = ask(page, runs=2).all()
+    text = steered.get_by_role("group").last.inner_text()
+    address = copied_link(page)
+    assert page.get_by_role("dialog").get_by_text("leaves out").count() == 0
+
+    other = context.new_page()
+    other.goto(address)
+    enter(other, server, url=address)
+    show(other, "Steer")
+    item = other.locator("li.item", has_text="joy")
+    expect(item).to_contain_text(f"in this tab only, at {LAYER}.post_mlp; of 2 and 2 prompts, norm ")
+    expect(item.get_by_role("checkbox")).to_be_checked()
+    expect(item.get_by_label("Scale of joy")).to_have_value("4")
+    expect(other.get_by_role("checkbox", name="“ sea” by logit")).not_to_be_checked()
+    show(other, "Chat")
+    other.get_by_role("button", name="New conversation").click()
+    with other.expect_request(lambda request: "steering_vectors" in (request.post_data or "")) as asking:
+        _, again = ask(other, runs=2).all()
+    assert again.get_by_role("group").last.inner_text() == text
+    spec = {"inline": {"hooks": {"post_mlp": [LAYER]}, "positions": "last_prompt"}}
+    rows = [[rows_of(chat(server, text, max_tokens=1, capture=spec))[f"{LAYER}.post_mlp"][0] for text in texts]
+            for texts in (GLAD, SAD)]  # fmt: skip
+    vector = torch.stack(rows[0]).mean(0) - torch.stack(rows[1]).mean(0)
+    sent = json.loads(asking.value.post_data or "")["steering_vectors"]["post_mlp"]
+    assert sent["layer_indices"] == [LAYER]
+    assert np.frombuffer(base64.b64decode(sent["data"]), np.float32) == pytest.approx(4 * vector.numpy(), abs=1e-2)
+
+
+def copied_link(page: Page) -> str:
+    """The link that *Take it home* copies."""
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Take it home").click()
+    page.get_by_role("button", name="Copy a link to this view").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    found: str = page.evaluate("navigator.clipboard.readText()")
+    return found
+
+
+def test_a_link_names_the_vectors_for_which_it_has_no_room(page: Page, tmp_path: Path) -> None:
+    rows = {f"vectors/{layer}.post_mlp": torch.full((SIZE,), float(layer)) for layer in range(30)}
+    save_file(rows, tmp_path / "many.safetensors")
+    show(page, "Steer")
+    page.get_by_label("Open a file of vectors").set_input_files(tmp_path / "many.safetensors")
+    expect(page.locator("li.item")).to_have_count(30)
+    names = page.locator("li.item b").all_inner_texts()
+    address = copied_link(page)
+    room = 64 * 1024 // (4 * SIZE)
+    expect(page.get_by_role("dialog")).to_contain_text(
+        f"It leaves out {', '.join(f'“{name}”' for name in names[room:])}: it has room for 64 KiB of vectors"
+    )
+
+    page.goto("about:blank")
+    page.goto(address)
+    expect(page.locator("li.item b")).to_have_text(names[:room])
+
+
+def test_a_vector_of_another_model_neither_opens_nor_steers(page: Page, tmp_path: Path) -> None:
+    save_file({f"vectors/{LAYER}.post_mlp": torch.ones(SIZE + 1)}, tmp_path / "wide.safetensors")
+    save_file({f"vectors/{LAYER}.post_mlp": torch.full((SIZE,), torch.nan)}, tmp_path / "nan.safetensors")
+    save_file({f"vectors/{LAYER}.post_mlp": torch.ones(SIZE)}, tmp_path / "damaged.safetensors")
+    content = (tmp_path / "damaged.safetensors").read_bytes()
+    (tmp_path / "damaged.safetensors").write_bytes(content.replace(b"[576]", b"[577]"))
+    show(page, "Steer")
+    for name, said in (
+        ("wide", f"It has {SIZE + 1} values, and the rows of this model {SIZE}."),
+        ("nan", "has values that are no finite floating-point numbers."),
+        ("damaged", f"has {SIZE} values and the shape [{SIZE + 1}]."),
+    ):
+        page.get_by_label("Open a file of vectors").set_input_files(tmp_path / f"{name}.safetensors")
+        expect(page.get_by_role("alert")).to_contain_text(said)
+    expect(page.locator("li.item")).to_have_count(0)
+
+    row = base64.b64encode(np.ones(SIZE + 1, np.float32).tobytes()).decode()
+    wide = {"name": "wide", "kind": "local", "isOn": True, "scale": 1, "site": f"{LAYER}.post_mlp", "row": row}
+    go_to_link(page, {"v": "steer", "i": [wide]})
+    item = page.locator("li.item")
+    expect(item).to_contain_text(f"It has {SIZE + 1} values, and the rows of this model {SIZE}.")
+    expect(item.get_by_role("checkbox")).to_be_disabled()
+    item.get_by_role("slider").fill("3")
+    expect(item.get_by_role("checkbox")).not_to_be_checked()
+
+
+def go_to_link(page: Page, content: Any) -> None:
+    """Load the page with a link of any content."""
+    url = page.url.partition("#")[0]
+    page.goto("about:blank")
+    page.goto(f"{url}#{base64.urlsafe_b64encode(json.dumps(content).encode()).decode().rstrip('=')}")
+    expect(page.get_by_role("navigation")).to_be_visible()
+
+
+def turn(number: int, parent: int, **fields: Any) -> dict[str, Any]:
+    return {"id": number, "parent": parent, "role": "user", "text": "Hi", **fields}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"t": [turn(0, 0)]},
+        {"t": [turn(1, 0), turn(0, 1)]},
+        {"t": [turn(1, 0), turn(1, 0)]},
+        {"t": [turn(1, 0, text={"__html": EVIL})]},
+        {"t": [turn(1, 0, role=EVIL)]},
+        {"i": [{"name": "a", "kind": "local", "scale": 1, "site": "3.post_mlp", "row": "AAAA"}]},
+        {"i": [{"name": "a", "kind": "local", "scale": 1, "site": "3.post_mlp", "row": "AADAfw=="}]},
+        {"i": [{"name": "a", "kind": "lens", "scale": None}]},
+        {"g": [{"name": "a", "reads": {"kind": "probe", "name": "mood", "site": ""}, "then": {}}]},
+        {"s": {"seed": "9" * 40}},
+        {"w": 3},
+        "text",
+        None,
+    ],
+)  # fmt: skip
+def test_a_damaged_or_hostile_link_restores_nothing_and_the_page_says_so(page: Page, content: Any) -> None:
+    go_to_link(page, content)
+    expect(page.get_by_role("alert")).to_contain_text("This link cannot be read, so nothing was restored")
+    expect(page.get_by_role("button", name=QUESTION)).to_be_enabled()
+    show(page, "Steer")
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_bound_is_typed_with_its_sign(page: Page) -> None:
+    make_vector(page)
+    item = page.locator("li.item", has_text="joy")
+    item.get_by_label("Do", exact=True).select_option(label="limit p from above")
+    bound = item.get_by_label("p at most of joy")
+    bound.press("Control+a")
+    bound.press_sequentially("-12.5")
+    expect(bound).to_have_value("-12.5")
+    show(page, "Chat")
+    with page.expect_request(lambda request: "steering_ops" in (request.post_data or "")) as asking:
+        ask(page, "Hi", runs=2)
+    (operation,) = json.loads(asking.value.post_data or "")["steering_ops"]
+    assert operation["max"] == -12.5
+
+
+def test_a_key_that_no_header_can_hold_is_not_taken(page: Page) -> None:
+    page.get_by_role("button", name="Keys").click()
+    page.get_by_label("headgate key").fill("ключ")
+    page.get_by_role("button", name="Use these keys").click()
+    expect(page.get_by_label("headgate key")).to_be_focused()
+    page.keyboard.press("Escape")
+    page.reload()
+    expect(page.get_by_label("Layer", exact=True)).to_be_visible()  # the key from before is kept
+
+
+def answer_with(answer: dict[str, Any], route: Route) -> None:
+    route.fulfill(**answer)
+
+
+def test_what_the_server_cannot_compute_is_no_number(page: Page) -> None:
+    """Its JSON has null for log-probabilities of NaN."""
+    listed = {"token": "Hi", "logprob": None, "bytes": None, "top_logprobs": [{"token": EVIL, "logprob": None}]}
+    choice = {"index": 0, "delta": {"content": "Hi"}, "logprobs": {"content": [listed]}, "finish_reason": "stop"}
+    body = f"data: {json.dumps({'choices': [choice]})}\n\n"
+    for end, status in (("data: [DONE]\n\n", "done"), ("", "failed")):
+        answer = {"body": body + end, "headers": {"content-type": "text/event-stream"}}
+        page.route("**/v1/chat/completions", partial(answer_with, answer))
+        page.get_by_label("Your message").fill("Hi")
+        page.get_by_label("Your message").press("Enter")
+        run = page.locator("li.turn.assistant").last.locator(".run")
+        expect(run).to_have_attribute("data-status", status)
+        run.locator(".token").hover()
+        expect(run.locator(".card .alternatives small")).to_have_text("\N{EN DASH}")
+        expect(run.locator(".card [data-series=surprise]")).to_have_count(0)
+    expect(page.get_by_role("alert")).to_have_text(
+        "The connection to the server broke off in the middle of the answer."
+    )
+
+
 def test_a_recording_is_one_file_that_calls_nobody(page: Page, context: BrowserContext, tmp_path: Path) -> None:
     prepare(page, tokens=6)
     (run,) = ask(page).all()
@@ -1209,7 +1440,7 @@ def test_a_recording_is_one_file_that_calls_nobody(page: Page, context: BrowserC
     assert [url for url in asked if not url.startswith("file:")] == []
 
 
-def test_a_server_that_is_gone_and_back_is_noticed(page: Page) -> None:
+def test_a_server_that_is_gone_and_back_is_noticed(page: Page, server: Server) -> None:
     def gone(route: Route) -> None:
         route.abort()
 
@@ -1217,6 +1448,12 @@ def test_a_server_that_is_gone_and_back_is_noticed(page: Page) -> None:
     page.get_by_label("Your message").fill("Hi")
     page.get_by_label("Your message").press("Enter")
     expect(page.get_by_role("alert").last).to_contain_text("The server does not answer")
+    expect(page.locator("main > [role=alert]")).to_contain_text("the page asks again every few seconds")
+    call(server, "/v1/steering/modules/register", name="new", vectors={"post_mlp": {str(LAYER): [1.0] * SIZE}})
+    page.unroute("**/v1/**", gone)
+    expect(page.locator("main > [role=alert]")).to_have_count(0, timeout=patience(20) * 1000)
+    expect(page.get_by_label("cosine to new")).to_be_visible()  # what it has is asked again
+    page.route("**/v1/**", gone)
     page.reload()
     expect(page.get_by_role("alert")).to_contain_text("The server does not answer")
     page.unroute("**/v1/**", gone)

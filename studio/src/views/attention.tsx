@@ -90,7 +90,7 @@ function Pattern({ attention, head, size, cell, onCell, label }: PatternProps) {
     target.height = queries.length;
     target.getContext("2d")!.putImageData(image, 0, 0);
   }, [attention, head]);
-  const style = { width: `${size}px`, height: `${Math.max(4, (size * queries.length) / numKeys)}px` };
+  const style = { width: `${size}px`, aspectRatio: `${numKeys} / ${queries.length}` };
   if (!onCell) return <canvas ref={canvas} class="pattern" style={style} aria-hidden="true" />;
   const key = (event: KeyboardEvent) => {
     const step = { ArrowUp: -1, ArrowDown: 1, ArrowLeft: -1, ArrowRight: 1 }[event.key];

@@ -3,7 +3,7 @@
 import { signal } from "@preact/signals";
 import { useEffect, useRef, useState } from "preact/hooks";
 import type { Decision, Json, Stored, StoredOne, StoredPage } from "../api";
-import { scaleOf, shown } from "../colour";
+import { extent, scaleOf, shown } from "../colour";
 import { Choice, Field, Legend, Notice, Tokens } from "../parts";
 import { visible } from "../tokens";
 import { gridOf, newRun, placed, positionsOf, splitSite } from "../run";
@@ -37,8 +37,12 @@ function reason(failed: unknown): string {
   return failed instanceof Error ? failed.message : String(failed);
 }
 
+/** More positions than any model has are those of a damaged file. */
+const MOST_TOKENS = 2 ** 24;
+
 function tokensOf(positions: number[], ids: number[], texts: string[] | null): Token[] {
-  const tokens: Token[] = Array.from({ length: Math.max(-1, ...positions) + 1 }, () => ({ text: "·", id: null, logprob: null, top: [] }));
+  if (!positions.every((position) => Number.isInteger(position) && 0 <= position && position < MOST_TOKENS)) throw new Error("its positions are no numbers of tokens");
+  const tokens: Token[] = Array.from({ length: Math.max(-1, extent(positions)[1]) + 1 }, () => ({ text: "·", id: null, logprob: null, top: [] }));
   positions.forEach((position, i) => (tokens[position] = { text: texts?.[i] ?? `#${ids[i]} `, id: ids[i] ?? null, logprob: null, top: [] }));
   return tokens;
 }
@@ -82,7 +86,7 @@ function Recording({ onOpen }: { onOpen: (opened: Opened) => void }) {
       <h2>Record only what a probe fires on</h2>
       <div class="bar">
         <Choice label="Record messages on which fires" value={recordProbe} options={[{ value: "", label: "nothing: record none" }, ...recorders.value.map(({ key, label }) => ({ value: key, label }))]} onChange={(value) => set({ recordProbe: value })} />
-        {recordProbe && <Field label="Above" hint="empty: its own threshold"><input type="number" step="any" value={recordAbove} onInput={(event) => set({ recordAbove: event.currentTarget.value })} /></Field>}
+        {recordProbe && <Field label="Above (empty: its own threshold)"><input type="number" step="any" value={recordAbove} onInput={(event) => set({ recordAbove: event.currentTarget.value })} /></Field>}
         {recordProbe && <Choice label="Rows" value={recordReads} options={[{ value: "layer", label: `of ${readLayer}.${readHook}` }, { value: "all", label: `${readHook} of all layers` }]} onChange={(value) => set({ recordReads: value })} />}
       </div>
       {recordProbe && <p>The next messages of this tab are recorded on the server, prompt and answer, if {recorder.value?.probe} fires {recordAbove.trim() ? "on a token that the model reads; the first one of the prompt does not count" : "on the rows that it was made for: those of tokens that the model reads but the prompt’s first, or that of the prompt’s last"}. Of others nothing is left.</p>}

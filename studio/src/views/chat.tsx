@@ -133,7 +133,7 @@ function Sampling() {
       <div class="panel">
         <Field label="Temperature"><input type="number" min={0} max={2} step={0.1} value={temperature} onChange={(event) => set({ temperature: Math.max(0, Number(event.currentTarget.value) || 0) })} /></Field>
         <Field label="Tokens at most"><input type="number" min={1} value={maxTokens} onChange={(event) => set({ maxTokens: Math.max(1, Math.round(Number(event.currentTarget.value)) || 1) })} /></Field>
-        <Field label="Seed"><input inputMode="numeric" value={seed} onChange={(event) => set({ seed: event.currentTarget.value.replace(/\D/g, "") })} /></Field>
+        <Field label="Seed"><input inputMode="numeric" maxLength={15} value={seed} onChange={(event) => set({ seed: event.currentTarget.value.replace(/\D/g, "").slice(0, 15) })} /></Field>
         <Field label="System message"><textarea rows={2} value={system} onChange={(event) => set({ system: event.currentTarget.value })} /></Field>
         <label class="check"><input type="checkbox" checked={compares} onChange={() => set({ compares: !compares })} />Answer plain beside steered</label>
       </div>

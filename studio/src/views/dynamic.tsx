@@ -134,11 +134,11 @@ function NewGate() {
     <form class="bar" onSubmit={(event) => { event.preventDefault(); add(); }} aria-label="New gate">
       <Choice label="When" value={chosen} options={sources} onChange={setSource} />
       {!chosen.startsWith("always") && <Choice label="is" value={compare} options={[{ value: "above", label: "above" }, { value: "below", label: "below" }]} onChange={setCompare} />}
-      {!chosen.startsWith("always") && <Field label="Threshold"><input type="number" step="any" value={threshold} onInput={(event) => setThreshold(event.currentTarget.value)} /></Field>}
+      {!chosen.startsWith("always") && <Field label="Threshold"><input type="number" step="any" required value={threshold} onInput={(event) => setThreshold(event.currentTarget.value)} /></Field>}
       {!chosen.startsWith("always") && <Choice label="read" value={pool} options={Object.entries(POOLS).map(([value, label]) => ({ value: value as GateSpec["pool"], label }))} onChange={setPool} />}
       <Choice<Phase> label="where" value={phase} options={Object.entries(PHASES).map(([value, label]) => ({ value: value as Phase, label }))} onChange={setPhase} />
       <Choice label="then" value={target} options={[{ value: "observe", label: "only note it (shadow)" }, ...modules.map((item) => ({ value: item.name, label: `add ${item.name}` }))]} onChange={setTarget} />
-      {target !== "observe" && <Field label="times"><input type="number" step="any" value={scale} onInput={(event) => setScale(event.currentTarget.value)} /></Field>}
+      {target !== "observe" && <Field label="times"><input type="number" step="any" required value={scale} onInput={(event) => setScale(event.currentTarget.value)} /></Field>}
       <Choice label="for" value={scope} options={Object.entries(SCOPES).map(([value, label]) => ({ value: value as GateSpec["scope"], label }))} onChange={setScope} />
       <button type="submit">Add the gate</button>
     </form>

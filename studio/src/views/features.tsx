@@ -1,7 +1,7 @@
 // Features of SAEs: the strongest ones of an answer, searched by text, by token, with bars, and turned into steering.
 
 import { useState } from "preact/hooks";
-import { shown } from "../colour";
+import { extent, shown } from "../colour";
 import { Field, Notice } from "../parts";
 import { Restored } from "./restored";
 import { activationsOf, addFollowed } from "../run";
@@ -51,7 +51,7 @@ export function FeaturesView() {
             {features.positions.map((position) => <option key={position} value={String(position)}>{position} {visible(tokens[position]?.text ?? "")}</option>)}
           </select>
         </Field>
-        <small>{all.length} features of {features.sae}; of each token but the first, the strongest {Math.max(0, ...features.ids.map((each) => each?.length ?? 0))} were read</small>
+        <small>{all.length} features of {features.sae}; of each token but the first, the strongest {Math.max(0, extent(features.ids.map((each) => each?.length ?? 0))[1])} were read</small>
       </div>
       {Object.keys(features.labels).length === 0 && <Notice text="This SAE has no labels; “headgate sae labels” stores them." />}
       <ul class="items features">

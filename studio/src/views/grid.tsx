@@ -3,7 +3,7 @@
 import { signal } from "@preact/signals";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { cellColour, scaleOf, type Scale, shown } from "../colour";
-import { Choice, Field, GridLegend, Notice } from "../parts";
+import { Alternatives, Choice, Field, GridLegend, Notice } from "../parts";
 import { type ReadRow, readGrid, readRow } from "../run";
 import { currentRun, facts, type Grid, inlineName, isRecorded, type Item, items, lensName, offered, type Run, set, settings, sites, tick, type Token, view } from "../state";
 import { Restored } from "./restored";
@@ -193,17 +193,10 @@ function RowFacts({ found }: { found: ReadRow }) {
   );
 }
 
-function Alternatives({ list }: { list: { token: string; logprob: number }[] }) {
-  return (
-    <ol class="alternatives">
-      {list.map(({ token, logprob }, i) => <li key={i} data-logprob={logprob}><i style={{ width: `${(Math.exp(logprob) * 6).toFixed(2)}em` }} /><span>{visible(token)}</span> <small>{(Math.exp(logprob) * 100).toFixed(1)} %</small></li>)}
-    </ol>
-  );
-}
-
 interface CanvasProps { grid: Grid; run: Run; values: number[][]; scale: Scale; cell: { row: number; column: number } | null; onCell: (cell: { row: number; column: number }) => void; isHeld: boolean; onHold: (isHeld: boolean) => void; shows: Shows }
 
-const TOP = 84;
+/** Room for names of tokens, which are written upright if there is a column for each. */
+const TOPS = { upright: 24, slanted: 84 };
 const LEFT = 44;
 
 function Canvas({ grid, run, values, scale, cell, onCell, isHeld, onHold, shows }: CanvasProps) {
@@ -223,15 +216,16 @@ function Canvas({ grid, run, values, scale, cell, onCell, isHeld, onHold, shows 
     watcher.observe(box.current!);
     return () => watcher.disconnect();
   }, []);
-  const total = { width: cellWidth * grid.numTokens + 60, height: TOP + cellHeight * layers + 4 };
+  const top = isText ? TOPS.upright : TOPS.slanted;
+  const total = { width: cellWidth * grid.numTokens + 60, height: top + cellHeight * layers + 4 };
   useEffect(() => {
-    drawAxis(axis.current!, grid.layers, cellHeight, total.height);
-    draw(canvas.current!, { grid, tokens, values, scale, cellWidth, cellHeight, isText, total });
+    drawAxis(axis.current!, grid.layers, cellHeight, top, total.height);
+    draw(canvas.current!, { grid, tokens, values, scale, cellWidth, cellHeight, isText, top, total });
   }, [grid, values, scale, cellWidth, cellHeight, colour]);
   const place = (event: MouseEvent): { row: number; column: number } | null => {
     const from = canvas.current!.getBoundingClientRect();
     const column = Math.floor((event.clientX - from.left) / cellWidth);
-    const row = layers - 1 - Math.floor((event.clientY - from.top - TOP) / cellHeight);
+    const row = layers - 1 - Math.floor((event.clientY - from.top - top) / cellHeight);
     return column >= 0 && column < grid.numTokens && row >= 0 && row < layers ? { row, column } : null;
   };
   const key = (event: KeyboardEvent) => {
@@ -247,12 +241,12 @@ function Canvas({ grid, run, values, scale, cell, onCell, isHeld, onHold, shows 
     <div class="canvas" ref={box} tabIndex={0} role="application" aria-label={`${LABELS[shows]} by layer and token, ${layers} layers, ${grid.numTokens} tokens. Use the arrow keys to step through cells, and Enter to read one.`} onKeyDown={key}>
       <canvas ref={axis} class="axis" aria-hidden="true" />
       <canvas ref={canvas} onMouseMove={(event) => { const at = place(event); if (at && !isHeld) onCell(at); }} onClick={(event) => { const at = place(event); if (at) { onHold(!(isHeld && at.row === cell?.row && at.column === cell.column)); onCell(at); } }} />
-      {cell && <span class={isHeld ? "cursor held" : "cursor"} aria-hidden="true" style={{ left: `${LEFT + cellWidth * cell.column}px`, top: `${TOP + cellHeight * (layers - 1 - cell.row)}px`, width: `${cellWidth}px`, height: `${cellHeight}px` }} />}
+      {cell && <span class={isHeld ? "cursor held" : "cursor"} aria-hidden="true" style={{ left: `${LEFT + cellWidth * cell.column}px`, top: `${top + cellHeight * (layers - 1 - cell.row)}px`, width: `${cellWidth}px`, height: `${cellHeight}px` }} />}
     </div>
   );
 }
 
-interface Drawing { grid: Grid; tokens: Token[]; values: number[][]; scale: Scale; cellWidth: number; cellHeight: number; isText: boolean; total: { width: number; height: number } }
+interface Drawing { grid: Grid; tokens: Token[]; values: number[][]; scale: Scale; cellWidth: number; cellHeight: number; isText: boolean; top: number; total: { width: number; height: number } }
 
 /** A canvas of that size, empty, in the text's colour. */
 function cleared(canvas: HTMLCanvasElement, width: number, height: number): CanvasRenderingContext2D {
@@ -270,14 +264,15 @@ function cleared(canvas: HTMLCanvasElement, width: number, height: number): Canv
 }
 
 /** Numbers of layers; they stay where they are while tokens are scrolled. */
-function drawAxis(canvas: HTMLCanvasElement, layers: number[], cellHeight: number, height: number): void {
+function drawAxis(canvas: HTMLCanvasElement, layers: number[], cellHeight: number, top: number, height: number): void {
   const context = cleared(canvas, LEFT, height);
   context.textAlign = "right";
   const every = Math.max(1, Math.ceil(14 / cellHeight));
-  layers.forEach((layer, row) => { if (row % every === 0) context.fillText(String(layer), LEFT - 6, TOP + cellHeight * (layers.length - row) - cellHeight / 2 + 4); });
+  layers.forEach((layer, row) => { if (row % every === 0) context.fillText(String(layer), LEFT - 6, top + cellHeight * (layers.length - row) - cellHeight / 2 + 4); });
 }
 
-function draw(canvas: HTMLCanvasElement, { grid, tokens, values, scale, cellWidth, cellHeight, isText, total }: Drawing): void {
+function draw(canvas: HTMLCanvasElement, drawing: Drawing): void {
+  const { grid, tokens, values, scale, cellWidth, cellHeight, isText, top, total } = drawing;
   const context = cleared(canvas, total.width, total.height);
   const layers = grid.layers.length;
   const image = new ImageData(Math.max(1, grid.numTokens), Math.max(1, layers));
@@ -296,30 +291,30 @@ function draw(canvas: HTMLCanvasElement, { grid, tokens, values, scale, cellWidt
   small.height = image.height;
   small.getContext("2d")!.putImageData(image, 0, 0);
   context.imageSmoothingEnabled = false;
-  context.drawImage(small, 0, TOP, cellWidth * grid.numTokens, cellHeight * layers);
+  context.drawImage(small, 0, top, cellWidth * grid.numTokens, cellHeight * layers);
   if (cellWidth >= 11) {
     context.textAlign = "left";
     tokens.forEach((token, column) => {
       context.save();
-      context.translate(cellWidth * (column + 0.5) + (isText ? 0 : 3), TOP - 5);
+      context.translate(cellWidth * (column + 0.5) + (isText ? 0 : 3), top - 5);
       context.rotate(isText ? 0 : -Math.PI / 3);
       context.textAlign = isText ? "center" : "left";
       context.fillText(visible(token.text).slice(0, 12), 0, 0);
       context.restore();
     });
   }
-  if (isText) drawLens(context, grid, values, scale, cellWidth, cellHeight);
+  if (isText) drawLens(context, drawing);
 }
 
-function drawLens(context: CanvasRenderingContext2D, grid: Grid, values: number[][], scale: Scale, cellWidth: number, cellHeight: number): void {
+function drawLens(context: CanvasRenderingContext2D, { grid, values, scale, cellWidth, cellHeight, top }: Drawing): void {
   context.textAlign = "center";
   grid.layers.forEach((layer, row) => {
     const found = grid.lens?.layers[String(layer)];
     grid.lens?.positions.forEach((position, i) => {
       const [red, green, blue] = cellColour(values[row]?.[position] ?? NaN, scale);
       context.fillStyle = red * 0.3 + green * 0.59 + blue * 0.11 > 130 ? "#111" : "#fff";
-      const text = visible(found?.tokens[i]?.[0] ?? "");
-      context.fillText(text.slice(0, Math.floor(cellWidth / 7)), cellWidth * (position + 0.5), TOP + cellHeight * (grid.layers.length - row) - 5);
+      const text = found?.tokens[i]?.[0]; // a lens may lack layers
+      if (text !== undefined) context.fillText(visible(text).slice(0, Math.floor(cellWidth / 7)), cellWidth * (position + 0.5), top + cellHeight * (grid.layers.length - row) - 5);
     });
   });
 }
@@ -341,7 +336,7 @@ function Cell({ grid, run, row, column }: { grid: Grid; run: Run; row: number; c
           {lens?.token_ranks && at >= 0 && grid.lens!.tokens.map((name, i) => <tr key={name} data-value="rank"><th scope="row">rank of “{visible(name)}”</th><td data-value={lens.token_ranks![at]?.[i]}>{lens.token_ranks![at]?.[i] ?? "–"}</td></tr>)}
         </tbody>
       </table>
-      {lens && at >= 0 && <Alternatives list={lens.tokens[at]!.map((token, i) => ({ token, logprob: lens.logprobs[at]![i]! }))} />}
+      {lens && at >= 0 && <Alternatives list={lens.tokens[at]!.map((text, i) => ({ text, logprob: lens.logprobs[at]![i] ?? null }))} />}
     </div>
   );
 }

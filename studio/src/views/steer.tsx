@@ -7,14 +7,14 @@ import { shown } from "../colour";
 import { Choice, Field, Notice } from "../parts";
 import { isOpSite, rowsOf, splitSite, vectorSites } from "../run";
 import { download } from "../share";
-import { api, currentRun, facts, type How, inlineName, isRecorded, type Item, items, loadFacts, offered, type Phase, set, settings, sites, tick } from "../state";
+import { api, currentRun, facts, type How, inlineName, isRecorded, type Item, items, loadFacts, misfit, offered, type Phase, set, settings, sites, tick } from "../state";
 import { dot, norm, packed, readSafetensors, writeSafetensors } from "../tensors";
 
 /** The last body that registered a vector, for its code. */
 export const lastRegistered = signal<Json | null>(null);
 
 function change(item: Item, by: Partial<Item>): void {
-  items.value = items.value.map((other) => (other === item ? { ...item, ...by } : other));
+  items.value = items.value.map((other) => (other === item ? { ...item, ...by, ...(misfit(item) ? { isOn: false } : {}) } : other));
 }
 
 export function Steer() {
@@ -27,7 +27,7 @@ export function Steer() {
       <section class="panel">
         <h2>What steers the next answer</h2>
         {facts.value?.steeringRefused && <Notice text={facts.value.steeringRefused} />}
-        {items.value.length === 0 && !facts.value?.steeringRefused && <p>No module is registered. Make a vector of two lists of prompts, or open a file.</p>}
+        {items.value.length === 0 && facts.value && !facts.value.steeringRefused && <p>No module is registered. Make a vector of two lists of prompts, or open a file.</p>}
         {items.value.length > 6 && <Field label="Search"><input type="search" value={text} onInput={(event) => setText(event.currentTarget.value)} /></Field>}
         <ul class="items">
           {listed.map((item) => <ItemView key={`${item.kind} ${item.name}`} item={item} />)}
@@ -83,6 +83,7 @@ function ItemView({ item }: { item: Item }) {
   const canOperate = item.kind !== "feature" && !hasOperations && vectorSites(item).length > 0 && vectorSites(item).every(isOpSite);
   const projection = item.how === "add" ? null : projectionOf(item);
   const dose = doseOf(item);
+  const gone = item.kind === "module" ? "Unregister" : "Forget";
   const forget = async () => {
     try {
       if (item.kind === "module") await api.value.post("/v1/steering/modules/unregister", { name: item.name });
@@ -94,7 +95,7 @@ function ItemView({ item }: { item: Item }) {
   };
   return (
     <li class="item">
-      <label class="check"><input type="checkbox" checked={item.isOn} onChange={() => change(item, { isOn: !item.isOn })} /><b>{item.name}</b></label>
+      <label class="check"><input type="checkbox" checked={item.isOn} disabled={!!misfit(item)} onChange={() => change(item, { isOn: !item.isOn })} /><b>{item.name}</b></label>
       <Lengths item={item} />
       <small>{item.kind === "feature" ? `feature ${item.feature} of ${item.sae}` : item.kind === "lens" ? `what the lens ${item.lens} reads as “${item.token}” at ${item.site}` : `${item.kind === "module" ? "registered" : "in this tab only"}, at ${where.slice(0, 4).join(", ")}`}{where.length > 4 ? ` and ${where.length - 4} more` : ""}{item.about ? `; ${item.about}` : ""}</small>
       {canOperate && <Choice<How> label="Do" value={item.how} onChange={(how) => change(item, { how, scale: HOWS[how].begins })} options={Object.entries(HOWS).map(([value, { label }]) => ({ value: value as How, label }))} />}
@@ -103,7 +104,8 @@ function ItemView({ item }: { item: Item }) {
       <Choice<Phase> label="Acts on" value={item.phase} onChange={(phase) => change(item, { phase })} options={[{ value: "both", label: "prompt and answer" }, { value: "prompt", label: "the prompt", isOff: !isFree }, { value: "answer", label: "the answer", isOff: !isFree }]} />
       <span class="dose" data-dose={dose?.value} title="‖s v‖ / ‖h‖: the length of what is added, relative to the mean length of the stream over the answer that was read last">{dose === null ? "" : `relative dose ${shown(dose.value)} at ${dose.site}`}</span>
       {item.kind === "local" && item.row && <Save item={item} />}
-      <button type="button" class="quiet" onClick={() => void forget()} aria-label={`Forget ${item.name}`}>Forget</button>
+      <button type="button" class="quiet" onClick={() => void forget()} aria-label={`${gone} ${item.name}`}>{gone}</button>
+      <Notice kind="error" text={misfit(item)} />
       <Notice kind="error" text={error} />
     </li>
   );
@@ -116,7 +118,17 @@ function Strength({ item }: { item: Item }) {
   const entered = (event: { currentTarget: HTMLInputElement }) => change(item, { scale: Number(event.currentTarget.value) || 0, isOn: true });
   if (item.how === "add") return <Field label={`Scale ${item.scale}`}><input type="range" aria-label={label} min={-RANGES[item.kind]} max={RANGES[item.kind]} step={item.kind === "lens" ? 5 : 0.25} value={item.scale} onInput={entered} /></Field>;
   if (item.how === "ablate") return <Field label={`Share ${item.scale}`}><input type="range" aria-label={label} min={0} max={1} step={0.05} value={item.scale} onInput={entered} /></Field>;
-  return <Field label={number}><input type="number" step="any" aria-label={label} value={item.scale} onInput={entered} /></Field>;
+  return <Bound key={item.how} label={number} name={label} value={item.scale} onEnter={(scale) => change(item, { scale, isOn: true })} />;
+}
+
+/** A number that is typed: what is no number yet, such as a minus sign, changes nothing. */
+function Bound({ label, name, value, onEnter }: { label: string; name: string; value: number; onEnter: (value: number) => void }) {
+  const [text, setText] = useState(String(value));
+  const enter = (event: { currentTarget: HTMLInputElement }) => {
+    setText(event.currentTarget.value);
+    if (Number.isFinite(event.currentTarget.valueAsNumber)) onEnter(event.currentTarget.valueAsNumber);
+  };
+  return <Field label={label}><input type="number" step="any" aria-label={name} value={text} onInput={enter} onBlur={() => setText(String(value))} /></Field>;
 }
 
 /** The lengths of a registered module's vectors by site. */
@@ -173,10 +185,13 @@ function OpenFile() {
       for (const [name, tensor] of Object.entries(tensors)) {
         const site = /(?:vectors\/)?(\d+\.[a-z_]+)$/.exec(name)?.[1];
         if (!site || tensor.shape.length !== 1) continue;
-        made.push({ name: `${file.name.replace(/\.safetensors$/, "")} ${site}`, kind: "local", isOn: false, how: "add", scale: 1, phase: name.startsWith("prefill_") ? "prompt" : name.startsWith("decode_") ? "answer" : "both", site, row: tensor.data as Float32Array, about: "" });
+        if (!(tensor.data instanceof Float32Array) || !tensor.data.every(Number.isFinite)) throw new Error(`${name} has values that are no finite floating-point numbers`);
+        made.push({ name: `${file.name.replace(/\.safetensors$/, "")} ${site}`, kind: "local", isOn: false, how: "add", scale: 1, phase: name.startsWith("prefill_") ? "prompt" : name.startsWith("decode_") ? "answer" : "both", site, row: tensor.data, about: "" });
       }
       if (!made.length) throw new Error("it has no tensor with the name of a site, such as vectors/12.post_mlp");
-      items.value = [...items.value, ...made];
+      const wrong = made.map((item) => misfit(item)).find(Boolean);
+      if (wrong) throw new Error(wrong.replace(/\.$/, ""));
+      items.value = [...items.value.filter((item) => !made.some((other) => other.name === item.name && item.kind === "local")), ...made];
     } catch (failed) {
       setError(`${file.name} could not be opened: ${failed instanceof Error ? failed.message : String(failed)}.`);
     }
@@ -231,6 +246,7 @@ function Make() {
   const possible = Object.entries(sites.value).flatMap(([hook, found]) => found.filter((layer) => layers?.hook_points[hook]?.includes(layer)).map((layer) => `${layer}.${hook}`));
   const { readLayer, readHook } = settings.value;
   const chosen = possible.includes(site) ? site : possible.includes(`${readLayer}.${readHook}`) ? `${readLayer}.${readHook}` : (possible[Math.floor(possible.length / 2)] ?? "");
+  if (!facts.value) return null;
   if (!inlineName.value || !layers || !possible.length) {
     return (
       <section class="panel">

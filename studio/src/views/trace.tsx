@@ -1,6 +1,6 @@
 // The trace under an answer: scores by token with their thresholds, shaded where a gate was applied.
 
-import { shown } from "../colour";
+import { extent, shown } from "../colour";
 import { tick, type Run } from "../state";
 
 const WIDTH = 600;
@@ -38,10 +38,10 @@ export function Line({ label, values, threshold, first, shaded = [] }: { label: 
   const isCut = later.length > 1 && Number.isFinite(values[0]);
   const finite = later.length > 1 ? later : values.filter(Number.isFinite);
   if (!finite.length) return null;
-  const range = `${shown(Math.min(...finite))} to ${shown(Math.max(...finite))}${isCut ? " without the first token" : ""}`;
-  const all = threshold === undefined ? finite : [...finite, threshold];
-  const low = Math.min(...all);
-  const high = Math.max(...all, low + 1e-9);
+  const [least, most] = extent(finite);
+  const range = `${shown(least)} to ${shown(most)}${isCut ? " without the first token" : ""}`;
+  const low = Math.min(least, threshold ?? least);
+  const high = Math.max(most, threshold ?? most, low + 1e-9);
   const x = (i: number) => (i / Math.max(1, values.length - 1)) * WIDTH;
   const y = (value: number) => HEIGHT - 4 - ((Math.min(high, Math.max(low, value)) - low) / (high - low)) * (HEIGHT - 8);
   let line = "";
