@@ -197,7 +197,7 @@ def install(folder: Path, torch_index: str, by_uv: bool) -> tuple[Path, Spent]:
         began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
         index = ["--extra-index-url", torch_index] if torch_index else []
-        pip = [python, "-m", "pip", "install", "-q"]
+        pip: list[str | Path] = [python, "-m", "pip", "install", "-q"]
         if by_uv:
             subprocess.run([*pip, "uv"], check=True)
             pip = [python.parent / "uv", "pip", "install", "-q", "--python", python]
