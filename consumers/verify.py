@@ -45,7 +45,7 @@ class ReadingChecks:
 
     @property
     def consumers(self) -> Sequence[str]:
-        """Those that have a check."""
+        """The consumers that have a check."""
         return tuple(CHECKS)
 
     def section(self, given: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:

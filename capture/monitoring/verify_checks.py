@@ -187,7 +187,7 @@ class Scene:
 
     Attributes:
         name: Of its answers in the recording.
-        requests: Those that are served.
+        requests: What is served.
         unchecked: Checks that it should have been for, each with the reason why it is not.
     """
 

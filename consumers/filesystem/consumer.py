@@ -469,11 +469,8 @@ class FilesystemConsumer(StreamingConsumer):
         self._sizes = sizes = sizes_of(settings, context.pp_size)
         self._remote = RemoteRoot(settings.root, settings.spool_root) if settings.is_remote else None
         self._quota = _quota(settings, self._remote)
-        self._store = LocalStore(
-            self._remote.path if self._remote else settings.local_root,
-            fsync=settings.fsync,
-            numbering=settings.if_exists == "number",
-        )
+        root, numbering = self._remote.path if self._remote else settings.local_root, settings.if_exists == "number"
+        self._store = LocalStore(root, fsync=settings.fsync, numbering=numbering)
         self._source = None if settings.reads is None else settings.reads.open(context)
         self._quota.open()
         if self._remote is not None:
@@ -481,7 +478,7 @@ class FilesystemConsumer(StreamingConsumer):
                 f"headgate-{context.instance_name}",
                 threads=settings.upload_threads,
                 wait_s=settings.upload_wait_s,
-                numbering=settings.if_exists == "number",
+                numbering=numbering,
                 removed=self._quota.removed,
             )
         self._gatherer = RowGatherer(min(sizes.memory // 8, MAX_GATHERED_BYTES))
@@ -628,7 +625,7 @@ class FilesystemConsumer(StreamingConsumer):
     def _computed(self, source: StreamingConsumer, finished: FinishedRequest) -> FinishedRequest:
         """Put what was computed of a request in place of its rows, and return the request as one of such outputs.
 
-        It waits for the rest of the computation, of which most was done while the request ran.
+        It waits for the rest of the computation; most was done while the request ran.
         """
         import torch
 

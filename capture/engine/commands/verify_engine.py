@@ -96,8 +96,8 @@ class CaptureChecks:
     consumers = ()
 
     def section(self, given: Document, *, counts: bool) -> dict[str, object]:
-        """The user's section with the memory consumer, and in use those that are checked: nothing is written, and no
-        limit is in the way."""
+        """The user's section with the memory consumer, and in use the consumers that are checked: nothing is written,
+        and no limit is in the way."""
         kept = {name: value for name, value in given.items() if not name.startswith("max_request_")}
         consumer = {"name": CONSUMER, "params": {"max_bytes": MAX_BYTES}}
         read = [msgspec.to_builtins(each) for each in checked_consumers(given)] if counts else []

@@ -630,28 +630,37 @@ def stored_request(params: dict[str, Any], raw: Mapping[str, Any], name: str, **
     return ExampleRequest(spec, name, model=MODEL, **{"prompt": 9, "output": 5, **shape})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_files_hold_what_answers_have(tmp_path: Path, layout: str) -> None:
-    params = {**files_params(tmp_path), "layout": layout}
-    wanted: list[dict[str, Any]] = [
-        {"layers": [1, 2], "queries": "all"},
-        {"layers": [2], "heads": [3, 0], "queries": "all_generated", "top": 3},
-        {"layers": [1], "queries": [12], "top": 64},
-        {"layers": [1], "queries": {"start": 12, "stop": 40}, "top": 2},
-        {"layers": [1, 2], "queries": {"start": 13, "stop": 40}, "top": 2},
-        {"layers": [1], "queries": {"start": 13, "stop": 40}},
-    ]
+FILED: list[dict[str, Any]] = [
+    {"layers": [1, 2], "queries": "all"},
+    {"layers": [2], "heads": [3, 0], "queries": "all_generated", "top": 3},
+    {"layers": [1], "queries": [12], "top": 64},
+    {"layers": [1], "queries": {"start": 12, "stop": 40}, "top": 2},
+    {"layers": [1, 2], "queries": {"start": 13, "stop": 40}, "top": 2},
+    {"layers": [1], "queries": {"start": 13, "stop": 40}},
+]
+"""What requests ask to have in files."""
+
+
+def file_patterns(folder: Path, layout: str) -> list[dict[str, Any]]:
+    """Run `FILED` as requests ``r0``, ... with tags ``t0``, ..., and return their payloads."""
+    params = {**files_params(folder), "layout": layout}
     files = FilesystemConsumer(params, ConsumerContext(instance_name="files", model=MODEL))
     feed = Feed(files)
-    stored = [stored_request(params, {**raw, "tag": f"t{n}"}, f"r{n}") for n, raw in enumerate(wanted)]
+    stored = [stored_request(params, {**raw, "tag": f"t{n}"}, f"r{n}") for n, raw in enumerate(FILED)]
     feed.begin(*stored)
     for start, stop in ((0, 4), (4, 9), (9, 11), (11, 13)):
         feed.step(dict.fromkeys(stored, (start, stop)))
     payloads = [feed.finish(one) for one in stored]
     files.close(60)
+    return payloads
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_hold_what_answers_have(tmp_path: Path, layout: str) -> None:
+    payloads = file_patterns(tmp_path, layout)
 
     captures = {capture.tag: capture for capture in open_captures(tmp_path)}
-    for number, raw in enumerate(wanted):
+    for number, raw in enumerate(FILED):
         patterns = fetch_patterns(answer(consumer(), request(raw, request_id=f"r{number}")))
         capture = captures[f"t{number}"]
         assert payloads[number]["num_rows"] == len(patterns.queries)
@@ -669,6 +678,11 @@ def test_files_hold_what_answers_have(tmp_path: Path, layout: str) -> None:
             assert np.array_equal(rows, patterns[name].numpy())
         with pytest.raises(CaptureFileError, match="has what 'attention' read of rows, not the rows"):
             stored_rows(capture, next(iter(capture)))
+
+
+def test_a_data_set_names_the_patterns_of_files(tmp_path: Path) -> None:
+    file_patterns(tmp_path, LAYOUTS[0])
+
     data = open_dataset(tmp_path, tags="t1")
     readout = data.readout("2.q")
     assert readout is not None
