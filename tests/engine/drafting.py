@@ -69,10 +69,9 @@ class Asked(NamedTuple):
             setattr(made, name, value)
         return made
 
-    @property
-    def capture(self) -> dict[str, Any]:
+    def capture(self, sites: Mapping[str, Any] = SITES) -> dict[str, Any]:
         """Its field ``capture``."""
-        return {"memory": {"hooks": SITES, "positions": self.positions}}
+        return {"memory": {"hooks": sites, "positions": self.positions}}
 
 
 def requests() -> list[Asked]:
@@ -230,6 +229,28 @@ def eagle_folder(method: str, model: Path) -> Path:
     return folder
 
 
+def mtp_folder(model: Path) -> Path:
+    """A tiny DeepSeek with a layer of random weights that predicts the token after the next."""
+    from safetensors.torch import load_file, save_file
+
+    folder = model.with_name(f"{model.name}-mtp")
+    if (folder / "config.json").exists():
+        return folder
+    config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    hidden, number, drawn = config["hidden_size"], config["num_hidden_layers"], torch.Generator().manual_seed(0)
+    last, name = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    for key in [each for each in weights if each.startswith(last)]:
+        weights[name + key.removeprefix(last)] = weights[key].clone()
+    weights |= {f"{name}{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    weights[f"{name}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=drawn) * 0.1
+    weights[f"{name}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{name}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    return folder
+
+
 def start(**settings: Any) -> Any:
     """Start an engine with few KV blocks, so that requests are preempted, and steps of few tokens."""
     return start_llm(
@@ -281,7 +302,7 @@ def main() -> None:
     answers = {each.prompt: greedy(reference, each.prompt) for each in asked}
     llm = start(additional_config={"headgate": {"capture": {"consumers": CONSUMERS, "sites": SITES}}}, max_num_seqs=4)
     runner = draft(llm, answers, asked)
-    params = [each.params(answers[each.prompt], capture=each.capture) for each in asked]
+    params = [each.params(answers[each.prompt], capture=each.capture()) for each in asked]
     for each, (tokens, captured) in zip(asked, generate(llm, asked, params), strict=True):
         assert tokens == each.answer(answers[each.prompt]), each
         check(each, tokens, captured, reference)

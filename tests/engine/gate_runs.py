@@ -52,6 +52,7 @@ def start(
     folder: Path,
     steering: Mapping[str, Any] | None = None,
     consumers: Sequence[Mapping[str, Any]] = (),
+    sites: Mapping[str, Any] = SITES,
     **settings: Any,
 ) -> Any:
     """Start an engine with everything that the cases name.
@@ -60,11 +61,12 @@ def start(
         folder: For files.
         steering: Further settings of that section.
         consumers: Capture consumers beside ``memory``, as they are configured.
+        sites: That are captured, steered and read.
         settings: Of the engine.
     """
     saes = {"sae": f"{SAE.save(folder / 'sae')}@{SAE_SITE.name}"}
-    usual = {"sites": SITES, "op_sites": SITES, "saes": saes, "max_probe_units": 40}
-    capture = {"consumers": [{"name": "memory"}, *consumers], "sites": SITES}
+    usual = {"sites": sites, "op_sites": sites, "saes": saes, "max_probe_units": 40}
+    capture = {"consumers": [{"name": "memory"}, *consumers], "sites": sites}
     llm = start_llm(
         **{
             "model": tiny_model(FAMILY),
@@ -118,7 +120,9 @@ def generate(
     return list(llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False))
 
 
-def told_of(cases: Sequence[GateCase], outputs: Sequence[Any], references: ProcessPoolExecutor) -> Run:
+def told_of(
+    cases: Sequence[GateCase], outputs: Sequence[Any], references: ProcessPoolExecutor, family: str = FAMILY
+) -> Run:
     """Ask the reference about all samples."""
     each = [(case, output, sample) for case, output in zip(cases, outputs, strict=True) for sample in output.outputs]
     requests = [
@@ -130,7 +134,7 @@ def told_of(cases: Sequence[GateCase], outputs: Sequence[Any], references: Proce
         )
         for case, output, sample in each
     ]
-    expected = references.submit(told, tiny_model(FAMILY), FAMILY, requests, names()).result()
+    expected = references.submit(told, tiny_model(family), family, requests, names()).result()
     return Run([case for case, *_ in each], requests, [one[1] for one in each], [one[2] for one in each], expected)
 
 

@@ -150,7 +150,7 @@ def main(name: str, out: str) -> None:
     scores = Scores(*known["scores"])
     params = [
         each.params(
-            given[each.prompt], **({} if is_stock else {"capture": each.capture}), **steering_of(mode, each, scores)
+            given[each.prompt], **({} if is_stock else {"capture": each.capture()}), **steering_of(mode, each, scores)
         )
         for each in asked
     ]

@@ -75,7 +75,7 @@ class Served(NamedTuple):
         return f"since {self.since}; tested on {self.device}{f'. {self.note}' if self.note else ''}"
 
 
-DRAFT_METHODS = ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3")
+DRAFT_METHODS = ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp")
 """Methods of speculative decoding that are served."""
 
 
@@ -367,8 +367,8 @@ SERVED = (
         f"speculative decoding (--speculative-config), the methods {', '.join(DRAFT_METHODS)}",
         NEXT,
         ("engine/test_drafts.py", "gpu/test_drafts_gpu.py"),
-        "a CPU (ngram, eagle, draft_model); an H100 (ngram, eagle, eagle3)",
-        "Rows of accepted tokens alone; gates and rules on a CPU alone, no controllers",
+        "a CPU (ngram, eagle, draft_model, mtp of DeepSeek without async_scheduling); an H100 and an H200 (ngram, eagle, eagle3; gates with eagle)",
+        "Rows of accepted tokens alone; no controllers",
     ),
     Served(
         "kv_transfer_config",

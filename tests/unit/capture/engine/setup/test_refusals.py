@@ -79,7 +79,6 @@ def test_ordinary_settings_are_served():
         ("parallel_config__use_sequence_parallel_moe", True, "--enable-expert-parallel"),
         ("compilation_config__pass_config__enable_sp", True, "enable_sp"),
         ("speculative_config", drafts("medusa"), r"this method of speculative decoding.*\(ngram, ngram_gpu, draft_"),
-        ("speculative_config", drafts("mtp"), r"this method of speculative decoding.*\(ngram, ngram_gpu, draft_"),
         ("speculative_config", drafts("eagle", parallel_drafting=True), "parallel_drafting"),
         ("speculative_config", drafts(enable_adaptive_verification=True), "enable_adaptive_verification"),
         ("speculative_config", drafts(num_speculative_tokens_per_batch_size=[(1, 8, 3)]), "per_batch_size"),
@@ -118,7 +117,7 @@ def test_engines_on_several_hosts_and_launchers_of_one_rank_are_served(changes):
     refuse_unsupported_settings(settings(**{f"parallel_config__{name}": value for name, value in changes.items()}))
 
 
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp"])
 def test_drafts_are_served_on_one_stage(method):
     refuse_unsupported_settings(settings(speculative_config=drafts(method)))
     with pytest.raises(UnsupportedError, match="speculative decoding with pipeline parallelism"):
