@@ -367,7 +367,8 @@ SERVED = (
         f"speculative decoding (--speculative-config), the methods {', '.join(DRAFT_METHODS)}",
         NEXT,
         ("engine/test_drafts.py", "gpu/test_drafts_gpu.py"),
-        "a CPU (ngram, eagle, draft_model, mtp of DeepSeek without async_scheduling); an H100 and an H200 (ngram, eagle, eagle3; gates with eagle)",
+        "a CPU (ngram, eagle, draft_model, mtp of DeepSeek without async_scheduling); an H100 (ngram, "
+        "eagle, eagle3; gates with eagle)",
         "Rows of accepted tokens alone; no controllers",
     ),
     Served(
