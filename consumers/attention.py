@@ -10,6 +10,7 @@ Letters in names: Q queries, K keys, H heads, D the size of a head.
 from __future__ import annotations
 
 import base64
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -57,6 +58,8 @@ WHOLE = ""
 """Name of a tensor of whole rows, after that of its layer."""
 BLOCK_SCORES = 1 << 22
 """Scores that are in memory at a time: 16 MiB, and as much again for what is computed of them."""
+logger = logging.getLogger(__name__)
+
 QUERIES_AT_ONCE = 32
 """Generated queries of a request that are computed together: fewer would cost more, since each time all keys are read.
 Chunks of a stream do not wait for so many."""
@@ -594,6 +597,11 @@ class AttentionConsumer(StreamingConsumer):
 
     def begin(self, request: RequestInfo) -> None:
         for layer in {site.layer for site in request.spec.sites}:
+            if layer not in self._facts:
+                raise ConsumerError(
+                    f"attention: the driver does not know layer {layer}; patterns are computed beside the worker, so "
+                    "leave location out"
+                )
             if whole := np.intersect1d(request.prompt_token_ids, self._facts[layer].whole_tokens).tolist():
                 raise ConsumerError(
                     f"attention: tokens of an image (id {whole[0]}) see later ones, and patterns are causal; ask for "
@@ -701,7 +709,8 @@ class AttentionConsumer(StreamingConsumer):
             return
         found = {number: layer.found[request.num_sent : count] for number, layer in request.layers.items()}
         request.num_sent = count
-        self._threads.submit(self._send, request.info, request.wanted, found)  # after all of them, as in `finish`
+        sent = self._threads.submit(self._send, request.info, request.wanted, found)  # after them, as in `finish`
+        sent.add_done_callback(_log_failure)
 
     def _send(self, request: RequestInfo, wanted: WantedPatterns, found: Mapping[int, Sequence[_Pattern]]) -> None:
         parts = {number: [part.result() for part in parts] for number, parts in found.items()}
@@ -735,6 +744,12 @@ class AttentionConsumer(StreamingConsumer):
             if self._is_closed:
                 raise ConsumerError("attention: the engine was shut down while the patterns were computed")
             yield block
+
+
+def _log_failure(sent: Future[None]) -> None:
+    """Log why a part of a stream was not sent; the result at the end has its patterns."""
+    if (error := sent.exception()) is not None:
+        logger.error("attention: patterns were not sent with a chunk", exc_info=error)
 
 
 def _facts_of(context: ConsumerContext) -> dict[int, AttentionFacts]:

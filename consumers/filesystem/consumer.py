@@ -618,9 +618,9 @@ class FilesystemConsumer(StreamingConsumer):
         return outcome if self._remote is None else self._remote.after(outcome)
 
     def _own_request(self, request: RequestInfo) -> RequestInfo:
-        """A request as the consumer knows it that computes what is stored."""
+        """A request as the consumer knows it that computes what is stored; no chunk takes parts of that."""
         assert self._settings.reads is not None  # noqa: S101  (there is such a consumer)
-        return replace(request, spec=self._settings.reads.own_spec(request.spec))
+        return replace(request, spec=self._settings.reads.own_spec(request.spec), origin=None)
 
     def _computed(self, source: StreamingConsumer, finished: FinishedRequest) -> FinishedRequest:
         """Put what was computed of a request in place of its rows, and return the request as one of such outputs.

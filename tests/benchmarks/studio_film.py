@@ -164,7 +164,7 @@ def play(film: Film, page: Page, url: str) -> None:
     show(page, "Steer")
     page.get_by_role("button", name="Make it").click()
     expect(page.locator("svg circle").first).to_be_visible()
-    page.get_by_label("Scale of joy").fill("4")
+    page.get_by_label("Scale of joy").fill("2")
     film.shoot(page, "a vector of two lists of prompts")
     show(page, "Chat")
     page.get_by_role("button", name="Answer again").click()

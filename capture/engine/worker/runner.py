@@ -232,10 +232,12 @@ def dummy_rows_routed(runner: Any) -> Iterator[None]:
     happens in front of the experts would not show.
     """
     mark = getattr(runner, "_prepare_padding_mask", None)
-    batch: Any = getattr(sys.modules.get(type(runner).__module__), "InputBatch", None)
+    # A runner for CPUs is a subclass elsewhere.
+    defines = getattr(getattr(type(runner), "_dummy_run", None), "__module__", None)
+    batch: Any = getattr(sys.modules.get(str(defines)), "InputBatch", None)
     make: Any = getattr(batch, "make_dummy", None)
     is_marked = make is not None and "is_padding" in inspect.signature(make).parameters
-    kept = vars(batch)["make_dummy"] if is_marked else None
+    kept = inspect.getattr_static(batch, "make_dummy") if is_marked else None
     if mark is not None:
         runner._prepare_padding_mask = lambda _, num_tokens: mark(num_tokens, num_tokens)
     if is_marked:

@@ -292,6 +292,16 @@ def consumer(**changes: Any) -> AttentionConsumer:
     return AttentionConsumer({}, ConsumerContext(instance_name="attention", model=replace(MODEL, **changes)))
 
 
+
+def test_a_driver_of_several_stages_says_where_patterns_are_computed() -> None:
+    context = ConsumerContext(instance_name="files", model=replace(MODEL, attention={}), pp_size=2)
+    found = AttentionConsumer({}, context)
+
+    with pytest.raises(ConsumerError, match="the driver does not know layer 1.*leave location out"):
+        found.begin(request({"layers": [1]}).info)
+    found.close(1)
+
+
 def request(raw: Mapping[str, Any], **shape: Any) -> ExampleRequest:
     spec = AttentionConsumer.validate_client_spec(raw, spec_context())
     return ExampleRequest(spec, model=MODEL, **{"prompt": 9, "output": 5, **shape})

@@ -43,6 +43,7 @@ def test_a_request_gets_its_rows_and_its_result() -> None:
             "stage": 0,
             "num_stages": 1,
             "result": CaptureResult(status="ok", payload=5, num_rows=5, num_bytes=5 * 2 * ROW_BYTES),
+            "num_rows": 0,  # it is no part of a result
         }
     ]
 

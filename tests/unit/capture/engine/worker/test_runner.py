@@ -408,7 +408,12 @@ def test_rows_of_the_self_test_go_to_experts_in_both_generations_of_vllm(monkeyp
     monkeypatch.setattr(
         V1Runner, "_prepare_padding_mask", gpu_model_runner.GPUModelRunner._prepare_padding_mask, raising=False
     )
-    second = type("Runner", (), {"__module__": input_batch.__name__})()
+
+    def _dummy_run(self):
+        """A method of vLLM's runner, which a runner for CPUs inherits."""
+
+    _dummy_run.__module__ = input_batch.__name__
+    second = type("CPURunner", (type("Runner", (), {"_dummy_run": _dummy_run}),), {})()
 
     def padding():
         return [
