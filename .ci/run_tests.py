@@ -60,6 +60,8 @@ LONGEST = (
     "test_chaos",
     "test_parity_families",
     "test_examples",
+    "test_studio",
+    "test_readme",
     "test_parity_smollm2",
     "test_fresh_processes",
     "test_neighbours",

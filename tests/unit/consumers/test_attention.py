@@ -297,7 +297,7 @@ def test_a_driver_of_several_stages_says_where_patterns_are_computed() -> None:
     context = ConsumerContext(instance_name="files", model=replace(MODEL, attention={}), pp_size=2)
     found = AttentionConsumer({}, context)
 
-    with pytest.raises(ConsumerError, match="the driver does not know layer 1.*leave location out"):
+    with pytest.raises(ConsumerError, match=r"the driver does not know layer 1.*leave location out"):
         found.begin(request({"layers": [1]}).info)
     found.close(1)
 
