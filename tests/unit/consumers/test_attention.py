@@ -292,7 +292,6 @@ def consumer(**changes: Any) -> AttentionConsumer:
     return AttentionConsumer({}, ConsumerContext(instance_name="attention", model=replace(MODEL, **changes)))
 
 
-
 def test_a_driver_of_several_stages_says_where_patterns_are_computed() -> None:
     context = ConsumerContext(instance_name="files", model=replace(MODEL, attention={}), pp_size=2)
     found = AttentionConsumer({}, context)
