@@ -58,8 +58,6 @@ WHOLE = ""
 """Name of a tensor of whole rows, after that of its layer."""
 BLOCK_SCORES = 1 << 22
 """Scores that are in memory at a time: 16 MiB, and as much again for what is computed of them."""
-logger = logging.getLogger(__name__)
-
 QUERIES_AT_ONCE = 32
 """Generated queries of a request that are computed together: fewer would cost more, since each time all keys are read.
 Chunks of a stream do not wait for so many."""
@@ -70,6 +68,8 @@ MIN_MEMORY, MAX_MEMORY = 256 * MIB, 16 * GIB
 """Bounds of the rows of running requests, where no others are configured."""
 ITEM_SIZES = {"float32": 4, "float16": 2}
 MAX_TOP = 4096
+
+logger = logging.getLogger(__name__)
 
 
 class AttentionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -526,8 +526,9 @@ class AttentionConsumer(StreamingConsumer):
     ``5.attention.values``, both ``[queries, heads, top]``, and ``5.attention.rest``, ``[queries, heads]``.
 
     A request asks with ``{"layers": [...], "heads": [...], "queries": SELECTOR, "top": N, "dtype": ...}``; only
-    `layers` is required. It waits for its result. Patterns are computed while the request runs, as soon as
-    `QUERIES_AT_ONCE` rows of queries are there, on threads of their own: little is left to do after its end.
+    `layers` is required. It waits for its result. Patterns are computed while the request runs, on threads of their
+    own, as soon as `PROMPT_QUERIES_AT_ONCE` rows of the prompt's queries or `QUERIES_AT_ONCE` rows of generated ones
+    are there, and each generated one at once if the answer is streamed: little is left to do after its end.
 
     Raises:
         ConfigError: If patterns of a layer whose `q` and `k` are captured cannot be computed, and where there is none.

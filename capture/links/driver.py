@@ -32,8 +32,8 @@ from headgate.capture.links.actions import sink_of
 from headgate.capture.links.hub import Closer, Inboxes, ResultHub
 from headgate.capture.links.messages import (
     MalformedMessage,
-    Result,
     Rows,
+    answer_of,
     decode_frames,
     origin_of,
     read_begin,
@@ -465,24 +465,12 @@ def _fail_hung(queue: ConsumerQueue) -> float | None:
 
 
 def _deliver(hub: ResultHub, instance: str, request: RequestInfo, result: CaptureResult | None) -> None:
-    if result is None:
-        return
-    hub.deliver(_answer(instance, request, result))
+    if result is not None:
+        hub.deliver(answer_of(request, instance, result))
 
 
 def _deliver_part(hub: ResultHub, instance: str, request: RequestInfo, payload: Any, num_rows: int) -> None:
-    hub.deliver_part(_answer(instance, request, CaptureResult(status="ok", payload=payload), num_rows))
-
-
-def _answer(instance: str, request: RequestInfo, result: CaptureResult, num_rows: int = 0) -> Result:
-    return Result(
-        key=origin_of(request).key,
-        req_id=request.request_id,
-        sample_index=request.sample_index,
-        instance=instance,
-        result=result,
-        num_rows=num_rows,
-    )
+    hub.deliver_part(answer_of(request, instance, CaptureResult(status="ok", payload=payload), num_rows=num_rows))
 
 
 def _close(feeds: Sequence[_Feed], timeout_s: float) -> bool:

@@ -228,6 +228,28 @@ def origin_of(request: RequestInfo) -> Origin:
     return request.origin
 
 
+def answer_of(
+    request: RequestInfo,
+    instance: str,
+    result: CaptureResult,
+    *,
+    num_rows: int = 0,
+    stage: int = 0,
+    num_stages: int = 1,
+) -> Result:
+    """Return the message with a consumer's result for a request, or with a part of it; see `Result`."""
+    return Result(
+        key=origin_of(request).key,
+        req_id=request.request_id,
+        sample_index=request.sample_index,
+        instance=instance,
+        stage=stage,
+        num_stages=num_stages,
+        result=result,
+        num_rows=num_rows,
+    )
+
+
 def begin_of(request: RequestInfo, *, instance: str, stage: int, num_stages: int) -> Begin:
     """Return the message that announces a request to a consumer in the driver."""
     return Begin(

@@ -25,6 +25,7 @@ from headgate.capture.delivery.consumer_thread import DEFERRED, Deferred
 from headgate.capture.links.messages import (
     Frames,
     Result,
+    answer_of,
     begin_of,
     encode,
     encode_rows,
@@ -84,27 +85,17 @@ class ResultReporter:
             if self._watcher is not None:
                 self._watcher.due()
             if result is not None:
-                self._sender.send_result(origin.reply, self._message(instance, request, result))
+                message = answer_of(request, instance, result, stage=self._stage, num_stages=self._num_stages)
+                self._sender.send_result(origin.reply, message)
         finally:
             if self._watcher is not None:
                 self._watcher.done(instance, request.request_id, origin.key)
 
     def report_part(self, instance: str, request: RequestInfo, payload: Any, num_rows: int) -> None:
         """Send a part of a result that is to come, of positions below `num_rows`: `StreamingConsumer.send_part`."""
-        part = self._message(instance, request, CaptureResult(status="ok", payload=payload), num_rows)
+        found, stage, num_stages = CaptureResult(status="ok", payload=payload), self._stage, self._num_stages
+        part = answer_of(request, instance, found, num_rows=num_rows, stage=stage, num_stages=num_stages)
         self._sender.send_part(origin_of(request).reply, part)
-
-    def _message(self, instance: str, request: RequestInfo, result: CaptureResult, num_rows: int = 0) -> Result:
-        return Result(
-            key=origin_of(request).key,
-            req_id=request.request_id,
-            sample_index=request.sample_index,
-            instance=instance,
-            stage=self._stage,
-            num_stages=self._num_stages,
-            result=result,
-            num_rows=num_rows,
-        )
 
 
 logger = logging.getLogger("headgate")
@@ -215,7 +206,7 @@ class ResultSender:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_closed = True
-            channels = [*self._results.values(), *self._rows.values(), *self._parts.values()]
+            channels = self._channels()
         self._stopping.set()
         if self._tending is not None:
             self._tending.join()
@@ -247,6 +238,10 @@ class ResultSender:
             self._context, endpoint, self._window_bytes, loss_message=loss_message, give_up_s=self._give_up_s
         )
 
+    def _channels(self) -> list[Channel]:
+        """All that are open; under the lock."""
+        return [*self._results.values(), *self._rows.values(), *self._parts.values()]
+
     def _lose(self, channels: dict[str, Channel], why: ValueError) -> bool:
         if not self._num_unreachable:
             logger.warning("Results or rows cannot be sent: %s", why)
@@ -256,7 +251,7 @@ class ResultSender:
     def _tend(self) -> None:
         while not self._stopping.wait(TEND_S):
             with self._lock:
-                channels = [*self._results.values(), *self._rows.values(), *self._parts.values()]
+                channels = self._channels()
             for channel in channels:
                 channel.tend()
 

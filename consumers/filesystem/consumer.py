@@ -99,7 +99,7 @@ _load = cache(load_consumer)
 
 
 class ReadoutSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Another consumer whose readouts' outputs are stored in place of rows.
+    """Another consumer: the outputs of its readouts, or what it computes, are stored in place of rows.
 
     Attributes:
         consumer: Its name, as it is installed.
@@ -114,7 +114,7 @@ class ReadoutSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Its class.
 
         Raises:
-            ConfigError: If it is not installed, or names no outputs of readouts.
+            ConfigError: If it is not installed, or names no outputs.
         """
         found = _load(self.consumer)
         if found.named_outputs.__func__ is CaptureConsumer.named_outputs.__func__:  # type: ignore[attr-defined]

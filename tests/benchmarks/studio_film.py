@@ -35,6 +35,7 @@ import httpx
 from PIL import Image, ImageDraw, ImageFont
 from playwright.sync_api import Page, expect, sync_playwright
 
+from tests.benchmarks.studio_pictures import make_vector, show
 from tests.fakes.server import kill_session
 from tests.source_tree import ROOT
 
@@ -161,10 +162,7 @@ def play(film: Film, page: Page, url: str) -> None:
     page.get_by_role("button", name="How was your day?").click()
     expect(page.locator(".run[data-status=done]")).to_have_count(1)
     film.shoot(page, "an answer, coloured by surprise")
-    show(page, "Steer")
-    page.get_by_role("button", name="Make it").click()
-    expect(page.locator("svg circle").first).to_be_visible()
-    page.get_by_label("Scale of joy").fill("2")
+    make_vector(page)
     film.shoot(page, "a vector of two lists of prompts")
     show(page, "Chat")
     page.get_by_role("button", name="Answer again").click()
@@ -183,11 +181,6 @@ def play(film: Film, page: Page, url: str) -> None:
     page.mouse.wheel(0, 2000)
     page.wait_for_timeout(200)
     film.shoot(page, "one row, and what it is near to")
-
-
-def show(page: Page, view: str) -> None:
-    """Change to a view."""
-    page.get_by_role("navigation").get_by_role("button", name=view, exact=True).click()
 
 
 def install(folder: Path, torch_index: str, by_uv: bool) -> tuple[Path, Spent]:

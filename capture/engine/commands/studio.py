@@ -74,10 +74,10 @@ def arguments_of(given: Sequence[str]) -> list[str]:
     # vLLM's sampler compiles the ranks of log-probabilities even in eager mode: 15 s of the first answer on a CPU.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     rest = [argument for argument in given if argument != "--demo"]
-    return with_defaults([str(demo_model()), *rest, "--enforce-eager"], DEMO)
+    return with_defaults([str(_demo_folder()), *rest, "--enforce-eager"], DEMO)
 
 
-def demo_model() -> Path:
+def _demo_folder() -> Path:
     """Return the folder of the demo's model, made by another process while this one imports vLLM.
 
     Raises:

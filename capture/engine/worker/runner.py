@@ -229,7 +229,7 @@ def dummy_rows_routed(runner: Any) -> Iterator[None]:
     """Have a router send the rows of dummy steps to experts, as it does with the rows of requests.
 
     From vLLM 0.32 on a dummy step says that all its rows are padding, and routers choose no expert for those: what
-    happens in front of the experts would not show.
+    happens in front of the experts would not show. Earlier releases mark no rows, and nothing is changed there.
     """
     mark = getattr(runner, "_prepare_padding_mask", None)
     # A runner for CPUs is a subclass elsewhere.
