@@ -89,6 +89,7 @@ ANATOMIES: Mapping[str, Anatomy] = {
     "mixtral_all": PRE_NORM,
     "qwen2_moe": PRE_NORM,
     "deepseek_v3": replace(PRE_NORM, out_proj=None),
+    "deepseek_v3_all": replace(PRE_NORM, out_proj=None),
     "qwen3_moe": PRE_NORM,
     "qwen3_moe_all": PRE_NORM,
     "gemma2": SANDWICH,

