@@ -11,18 +11,14 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
-from headgate.steering.gates.gate import Gate, GatesWire, gates_from_wire, gates_key, gates_to_wire
-from headgate.steering.programs.feature_edits import FeatureEdit, FeatureEditsWire, edits_from_wire, edits_to_wire
-from headgate.steering.programs.operations import (
-    Operation,
-    OperationsWire,
-    operations_from_wire,
-    operations_to_wire,
-)
+from headgate.steering.gates.gate import Gate, gates_key
+from headgate.steering.programs.feature_edits import FeatureEdit
+from headgate.steering.programs.operations import Operation
 from headgate.steering.programs.program import Program, ProgramWire, joined
+from headgate.steering.programs.wire import ContentWire, content_from_wire, content_to_wire
 from headgate.steering.vectors.dtypes import Float32Rows, Rows, StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors
@@ -202,12 +198,7 @@ class SteeringWire(TypedDict, total=False):
         prefill_program: The inline operations of the prefill phase.
         decode_program: The inline operations of the decode phase, unless they are those of the prefill phase.
         is_program_shared: True if the decode operations are the prefill operations, which travel once.
-        prefill_ops: In place of `prefill_program` on the way to the engine core: operations that name modules.
-        decode_ops: The same for the decode phase, unless they are those of the prefill phase.
-        are_ops_shared: True if they are.
-        prefill_features: Edits of features on the way to the engine core, which puts them into `prefill_program`.
-        decode_features: The same for the decode phase, unless they are those of the prefill phase.
-        are_features_shared: True if they are.
+        unlowered: `UnloweredContent` on the way to the engine core, which makes programs of it.
         gates: Gates on the way to the engine core.
         gates_key: `gates_key` of these, which is the same for all requests that bring them.
         rules: Names of rules, as of the spec.
@@ -227,13 +218,8 @@ class SteeringWire(TypedDict, total=False):
     prefill_program: ProgramWire
     decode_program: ProgramWire
     is_program_shared: bool
-    prefill_ops: OperationsWire
-    decode_ops: OperationsWire
-    are_ops_shared: bool
-    prefill_features: FeatureEditsWire
-    decode_features: FeatureEditsWire
-    are_features_shared: bool
-    gates: GatesWire
+    unlowered: ContentWire
+    gates: ContentWire
     gates_key: bytes
     rules: list[str]
     prefill_programs: list[list[Any]]
@@ -241,6 +227,22 @@ class SteeringWire(TypedDict, total=False):
     trace: bool
     counted: bool
     owner: str
+
+
+class UnloweredContent(NamedTuple):
+    """Operations and edits of features of a `SteeringSpec`; None for those of the prefill phase, which travel once."""
+
+    prefill_ops: tuple[Operation, ...] = ()
+    decode_ops: tuple[Operation, ...] | None = None
+    prefill_features: tuple[FeatureEdit, ...] = ()
+    decode_features: tuple[FeatureEdit, ...] | None = None
+
+    @classmethod
+    def of(cls, spec: SteeringSpec) -> UnloweredContent:
+        """Return those of a spec."""
+        decode_ops = None if spec.decode_ops is spec.prefill_ops else spec.decode_ops
+        decode_features = None if spec.decode_features is spec.prefill_features else spec.decode_features
+        return cls(spec.prefill_ops, decode_ops, spec.prefill_features, decode_features)
 
 
 def to_wire(spec: SteeringSpec) -> SteeringWire:
@@ -255,20 +257,10 @@ def to_wire(spec: SteeringSpec) -> SteeringWire:
     elif spec.decode is not None:
         wire["decode"] = _vectors_wire(spec.decode)
     wire.update(programs_to_wire(spec.prefill_program, spec.decode_program))
-    if spec.prefill_ops:
-        wire["prefill_ops"] = operations_to_wire(spec.prefill_ops)
-    if spec.prefill_ops and spec.decode_ops is spec.prefill_ops:
-        wire["are_ops_shared"] = True
-    elif spec.decode_ops:
-        wire["decode_ops"] = operations_to_wire(spec.decode_ops)
-    if spec.prefill_features:
-        wire["prefill_features"] = edits_to_wire(spec.prefill_features)
-    if spec.prefill_features and spec.decode_features is spec.prefill_features:
-        wire["are_features_shared"] = True
-    elif spec.decode_features:
-        wire["decode_features"] = edits_to_wire(spec.decode_features)
+    if spec.prefill_ops or spec.decode_ops or spec.prefill_features or spec.decode_features:
+        wire["unlowered"] = content_to_wire(UnloweredContent.of(spec))
     if spec.gates:
-        wire["gates"] = gates_to_wire(spec.gates)
+        wire["gates"] = content_to_wire(spec.gates)
         wire["gates_key"] = gates_key(wire["gates"])
     if spec.rules is not None:
         wire["rules"] = list(spec.rules)
@@ -287,12 +279,7 @@ def programs_to_wire(prefill: Program | None, decode: Program | None) -> Steerin
     return wire
 
 
-PROGRAM_KEYS = frozenset(
-    (
-        *("prefill_program", "decode_program", "is_program_shared", "prefill_ops", "decode_ops", "are_ops_shared"),
-        *("prefill_features", "decode_features", "are_features_shared", "gates", "gates_key"),
-    )
-)
+PROGRAM_KEYS = frozenset(("prefill_program", "decode_program", "is_program_shared", "unlowered", "gates", "gates_key"))
 """Keys of a `SteeringWire` that the engine core replaces where it makes the programs."""
 
 
@@ -308,21 +295,20 @@ def from_wire(wire: Mapping[str, Any], gates: tuple[Gate, ...] | None = None) ->
     modules = tuple(ModuleRef(name, scale) for name, scale in wire.get("modules", ()))
     first = _program(wire.get("prefill_program"))
     second = first if wire.get("is_program_shared") else _program(wire.get("decode_program"))
-    prefill_ops = operations_from_wire(wire["prefill_ops"]) if "prefill_ops" in wire else ()
-    decode_ops = operations_from_wire(wire["decode_ops"]) if "decode_ops" in wire else ()
-    prefill_features = edits_from_wire(wire["prefill_features"]) if "prefill_features" in wire else ()
-    decode_features = edits_from_wire(wire["decode_features"]) if "decode_features" in wire else ()
+    if gates is None:
+        gates = content_from_wire(tuple[Gate, ...], wire["gates"]) if "gates" in wire else ()
+    unlowered = content_from_wire(UnloweredContent, wire["unlowered"]) if "unlowered" in wire else UnloweredContent()
     return SteeringSpec(
         prefill=prefill,
         decode=decode,
         modules=modules,
         prefill_program=first,
         decode_program=second,
-        prefill_ops=prefill_ops,
-        decode_ops=prefill_ops if wire.get("are_ops_shared") else decode_ops,
-        prefill_features=prefill_features,
-        decode_features=prefill_features if wire.get("are_features_shared") else decode_features,
-        gates=gates_from_wire(wire.get("gates", ())) if gates is None else gates,
+        prefill_ops=unlowered.prefill_ops,
+        decode_ops=unlowered.prefill_ops if unlowered.decode_ops is None else unlowered.decode_ops,
+        prefill_features=unlowered.prefill_features,
+        decode_features=unlowered.prefill_features if unlowered.decode_features is None else unlowered.decode_features,
+        gates=gates,
         rules=tuple(wire["rules"]) if "rules" in wire else None,
     )
 

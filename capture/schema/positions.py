@@ -7,9 +7,9 @@ gives row p; the last sampled token is never forwarded and has no row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 
 from headgate.capture.schema.batch import BoolArray, Int64Array
@@ -135,6 +135,7 @@ MAX_DESCRIBED = 64
 """Positions of a list that are written out where a selector is described."""
 
 
+@runtime_checkable
 class PositionSelector(Protocol):
     """A parsed selector. Selectors are frozen and hashable: equal ones share one plan."""
 
@@ -177,8 +178,7 @@ class PositionSelector(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(msgspec.Struct, frozen=True, tag=True):
     """One run of positions by its name, a key of `NAMED`."""
 
     name: str
@@ -204,8 +204,7 @@ class Named:
         return self.name
 
 
-@dataclass(frozen=True, slots=True)
-class Indices:
+class Indices(msgspec.Struct, frozen=True, tag=True):
     """A list of positions; negative ones count from the end of the prompt until resolved.
 
     Attributes:
@@ -263,8 +262,7 @@ class Indices:
         return {"num_listed": len(values), "first": int(values[0]), "last": int(values[-1])}
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True, tag=True):
     """``start``, ``start + step``, ... below ``stop``; negative bounds count from the end of the prompt.
 
     Attributes:
@@ -309,8 +307,7 @@ class Span:
         return self.to_wire()
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, tag=True):
     """Tokens of one message of a chat, or of several; the front end replaces it before the request leaves.
 
     Attributes:
@@ -362,8 +359,7 @@ class Message:
         return self.to_wire()
 
 
-@dataclass(frozen=True, slots=True)
-class Several:
+class Several(msgspec.Struct, frozen=True, tag=True):
     """The positions that any of several selectors selects.
 
     Resolved, its parts have no position in common: one without an end, if there is any, and one before that.
@@ -395,6 +391,10 @@ class Several:
 
     def described(self) -> list[object]:
         return [part.described() for part in self.parts]
+
+
+Selector = Named | Indices | Span | Message | Several
+"""All that implement `PositionSelector`."""
 
 
 def keys_before(queries: PositionSelector) -> PositionSelector:

@@ -60,7 +60,7 @@ from headgate.steering.documents.vectors import read_update
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import load
 from headgate.steering.flags import add_flags, read_flags
-from headgate.steering.probes.wire import to_wire as probe_to_wire
+from headgate.steering.programs.wire import content_to_wire
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name
 
@@ -347,7 +347,7 @@ class _SteeringCalls(Generic[Cores]):
             RequestError: If it cannot be read, or does not fit the model.
         """
         check_name(name, "name", "a probe")
-        wire = probe_to_wire(_read_probe(probe, self.steerable))
+        wire = content_to_wire(_read_probe(probe, self.steerable))
         return msgspec.convert((yield from self._registered("probe", name, wire, by)), ProbeStatus)
 
     @shared
@@ -398,7 +398,7 @@ class _SteeringCalls(Generic[Cores]):
             RequestError: If it cannot be read, names something that is not there, or there is no room.
         """
         document = {"applies_to": applies_to, "when": when, "then": then, **others}
-        wire = read_rule(name, document, self.steerable).to_wire()
+        wire = content_to_wire(read_rule(name, document, self.steerable))
         return msgspec.convert((yield from self._registered("rule", name, wire, by)), RuleStatus)
 
     @shared

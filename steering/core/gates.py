@@ -29,19 +29,17 @@ from headgate.steering.gates.conversations import Conversation, ConversationLatc
 from headgate.steering.gates.gate import (
     FeatureReading,
     Gate,
-    GatesWire,
     ModuleThen,
     NamedProbe,
     Rule,
-    gates_from_wire,
     gates_key,
-    gates_to_wire,
 )
 from headgate.steering.gates.lowering import GatedPrograms, Own, lower_gates
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
+from headgate.steering.programs.wire import ContentWire, content_from_wire, content_to_wire
 from headgate.steering.spec import SteeringSpec, programs_to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, weighted_sum
@@ -101,11 +99,11 @@ class GateCache:
     def __init__(self) -> None:
         self._kept: KeptPrograms[tuple[KnownGates, LoweredGates | None]] = KeptPrograms()
 
-    def read(self, wire: GatesWire, key: bytes) -> KnownGates:
+    def read(self, wire: ContentWire, key: bytes) -> KnownGates:
         """Return the gates of a wire form, with their content key."""
         if (found := self._kept.find(key)) is not None:
             return found[0]
-        known = KnownGates(key, gates_from_wire(wire), len(msgspec.msgpack.encode(wire)))
+        known = KnownGates(key, content_from_wire(tuple[Gate, ...], wire), len(msgspec.msgpack.encode(wire)))
         self._kept.keep(key, (known, None), known.num_bytes)
         return known
 
@@ -326,7 +324,7 @@ def gated(
         made = lower_gates(gates, content, content.dtype, _own(static), owned.latched(keys))
     else:
         if known is None:
-            wire = gates_to_wire(gates)
+            wire = content_to_wire(gates)
             known = owned.cache.read(wire, gates_key(wire))
         lowered = _lowered(known, content, limits, num_prompt, owned.cache)
         if static.is_nothing:

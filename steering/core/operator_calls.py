@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from headgate.capture.probe import Probe
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.config import cross_stages
@@ -22,9 +23,7 @@ from headgate.steering.core.state import PROGRAMS, GlobalTiers, SteeringState
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.gates.gate import Rule, fields_of_rule, rule_key
 from headgate.steering.gates.step_table import ReportedCounts
-from headgate.steering.probes.wire import ProbeWire
-from headgate.steering.probes.wire import from_wire as probe_from_wire
-from headgate.steering.probes.wire import to_wire as probe_to_wire
+from headgate.steering.programs.wire import ContentWire, content_from_wire, content_to_wire
 from headgate.steering.spec import SteeringSpec, SteeringWire, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import TIERS, check_name
 
@@ -312,9 +311,9 @@ class OperatorCalls:
         self._state.saes.remove(name)
         return self._audited(None)
 
-    def _register_probe(self, name: str, probe: Mapping[str, Any]) -> dict[str, Any]:
-        """Register a probe in its wire form; requests that run keep what they read."""
-        made = probe_from_wire(probe)
+    def _register_probe(self, name: str, probe: ContentWire) -> dict[str, Any]:
+        """Register a `Probe` in its wire form; requests that run keep what they read."""
+        made = content_from_wire(Probe, probe)
         self._state.probes.put(check_name(name, "name", "a probe"), made)
         return {**described(name, made), **self._audited(made.sha256)}
 
@@ -327,10 +326,10 @@ class OperatorCalls:
         self._state.probes.remove(name)
         return {**described(name, found), **self._audited(found.sha256)}
 
-    def _export_probe(self, name: str) -> ProbeWire | None:
+    def _export_probe(self, name: str) -> ContentWire | None:
         """Return a probe as ``register_probe`` takes it, to register it again; None if there is none of that name."""
         found = self._state.probes.find(name)
-        return None if found is None else probe_to_wire(found)
+        return None if found is None else content_to_wire(found)
 
     def register_rule(self, rule: Rule) -> KeptRule:
         """Register a rule, in place of an earlier one of its name.
@@ -356,9 +355,9 @@ class OperatorCalls:
             raise
         return made
 
-    def _register_rule(self, name: str, rule: dict[str, Any]) -> dict[str, Any]:
-        """Register what `Rule.to_wire` made; requests that run are steered by it from their next row on."""
-        read = Rule.from_wire(rule)
+    def _register_rule(self, name: str, rule: ContentWire) -> dict[str, Any]:
+        """Register a `Rule` in its wire form; requests that run are steered by it from their next row on."""
+        read = content_from_wire(Rule, rule)
         if read.name != check_name(name, "name", "a rule"):
             raise AssertionError(f"a rule {read.name!r} as {name!r}")
         made = self.register_rule(read)
@@ -423,10 +422,10 @@ class OperatorCalls:
             "queue": None if self.controllers is None else self.controllers.queue(),
         }
 
-    def _export_rule(self, name: str) -> dict[str, Any] | None:
+    def _export_rule(self, name: str) -> ContentWire | None:
         """Return a rule as ``register_rule`` takes it, to register it again; None if there is none of that name."""
         found = self._state.rules.find(name)
-        return None if found is None else found.rule.to_wire()
+        return None if found is None else content_to_wire(found.rule)
 
     def _set_rules(self, rules: Mapping[str, Any], *, undo: Mapping[str, Any]) -> None:
         self._notify_workers(("set_rules", rules), undo=("set_rules", undo))

@@ -40,6 +40,7 @@ from headgate.steering.files.vector_files import VectorFileError, load
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import Note, join_notes
+from headgate.steering.programs.wire import content_to_wire
 from headgate.steering.spec import PROGRAM_KEYS, from_wire, programs_to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
@@ -363,7 +364,7 @@ def _load_rules(core: SteeringCore, path: str | None, steerable: Steerable) -> N
     """
     for rule in () if path is None else load_rules(Path(path), steerable):
         try:
-            core.call("register_rule", {"name": rule.name, "rule": rule.to_wire()})
+            core.call("register_rule", {"name": rule.name, "rule": content_to_wire(rule)})
         except RequestError as error:
             raise ConfigError(f"{WHERE}.rules_file (--steering-rules): {path}: rule {rule.name!r}: {error}") from error
         logger.info("steering: rule %s, for %s", rule.name, rule.applies_to.value)

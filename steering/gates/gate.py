@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import BEFORE_KERNEL, BEFORE_MLP_OUT, MIXER_HOOKS, HookPoint, Site, sort_sites
@@ -33,26 +32,19 @@ from headgate.steering.programs.codes import (
     Mode,
     Pool,
 )
-from headgate.steering.programs.feature_edits import FeatureEdit, edits_from_wire, edits_to_wire, sae_key
-from headgate.steering.programs.operations import (
-    Float32Row,
-    ModuleVector,
-    Operation,
-    named_modules,
-    operations_from_wire,
-    operations_to_wire,
-)
+from headgate.steering.programs.feature_edits import FeatureEdit, sae_key
+from headgate.steering.programs.operations import ModuleVector, Operation, OperationVector, named_modules
+from headgate.steering.programs.wire import ContentWire
 
 
-class NamedProbe(NamedTuple):
+class NamedProbe(msgspec.Struct, frozen=True, tag=True):
     """A registered probe of one class, by its name; `where` is its path in the client's document."""
 
     name: str
     where: str = "steering_gates"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class InlineProbe:
+class InlineProbe(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag=True):
     """A probe that a request brings.
 
     Attributes:
@@ -64,13 +56,13 @@ class InlineProbe:
     """
 
     site: Site
-    weight: Float32Row | ModuleVector
+    weight: OperationVector
     bias: float = 0.0
     is_cosine: bool = False
     where: str = "steering_gates"
 
 
-class FeatureReading(NamedTuple):
+class FeatureReading(msgspec.Struct, frozen=True, tag=True):
     """The activation of a feature of a registered SAE; `where` is its path in the client's document."""
 
     sae: str
@@ -81,8 +73,7 @@ class FeatureReading(NamedTuple):
 Reading = NamedProbe | InlineProbe | FeatureReading
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Leaf:
+class Leaf(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag=True):
     """A comparison of a score with a threshold.
 
     Attributes:
@@ -112,20 +103,20 @@ class GatePhase(str, Enum):
     GENERATED = "generated"
 
 
-class ConditionGroup(NamedTuple):
+class ConditionGroup(msgspec.Struct, frozen=True, tag=True):
     """Several conditions: the largest strength of them (`Combine.ANY`), or the smallest (`Combine.ALL`)."""
 
     combine: Combine
     conditions: tuple[Condition, ...]
 
 
-class Negation(NamedTuple):
+class Negation(msgspec.Struct, frozen=True, tag=True):
     """One less the strength of a condition."""
 
     condition: Condition
 
 
-class Always(NamedTuple):
+class Always(msgspec.Struct, frozen=True, tag=True):
     """A condition of strength 1, which fires on every row; on rows of another phase than `phase` it has strength 0."""
 
     phase: GatePhase = GatePhase.BOTH
@@ -505,16 +496,6 @@ class Rule:
         """The name of the rule, and of its gate."""
         return self.gate.name
 
-    def to_wire(self) -> dict[str, Any]:
-        """Return plain values that `from_wire` reads back."""
-        return {"gate": gates_to_wire((self.gate,)), "applies_to": self.applies_to.value}
-
-    @classmethod
-    def from_wire(cls, wire: dict[str, Any]) -> Rule:
-        """Return the rule that `to_wire` wrote."""
-        (gate,) = gates_from_wire(wire["gate"])
-        return cls(gate=gate, applies_to=AppliesTo(wire["applies_to"]))
-
 
 def rule_key(name: str) -> str:
     """Return the key of a rule among the registered names of an engine core, which nothing else there can have."""
@@ -535,131 +516,6 @@ FIELD = "rule"
 """Name of the list of one gate that a rule's document is read as."""
 
 
-GatesWire = list[dict[str, Any]]
-
-
-def gates_to_wire(gates: Sequence[Gate]) -> GatesWire:
-    """Return plain values that `gates_from_wire` reads back."""
-    return [
-        {
-            "name": gate.name,
-            "when": _condition(gate.when),
-            "then": _then(gate.then),
-            "mode": int(gate.mode),
-            "amount": gate.amount,
-            "pid": msgspec.to_builtins(gate.pid),
-            "scope": int(gate.scope),
-            "conversation": gate.conversation,
-            "where": gate.where,
-        }
-        for gate in gates
-    ]
-
-
-def gates_key(wire: GatesWire) -> bytes:
+def gates_key(wire: ContentWire) -> bytes:
     """Return the content key of gates in wire form, 32 bytes."""
     return hashlib.sha256(msgspec.msgpack.encode(wire)).digest()
-
-
-def gates_from_wire(wire: Iterable[dict[str, Any]]) -> tuple[Gate, ...]:
-    """Return the gates that `gates_to_wire` wrote; arrays are views of the received bytes."""
-    return tuple(
-        Gate(
-            name=given["name"],
-            when=_read_condition(given["when"]),
-            then=_read_then(given["then"]),
-            mode=Mode(given["mode"]),
-            amount=given["amount"],
-            pid=msgspec.convert(given["pid"], Pid | None),
-            scope=GateScope(given["scope"]),
-            conversation=given["conversation"],
-            where=given["where"],
-        )
-        for given in wire
-    )
-
-
-def _condition(condition: Condition) -> list[Any]:
-    if isinstance(condition, Leaf):
-        numbers = [condition.is_below, condition.threshold, condition.hysteresis, int(condition.pool), condition.alpha]
-        return ["leaf", _reading(condition.reading), *numbers, condition.where]
-    if isinstance(condition, ConditionGroup):
-        return ["group", int(condition.combine), [_condition(each) for each in condition.conditions]]
-    if isinstance(condition, Negation):
-        return ["not", _condition(condition.condition)]
-    return ["always", condition.phase.value]
-
-
-def _read_condition(wire: Sequence[Any]) -> Condition:
-    kind, *given = wire
-    if kind == "leaf":
-        reading, is_below, threshold, hysteresis, pool, alpha, where = given
-        return Leaf(
-            reading=_read_reading(reading),
-            is_below=is_below,
-            threshold=threshold,
-            hysteresis=hysteresis,
-            pool=Pool(pool),
-            alpha=alpha,
-            where=where,
-        )
-    if kind == "group":
-        return ConditionGroup(Combine(given[0]), tuple(_read_condition(each) for each in given[1]))
-    return Negation(_read_condition(given[0])) if kind == "not" else Always(GatePhase(given[0]))
-
-
-def _reading(reading: Reading) -> list[Any]:
-    if isinstance(reading, NamedProbe):
-        return ["probe", *reading]
-    if isinstance(reading, FeatureReading):
-        return ["feature", *reading]
-    weight = reading.weight
-    plain: Any = _module(weight) if isinstance(weight, ModuleVector) else weight.tobytes()
-    return ["inline", _site(reading.site), plain, reading.bias, reading.is_cosine, reading.where]
-
-
-def _read_reading(wire: Sequence[Any]) -> Reading:
-    kind, *given = wire
-    if kind == "probe":
-        return NamedProbe(*given)
-    if kind == "feature":
-        return FeatureReading(*given)
-    site, weight, bias, is_cosine, where = given
-    read = np.frombuffer(weight, np.float32) if isinstance(weight, bytes | memoryview) else _read_module(weight)
-    return InlineProbe(site=_read_site(site), weight=read, bias=bias, is_cosine=is_cosine, where=where)
-
-
-def _then(then: Then) -> dict[str, Any]:
-    return {
-        "operations": operations_to_wire(then.operations),
-        "features": edits_to_wire(then.features),
-        "module": None if then.module is None else list(then.module),
-        "attenuate": then.attenuate,
-        "observes": then.observes,
-    }
-
-
-def _read_then(wire: dict[str, Any]) -> Then:
-    return Then(
-        operations=operations_from_wire(wire["operations"]),
-        features=edits_from_wire(wire["features"]),
-        module=None if wire["module"] is None else ModuleThen(*wire["module"]),
-        attenuate=wire["attenuate"],
-        observes=wire["observes"],
-    )
-
-
-def _site(site: Site) -> list[Any]:
-    return [site.layer, site.hook.value]
-
-
-def _read_site(wire: Sequence[Any]) -> Site:
-    return Site(wire[0], HookPoint(wire[1]))
-
-
-def _module(vector: ModuleVector) -> list[Any]:
-    return [vector.module, *_site(vector.site)]
-
-
-def _read_module(wire: Sequence[Any]) -> ModuleVector:
-    return ModuleVector(wire[0], _read_site(wire[1:]))

@@ -11,14 +11,14 @@ A feature of an SAE is one entry. One of a transcoder is an entry where it reads
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import Site
 from headgate.steering.features.source_coder import CoderKind, Norm
 from headgate.steering.features.sparse_coder import FeatureRows, SparseCoder
 from headgate.steering.programs.codes import (
@@ -89,10 +89,6 @@ class FeatureEdit(NamedTuple):
         return self.sae, self.feature, int(self.edit), self.value, self.is_relative, self.only_if_active
 
 
-FeatureEditsWire = list[list[Any]]
-"""Edits as plain values: one list of values for each, in the order of `FeatureEdit`."""
-
-
 def reconstruction(sae: str, where: str) -> FeatureEdit:
     """Return the reconstruction by an SAE.
 
@@ -101,37 +97,6 @@ def reconstruction(sae: str, where: str) -> FeatureEdit:
         where: Path of the name in the client's document.
     """
     return FeatureEdit(sae, NO_FEATURE, Edit.PLUS, 0.0, where=where, sae_at=where, feature_at=where)
-
-
-def edits_to_wire(edits: Iterable[FeatureEdit]) -> FeatureEditsWire:
-    """Return plain values that `edits_from_wire` reads back."""
-    return [
-        [
-            *(edit.sae, edit.feature, int(edit.edit), edit.value, edit.is_relative, edit.only_if_active),
-            None if edit.site is None else [edit.site.layer, edit.site.hook.value],
-            *(edit.where, edit.sae_at, edit.feature_at),
-        ]
-        for edit in edits
-    ]
-
-
-def edits_from_wire(wire: FeatureEditsWire) -> tuple[FeatureEdit, ...]:
-    """Return the edits that `edits_to_wire` wrote."""
-    return tuple(
-        FeatureEdit(
-            sae=sae,
-            feature=feature,
-            edit=Edit(edit),
-            value=value,
-            is_relative=is_relative,
-            only_if_active=only_if_active,
-            site=None if site is None else Site(site[0], HookPoint(site[1])),
-            where=where,
-            sae_at=sae_at,
-            feature_at=feature_at,
-        )
-        for sae, feature, edit, value, is_relative, only_if_active, site, where, sae_at, feature_at in wire
-    )
 
 
 class SaeFacts(NamedTuple):

@@ -7,17 +7,17 @@ it lowers (`headgate.steering.programs.lowering`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.batch import BoolArray
-from headgate.capture.schema.positions import PositionSelector, selector_from_wire
-from headgate.capture.schema.sites import Columns, HookPoint, Site
+from headgate.capture.schema.positions import PositionSelector
+from headgate.capture.schema.sites import Columns, Site
 
 Float32Row = npt.NDArray[np.float32]
 """``[width]`` of a site."""
@@ -60,6 +60,12 @@ class ModuleVector(NamedTuple):
     site: Site
 
 
+if TYPE_CHECKING:
+    OperationVector = Float32Row | ModuleVector
+else:
+    OperationVector = object
+    """msgspec knows no union with an array; `headgate.steering.programs.wire` reads it."""
+
 Lookup = Callable[[str, Site], Float32Row | None]
 """Returns a module's vector at a site, or None if it has none there."""
 
@@ -88,7 +94,7 @@ class Operation:
 
     method: Method
     site: Site
-    vectors: Mapping[str, Float32Row | ModuleVector]
+    vectors: Mapping[str, OperationVector]
     numbers: Mapping[str, float] = field(default_factory=dict)
     mask: BoolArray | None = None
     only_if_positive: bool = False
@@ -113,66 +119,3 @@ def named_modules(operations: Iterable[Operation]) -> dict[str, str]:
             if isinstance(vector, ModuleVector):
                 found.setdefault(vector.module, f"{operation.where}.{key}")
     return found
-
-
-class OperationsWire(TypedDict):
-    """Operations as plain values; vectors are numbers of `arrays`, or module, layer and hook point."""
-
-    operations: list[dict[str, Any]]
-    arrays: list[bytes]
-
-
-def operations_to_wire(operations: Sequence[Operation]) -> OperationsWire:
-    """Return plain values that `operations_from_wire` reads back; an array that many operations share travels once."""
-    arrays: dict[int, tuple[int, Float32Row]] = {}
-
-    def vector(value: Float32Row | ModuleVector) -> Any:
-        if isinstance(value, ModuleVector):
-            return [value.module, value.site.layer, value.site.hook.value]
-        return arrays.setdefault(id(value), (len(arrays), value))[0]
-
-    listed = [
-        {
-            "method": operation.method.value,
-            "site": [operation.site.layer, operation.site.hook.value],
-            "vectors": {key: vector(value) for key, value in operation.vectors.items()},
-            "numbers": dict(operation.numbers),
-            "mask": None if operation.mask is None else operation.mask.tobytes(),
-            "only_if_positive": operation.only_if_positive,
-            "preserve_norm": operation.preserve_norm,
-            "positions": None if operation.positions is None else operation.positions.to_wire(),
-            "where": operation.where,
-            "row": [operation.width, [list(each) for each in operation.columns], operation.part],
-        }
-        for operation in operations
-    ]
-    return {"operations": listed, "arrays": [array.tobytes() for _, array in arrays.values()]}
-
-
-def operations_from_wire(wire: OperationsWire) -> tuple[Operation, ...]:
-    """Return the operations that `operations_to_wire` wrote; arrays are views of the received bytes."""
-    arrays = [np.frombuffer(data, np.float32) for data in wire["arrays"]]
-
-    def vector(value: Any) -> Float32Row | ModuleVector:
-        if isinstance(value, int):
-            return arrays[value]
-        module, layer, hook = value
-        return ModuleVector(module, Site(layer, HookPoint(hook)))
-
-    return tuple(
-        Operation(
-            method=Method(given["method"]),
-            site=Site(given["site"][0], HookPoint(given["site"][1])),
-            vectors={key: vector(value) for key, value in given["vectors"].items()},
-            numbers=given["numbers"],
-            mask=None if given["mask"] is None else np.frombuffer(given["mask"], np.bool_),
-            only_if_positive=given["only_if_positive"],
-            preserve_norm=given["preserve_norm"],
-            positions=None if given["positions"] is None else selector_from_wire(given["positions"]),
-            where=given["where"],
-            width=given["row"][0],
-            columns=tuple((start, stop) for start, stop in given["row"][1]),
-            part=given["row"][2],
-        )
-        for given in wire["operations"]
-    )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.gates.gate import Always, Condition, ConditionGroup, Gate, InlineProbe, Leaf, Negation
+from headgate.steering.gates.gate import Always, Condition, ConditionGroup, Negation
 from headgate.steering.vectors.phase_vectors import Steerable
 from tests.fakes.op_fields import V, W
 from tests.fakes.vector_forms import model
@@ -51,12 +52,9 @@ def plain(found: Any) -> Any:
     """A gate, or a part of one, as lists that can be compared: arrays by their values."""
     if isinstance(found, np.ndarray):
         return found.tolist()
-    if isinstance(found, Gate | Leaf | InlineProbe) or hasattr(found, "__dataclass_fields__"):
-        return [type(found).__name__, *(plain(getattr(found, name)) for name in found.__dataclass_fields__)]
-    if isinstance(found, Always):
-        return [found.phase.value]
-    if isinstance(found, ConditionGroup | Negation):
-        return [type(found).__name__, *map(plain, found)]
+    if isinstance(found, msgspec.Struct) or is_dataclass(found):
+        names = found.__struct_fields__ if isinstance(found, msgspec.Struct) else [each.name for each in fields(found)]
+        return [type(found).__name__, *(plain(getattr(found, name)) for name in names)]
     if isinstance(found, dict):
         return {key: plain(value) for key, value in found.items()}
     return [plain(each) for each in found] if isinstance(found, tuple) else found

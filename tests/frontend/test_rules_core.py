@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from headgate.steering.documents.gates import read_rule
+from headgate.steering.programs.wire import content_to_wire
 from headgate.steering.spec import SteeringSpec
 from tests.fakes.steered_core import BLOCK, Core
 
@@ -51,7 +52,7 @@ def wire(core: Core, name: str, applies_to: str = "all", **fields: Any) -> dict[
         **fields,
     }
     steerable = core.scheduler._headgate_core._part.state.steerable
-    return read_rule(name, document, steerable).to_wire()
+    return content_to_wire(read_rule(name, document, steerable))
 
 
 def on(core: Core, name: str, applies_to: str = "all", **fields: Any) -> Any:

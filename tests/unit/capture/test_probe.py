@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from headgate.capture.probe import MAX_UNITS, POOLINGS
 from headgate.capture.schema.sites import Site
 from headgate.steering.probes import Activation, HiddenLayer, Probe, ProbeError, ProbeKind, load, save
-from headgate.steering.probes.wire import from_wire, to_wire
+from headgate.steering.programs.wire import content_from_wire, content_to_wire
 
 SITE = Site.parse("3.post_mlp")
 RNG = np.random.default_rng(0)
@@ -84,9 +84,9 @@ def test_a_file_holds_all_of_a_probe(probe: Probe, tmp_path_factory: pytest.Temp
 
 @given(probe=probes())
 def test_the_wire_holds_all_of_a_probe(probe: Probe) -> None:
-    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(to_wire(probe)))
+    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(content_to_wire(probe)))
 
-    assert plain(from_wire(travelled)) == plain(probe)
+    assert plain(content_from_wire(Probe, travelled)) == plain(probe)
 
 
 def test_linear_scores_are_products_and_biases() -> None:

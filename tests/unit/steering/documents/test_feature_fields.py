@@ -18,7 +18,8 @@ from headgate.steering.documents.features import (
 )
 from headgate.steering.documents.request import SteeringReader
 from headgate.steering.programs.codes import Edit
-from headgate.steering.programs.feature_edits import NO_FEATURE, edits_from_wire, edits_to_wire, sae_key
+from headgate.steering.programs.feature_edits import NO_FEATURE, FeatureEdit, sae_key
+from headgate.steering.programs.wire import content_from_wire, content_to_wire
 from headgate.steering.vectors.phase_vectors import Steerable
 
 SITES = (Site(1, HookPoint.POST_MLP), Site(2, HookPoint.POST_MLP))
@@ -117,7 +118,7 @@ def test_a_reconstruction_stands_before_the_edits_of_its_sae() -> None:
     ]
     assert [one.sae for one in found.prefill] == ["sae", "sae"]
     assert found.names == {sae_key("sae"): f"{RECONSTRUCTION}[0]", sae_key("figures"): f"{DECODE_RECONSTRUCTION}[0]"}
-    assert edits_from_wire(edits_to_wire(found.decode)) == found.decode
+    assert content_from_wire(tuple[FeatureEdit, ...], content_to_wire(found.decode)) == found.decode
 
 
 def test_modules_have_the_same_under_shorter_names() -> None:

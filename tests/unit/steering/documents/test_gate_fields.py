@@ -22,12 +22,11 @@ from headgate.steering.gates.gate import (
     Leaf,
     NamedProbe,
     Pid,
-    gates_from_wire,
-    gates_to_wire,
     layout_of,
 )
 from headgate.steering.programs.codes import Edit, GateScope, Mode, Pool
 from headgate.steering.programs.operations import Method, ModuleVector
+from headgate.steering.programs.wire import content_from_wire, content_to_wire
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
 from tests.fakes.gate_forms import (
     EARLIER,
@@ -250,7 +249,7 @@ def test_a_control_loop_is_read() -> None:
     assert (found.mode, found.pid) == (Mode.PID, Pid(0.5, 1.0, 0.1, 0.0, -2.0, 0.0))
     assert [(leaf.threshold, leaf.pool, leaf.alpha) for leaf in found.leaves] == [(None, Pool.EMA, 0.5)]
     assert (found.has_state, found.largest_strength) == (True, 2.0)
-    (kept,) = gates_from_wire(gates_to_wire([found]))
+    (kept,) = content_from_wire(tuple[Gate, ...], content_to_wire([found]))
     assert kept.pid == found.pid
 
 
@@ -297,9 +296,9 @@ def test_gates_survive_the_wire(documents: list[dict[str, Any]]) -> None:
     gates = read_gates(documents, gated(max_gates=64))
     spec = SteeringSpec(gates=gates)
 
-    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(gates_to_wire(gates)))
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(content_to_wire(gates)))
 
-    assert [plain(found) for found in gates_from_wire(wire)] == [plain(found) for found in gates]
+    assert [plain(found) for found in content_from_wire(tuple[Gate, ...], wire)] == [plain(found) for found in gates]
     assert [plain(found) for found in from_wire(to_wire(spec)).gates] == [plain(found) for found in gates]
 
 

@@ -18,8 +18,9 @@ from headgate.steering.documents.gates import ConditionReader
 from headgate.steering.documents.operations import KeptRows, VectorReader, read_ops
 from headgate.steering.documents.request import MODULE_FIELDS, read_tier
 from headgate.steering.programs.lowering import lower
-from headgate.steering.programs.operations import operations_from_wire, operations_to_wire
+from headgate.steering.programs.operations import Operation
 from headgate.steering.programs.program import Program, joined
+from headgate.steering.programs.wire import content_from_wire, content_to_wire
 from headgate.steering.vectors.phase_vectors import Steerable
 from tests.fakes.programs import apply, run
 
@@ -132,7 +133,7 @@ def test_modules_vectors_are_cut_to_the_columns_and_must_fit_the_site() -> None:
     found = read_ops({"steering_ops": [document]}, MODEL, SITES, 8)
     assert found is not None
     assert isinstance(found.prefill, tuple)
-    travelled = operations_from_wire(operations_to_wire(found.prefill))
+    travelled = content_from_wire(tuple[Operation, ...], content_to_wire(found.prefill))
     made = lower(travelled, "float32", lambda module, site: np.arange(1, 9, dtype=np.float32))
     assert made is not None
     np.testing.assert_array_equal(run(made, HEADS, ROW) - ROW, [0, 0, 3, 4, 0, 0, 0, 0])

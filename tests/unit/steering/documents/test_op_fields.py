@@ -18,10 +18,10 @@ from headgate.steering.programs.operations import (
     Method,
     ModuleVector,
     Operation,
-    operations_from_wire,
-    operations_to_wire,
 )
 from headgate.steering.programs.program import Program
+from headgate.steering.programs.wire import content_from_wire, content_to_wire
+from tests.fakes.gate_forms import plain
 from tests.fakes.op_fields import (
     CLAMPS,
     DECODE,
@@ -242,16 +242,27 @@ def test_a_module_without_a_vector_at_the_site_is_refused() -> None:
 
 def test_operations_travel_with_shared_vectors_once() -> None:
     operations = referring()
-    wire = operations_to_wire(operations)
+    wire = content_to_wire(operations)
     vectors = {name: np.array(W, np.float32) for name in ("axis", "other")}
 
-    again = operations_from_wire(wire)
+    again = content_from_wire(tuple[Operation, ...], wire)
 
-    assert [operation.where for operation in again] == [operation.where for operation in operations]
-    assert len(wire["arrays"]) == 1
+    assert plain(again) == plain(operations)
+    assert len(wire["arrays"]) == 2  # the vector, and the mask of another operation
     assert lower(again, "float32", lambda module, _: vectors[module]) == lower(
         operations, "float32", lambda module, _: vectors[module]
     )
+
+
+@pytest.mark.parametrize("positions", ["all_prompt", {"start": -3, "step": 2}, [0, -1]], ids=str)
+def test_every_form_of_positions_travels(positions: Any) -> None:
+    found = read({OPS: [op(vector="axis", positions=positions)[OPS][0]]})
+    assert found is not None
+    assert isinstance(found.prefill, tuple)
+
+    (again,) = content_from_wire(tuple[Operation, ...], content_to_wire(found.prefill))
+
+    assert again.positions == found.prefill[0].positions
 
 
 def test_the_functions_of_ops_make_documents_that_are_read() -> None:

@@ -19,8 +19,9 @@ from headgate.steering.features.importing import read_source
 from headgate.steering.features.source_coder import Hints
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.programs.codes import CODE, READ
-from headgate.steering.programs.feature_edits import edits_from_wire, edits_to_wire
+from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.program import Program
+from headgate.steering.programs.wire import content_from_wire, content_to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 from headgate.steering.worker.program_reference import program_deltas_reference
@@ -185,7 +186,7 @@ def test_edits_come_through_the_wire(tmp_path: Path) -> None:
 
     assert len(found.prefill) == len(EDITS)
     assert len(found.decode) == len(EDITS) + 1
-    assert edits_from_wire(edits_to_wire(found.decode)) == found.decode
+    assert content_from_wire(tuple[FeatureEdit, ...], content_to_wire(found.decode)) == found.decode
     assert registry(tmp_path, TinySae(width=WIDTH)).program(found.decode) is not None
 
 

@@ -1,0 +1,59 @@
+"""Content of requests, read and checked, as plain values that travel between processes.
+
+The annotations of its classes (Structs, dataclasses and NamedTuples) say how each is written and read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict, TypeVar, get_args
+
+import msgspec
+import numpy as np
+
+from headgate.capture.schema.positions import PositionSelector, Selector
+from headgate.steering.programs.operations import Float32Row, ModuleVector, OperationVector
+
+T = TypeVar("T")
+
+
+class ContentWire(TypedDict):
+    """Content as plain values.
+
+    Attributes:
+        content: Values; arrays are their indices in `arrays`.
+        arrays: Shape and bytes of each, once.
+    """
+
+    content: Any
+    arrays: list[tuple[list[int], bytes]]
+
+
+def content_to_wire(content: object) -> ContentWire:
+    """Return plain values that `content_from_wire` reads back."""
+    arrays: dict[int, tuple[int, np.ndarray[Any, Any]]] = {}
+
+    def write(value: Any) -> Any:
+        if isinstance(value, Mapping):  # one that cannot be written
+            return dict(value)
+        return arrays.setdefault(id(value), (len(arrays), value))[0]
+
+    plain = msgspec.to_builtins(content, builtin_types=(bytes,), enc_hook=write)
+    return {"content": plain, "arrays": [(list(array.shape), array.tobytes()) for _, array in arrays.values()]}
+
+
+def content_from_wire(kind: type[T], wire: ContentWire) -> T:
+    """Return the content of a type that `content_to_wire` wrote; arrays are views of the received bytes."""
+
+    def read(declared: Any, value: Any) -> Any:
+        if declared is PositionSelector:
+            return msgspec.convert(value, Selector, dec_hook=read)
+        if declared is OperationVector:
+            if not isinstance(value, int):
+                return msgspec.convert(value, ModuleVector)
+            declared = Float32Row
+        (element,) = get_args(get_args(declared)[1])
+        shape, data = wire["arrays"][value]
+        return np.frombuffer(data, element).reshape(shape)
+
+    return msgspec.convert(wire["content"], kind, dec_hook=read)
