@@ -138,11 +138,12 @@ def sites_of_rows(mode: Mode) -> dict[str, Any]:
     return SITES if mode.family == "llama" else {hook: layers for hook, layers in SITES.items() if hook != "hook_z"}
 
 
-def steering_of(mode: Mode, asked: Asked, scores: Scores) -> dict[str, Any]:
-    """A request's fields of steering."""
+def fields_of(mode: Mode, asked: Asked, scores: Scores) -> dict[str, Any]:
+    """What a request captures, and what it steers with."""
+    found: dict[str, Any] = {"capture": asked.capture(sites_of_rows(mode))}
     if mode.is_gated:
-        return {"steering_gates": gates_of(asked, scores), "return_steering_trace": True}
-    return TIERS.fields() if mode.steers else {}
+        found |= {"steering_gates": gates_of(asked, scores), "return_steering_trace": True}
+    return {**found, **TIERS.fields()} if mode.steers else found
 
 
 def main(name: str, out: str) -> None:
@@ -156,14 +157,7 @@ def main(name: str, out: str) -> None:
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         Drafter(drafts, {each.prompt: each.rights for each in asked}).install(runner)
     scores = Scores(*known["scores"])
-    params = [
-        each.params(
-            given[each.prompt],
-            **({} if is_stock else {"capture": each.capture(sites_of_rows(mode))}),
-            **steering_of(mode, each, scores),
-        )
-        for each in asked
-    ]
+    params = [each.params(given[each.prompt], **({} if is_stock else fields_of(mode, each, scores))) for each in asked]
     rounds = []
     for _ in range(ROUNDS):
         found = []

@@ -30,7 +30,14 @@ MODES: dict[str, dict[str, Any]] = {
     "balanced": {"tensor_parallel_size": 2, **EXPERTS, "enable_eplb": True, "eplb_config": BALANCED},
 }
 ROUTED = {"router_logits": "all", "experts": "all"}
+"""Sites of experts. Routers of data-parallel ranks see tokens of all: there `experts` is refused at start-up."""
 NUM_ALONE = 6
+
+
+def sites_of(mode: str) -> dict[str, Any]:
+    """What a mode captures."""
+    routed = {"router_logits": "all"} if "data_parallel_size" in MODES[mode] else ROUTED
+    return {**SITES, **routed}
 
 
 def asked() -> list[Asked]:
@@ -49,7 +56,7 @@ def open_engine(mode: str) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     headgate = {
-        "capture": {"consumers": CONSUMERS, "sites": {**SITES, **ROUTED}},
+        "capture": {"consumers": CONSUMERS, "sites": sites_of(mode)},
         "steering": {"sites": {"post_mlp": "all"}},
     }
     settings: dict[str, Any] = {
@@ -70,10 +77,10 @@ def open_engine(mode: str) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings | json.loads(os.environ.get("GPU_TEST_ENGINE", "{}"))))
 
 
-async def answer(engine: Any, index: int, each: Asked, name: str) -> dict[str, Any]:
+async def answer(engine: Any, index: int, each: Asked, name: str, sites: dict[str, Any]) -> dict[str, Any]:
     """What came of one request."""
     fields: dict[str, Any] = TIERS.fields() if is_steered(index) else {}
-    params = each.params([], capture=each.capture({**SITES, **ROUTED}), capture_wait=True, **fields)
+    params = each.params([], capture=each.capture(sites), capture_wait=True, **fields)
     async for found in engine.generate({"prompt_token_ids": list(each.prompt)}, params, request_id=f"{name}-{index}"):
         output = found
     result = output.capture_results["memory"]
@@ -90,10 +97,12 @@ async def answer(engine: Any, index: int, each: Asked, name: str) -> dict[str, A
 
 async def serve(mode: str, given: Sequence[Asked]) -> dict[str, Any]:
     """All requests at once, and some of them again, alone."""
-    engine = open_engine(mode)
+    engine, sites = open_engine(mode), sites_of(mode)
     try:
-        together = await asyncio.gather(*(answer(engine, index, each, "together") for index, each in enumerate(given)))
-        alone = [await answer(engine, index, each, "alone") for index, each in enumerate(given[:NUM_ALONE])]
+        together = await asyncio.gather(
+            *(answer(engine, index, each, "together", sites) for index, each in enumerate(given))
+        )
+        alone = [await answer(engine, index, each, "alone", sites) for index, each in enumerate(given[:NUM_ALONE])]
         stats = await engine.collective_rpc("headgate_stats")
         is_async = engine.vllm_config.scheduler_config.async_scheduling
     finally:
