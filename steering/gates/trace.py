@@ -73,11 +73,11 @@ def _goes_on(last: Note, note: Note) -> bool:
 
 
 class Writes(NamedTuple):
-    """The gates that turn something on in one phase, by their columns.
+    """The gates that turn something on at generated positions, by their columns.
 
     Attributes:
         late: At sites where they are evaluated before.
-        early: At sites where they are evaluated after.
+        early: At sites where they are evaluated after. They write nothing there at prompt positions.
     """
 
     late: frozenset[int]
@@ -85,7 +85,7 @@ class Writes(NamedTuple):
 
 
 def writes_of(program: Program | None) -> Writes:
-    """Return the gates that multiply entries of a phase's program."""
+    """Return the gates that multiply entries of a program."""
     fields = set() if program is None else set(program.codes[:, GROUP].tolist())
     gated = [field for field in fields if gate_column(field) >= 0]
     late = frozenset([gate_column(field) for field in gated if not field & EARLY])
@@ -97,13 +97,13 @@ class GateSource(NamedTuple):
 
     Attributes:
         layout: Their columns.
-        prefill: Gates that turn something on at prompt positions.
+        prefill: Columns of the gates that turn something on at prompt positions.
         decode: Gates that turn something on at generated positions.
         key: Hash of their content and columns.
     """
 
     layout: GateLayout
-    prefill: Writes
+    prefill: frozenset[int]
     decode: Writes
     key: bytes
 
@@ -111,8 +111,7 @@ class GateSource(NamedTuple):
     def of(cls, layout: GateLayout, programs: tuple[Program | None, Program | None]) -> GateSource:
         """Make it of the columns and of the programs of both phases."""
         key = b"".join(program.key for program in programs if program is not None)
-        prefill = writes_of(programs[0])
-        return cls(layout, prefill, prefill if programs[1] is programs[0] else writes_of(programs[1]), key)
+        return cls(layout, writes_of(programs[0]).late, writes_of(programs[1]), key)
 
     @classmethod
     def nothing(cls) -> GateSource:
@@ -131,13 +130,11 @@ class GateSource(NamedTuple):
             column: Column of the strength that acts.
 
         Returns:
-            `NOW`, `BEFORE` or `NEVER` of each phase; the row before has it in the column `FOLLOWING` after this one.
+            `NOW` or `NEVER`, and `NOW`, `BEFORE` or `NEVER`; the row before has it in the column `FOLLOWING` after
+            this one.
         """
-        prefill, decode = (
-            NOW if column in writes.late else BEFORE if column in writes.early else NEVER
-            for writes in (self.prefill, self.decode)
-        )
-        return prefill, decode
+        decode = NOW if column in self.decode.late else BEFORE if column in self.decode.early else NEVER
+        return NOW if column in self.prefill else NEVER, decode
 
 
 NOW, BEFORE, NEVER = range(3)

@@ -147,7 +147,7 @@ def make_reader(
         reading = InlineProbe(site=probe.site, weight=probe.weight[0], bias=0.0, is_cosine=False, where=where)
         scores.append(ScoreColumn(f"{name}.{probe_name}", reading, column))
     program = Program.from_entries(entries, content.dtype)
-    source = GateSource(GateLayout(tuple(scores), (), len(scores)), _NOTHING, _NOTHING, program.key)
+    source = GateSource(GateLayout(tuple(scores), (), len(scores)), frozenset(), _NOTHING, program.key)
     named = dict(zip(probes, (score.column for score in scores), strict=True))
     numbers = dict(zip(probes, range(first, columns.size), strict=False))
     return ControllerProbes(name, applies_to, named, numbers, program, source)

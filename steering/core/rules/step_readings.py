@@ -201,7 +201,7 @@ class StepValues:
         """The request of each value, int64 ``[V]``."""
         numbers = [np.empty((0, 6), np.int64), *(request.numbers for request in self._requests)]
         self._column, self._prefill, self._decode, self._since, self._name, self._num_prompt = np.concatenate(numbers).T
-        (self._handing_on,) = ((self._prefill == BEFORE) | (self._decode == BEFORE)).nonzero()
+        (self._handing_on,) = (self._decode == BEFORE).nonzero()
         self._is_plain = not (self._prefill.any() or self._decode.any() or self._since.any())
         """Whether each value is in the signals of its row."""
         self._following = self._column.copy()
@@ -252,12 +252,14 @@ class StepValues:
     ) -> Float32Rows:
         """Return what the rows before some rows hand on; nothing to a request's first row, or under another rule.
 
-        The first row that was not computed before takes what it did then, whatever rows are computed again with it.
+        A row that begins a step takes it from the last row that was computed. After others in the step, the first row
+        that was not computed before takes what was known before the step, although the row before is computed again.
         """
         computed, new = self._nexts[:, self._of[which]]
-        found: Float32Rows = step.signals[rows - (offsets > 0), self._following[which]]
-        found[(offsets == 0) | (positions <= self._since[which])] = 0.0
-        goes_on, is_new = (offsets == 0) & (positions == computed), positions == new
+        begins = offsets == 0
+        found: Float32Rows = step.signals[rows - ~begins, self._following[which]]
+        found[begins | (positions <= self._since[which])] = 0.0
+        goes_on, is_new = begins & (positions == computed), ~begins & (positions == new)
         found[goes_on] = self._held[0, which[goes_on]]
         found[is_new] = self._held[1, which[is_new]]
         return found
@@ -267,7 +269,7 @@ class StepValues:
         which = self._handing_on
         of = self._of[which]
         handed_on = np.where(nexts[of] > self._since[which], step.signals[lasts[of], self._following[which]], 0.0)
-        is_new = nexts > self._nexts[1]
+        is_new = nexts >= self._nexts[1]
         self._held[0, which] = handed_on
         self._held[1, which] = np.where(is_new[of], handed_on, self._held[1, which])
         self._nexts = np.stack([nexts, np.maximum(nexts, self._nexts[1])])

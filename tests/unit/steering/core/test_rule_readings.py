@@ -328,7 +328,7 @@ def test_rows_are_counted_on_which_a_strength_acts_however_steps_divide_them(
     assert rule is not None
     for source, found in ((own.source, steps.counts.gates["gate0"]), (rule.source, steps.counts.rules["rule"])):
         applied = [
-            written(source.decode if position >= 4 else source.prefill, source.columns[0], *rows)
+            written(source.decode if position >= 4 else Writes(source.prefill, frozenset()), source.columns[0], *rows)
             for position, rows in enumerate(zip(signals, before, strict=True))
         ]
         assert found == np.count_nonzero(applied)
@@ -401,3 +401,37 @@ def test_what_clients_select_takes_bounded_memory(rules: Rules) -> None:
         known.forget(f"r{number}")
 
     assert len(known._now.by_selection) <= MAX_SELECTIONS
+
+
+@pytest.mark.parametrize(
+    ("chunks", "expected"),
+    [
+        ([(0, 4), (4, 2)], 3.0),
+        ([(0, 6)], 2.0),
+        ([(0, 5), (5, 1)], 3.0),
+        ([(0, 7)], 1.0),
+        ([(0, 5), (5, 2)], 1.0),
+        ([(0, 6), (0, 7)], 2.0),
+        ([(0, 6), (0, 6)], 3.0),
+    ],
+    ids=str,
+)
+def test_a_row_after_a_preemption_writes_what_the_worker_hands_it(
+    rules: Rules, steps: RequestReadings, chunks: list[tuple[int, int]], expected: float
+) -> None:
+    """Rows 0 to 5 were computed with the strength 1; the chunks that follow round it another way each: 2, 3.
+
+    A row that begins a chunk takes the state that the row before left; one after others takes what was known of the
+    row before when the step began.
+    """
+    add_all(rules, (steps,), ["from before"])
+    own = steps._own["0"].source.columns[0] + FOLLOWING
+    notes = [steps.take(readings(("0", first, [{own: 1.0}] * count)), ()).get("0") for first, count in ((0, 5), (5, 1))]
+
+    for value, (first, count) in enumerate(chunks, 2):
+        notes.append(steps.take(readings(("0", first, [{own: float(value)}] * count)), ()).get("0"))
+    if sum(chunks[-1]) == 6:
+        notes.append(steps.take(readings(("0", 6, [{own: 9.0}])), ()).get("0"))
+
+    applied = join_notes([note for note in notes if note is not None], None)["gates"]["gate0"]["applied"]
+    assert (len(applied), applied[-1]) == (7, expected)
