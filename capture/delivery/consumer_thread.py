@@ -68,6 +68,13 @@ class UnfinishedWork:
     close_error: str | None = None
 
 
+_NO_END = (
+    "the engine core reported that the request is over, but not its tokens and why it stopped, as expected at an end. "
+    "Without them its rows cannot be checked, so they are discarded; send the request again, and if that ends so, too, "
+    "report it with the output of `headgate doctor`"
+)
+
+
 class ConsumerThread:
     """Calls one consumer, in the order of its queue, on one daemon thread.
 
@@ -197,7 +204,7 @@ class ConsumerThread:
     def _finish(self, request: ConsumerRequest, final: FinalState | None) -> None:
         requests = self.queue.requests
         if final is None:
-            self._fail([request], f"{self.instance}: nobody knows how the request ended, so its rows are unchecked")
+            self._fail([request], f"{self.instance}: {_NO_END}")
         if final is None or request.failure is not None:
             requests.report(request, failed(request.failure))
             return

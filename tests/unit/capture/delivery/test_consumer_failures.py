@@ -54,7 +54,7 @@ def test_a_request_with_an_unknown_end_is_an_error_and_abandoned() -> None:
 
     assert sink.names() == ["begin", "abandon", "close"]
     assert reports.wait()["request-1"].status == "error"
-    assert "nobody knows how the request ended" in str(reports.wait()["request-1"].error)
+    assert "but not its tokens and why it stopped" in str(reports.wait()["request-1"].error)
 
 
 @pytest.mark.parametrize("error", [ValueError("bad row"), SystemExit(3)], ids=["exception", "exit"])

@@ -82,7 +82,7 @@ def test_a_request_without_a_known_end_gets_an_error() -> None:
         (result,) = it.sender.wait()
 
     assert result.status == "error"
-    assert "nobody knows how the request ended" in str(result.error)
+    assert "but not its tokens and why it stopped" in str(result.error)
 
 
 def test_requests_that_ask_for_nothing_and_ids_that_nobody_knows_cost_nothing() -> None:

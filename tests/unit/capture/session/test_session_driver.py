@@ -98,7 +98,7 @@ def test_outputs_of_readouts_of_two_stages_come_in_place_of_rows(folder: Path) -
         assert set(captured.request.readouts) == set(SITES[1:])
 
 
-def test_a_request_whose_end_nobody_knows_is_an_error_and_let_go_of(folder: Path) -> None:
+def test_a_request_without_a_reported_end_is_an_error_and_forgotten(folder: Path) -> None:
     with hosting(folder, WHOLE) as (hub, host), working() as worker:
         expect(hub, "whole", "request-1", "request-2")
         lost, fine = add(worker, hub, 1), add(worker, hub, 2)
@@ -110,7 +110,7 @@ def test_a_request_whose_end_nobody_knows_is_an_error_and_let_go_of(folder: Path
         assert result(hub, "whole", fine).status == "ok"
         answer = result(hub, "whole", lost)
         assert answer.status == "error"
-        assert "nobody knows how the request ended" in str(answer.error)
+        assert "but not its tokens and why it stopped" in str(answer.error)
         assert [captured.request.request_id for captured in whole(host).captured] == [fine]
 
 
