@@ -6,10 +6,10 @@ Each file that starts engines gets a process of its own, or shares one with a fe
 an engine leaves patched classes, process groups and sockets behind in the process that it ran in, and the fakes of
 tests/frontend stand in for vLLM's worker there. Importing vLLM takes 13 s of a core, so it is imported once, here, and
 these processes are forked from there. What a process printed is shown when it fails; otherwise its last line, and the
-whole is kept in .pytest_cache/logs. Their engine cores, workers and servers are forked as well (`tests.fakes.forks`);
-what tests run as a user does, the README's server, the demo, scripts and fleets of API servers, starts as vLLM does it
-by itself. Tests without engines wait for half of their time, so one process of them runs beside as many with engines
-as there may be at a time.
+whole is kept in .pytest_cache/logs. Their engine cores, workers, servers and headgate's own processes are forked as
+well (`tests.fakes.forks`); what tests run as a user does, README's scripts and server, the demo and traced servers,
+begins in a new Python. Tests without engines wait for half of their time, so one process of them runs beside as many
+with engines as there may be at a time.
 
 Every minute it says what runs. A process is begun only where the machine has the memory that the largest one takes, of
 24 GiB in all, and the most that they took together is printed at the end. Whatever was started ends with this process:
@@ -31,12 +31,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from resource import struct_rusage
+from resource import RUSAGE_CHILDREN, getrusage, struct_rusage
 from typing import Any, NamedTuple, NoReturn
 
 import psutil  # type: ignore[import-untyped]
@@ -84,8 +84,15 @@ TOGETHER = {
 }
 """Files of one folder that share a process, and its engines where they ask for the same."""
 
-IMPORTED = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
-"""Modules that processes with engines find imported."""
+IMPORTED = (
+    *("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"),
+    *("vllm.v1.worker.cpu_model_runner", "vllm.distributed.kv_transfer.kv_connector.factory", "compressed_tensors"),
+)
+"""Modules that processes with engines find imported, beside those of headgate."""
+STARTERS = ("vllm.utils.system_utils", "vllm.v1.utils")
+"""Modules of vLLM that start its engine cores and workers, and its API servers."""
+NOT_IMPORTED = ("kernels", "commands", "testing", "__main__")
+"""Modules and packages of headgate that are not: they are programs, for others' tests, or read Triton's switch."""
 
 
 class Job(NamedTuple):
@@ -117,13 +124,12 @@ def unit_jobs() -> list[Job]:
     Kernels are read by Triton's interpreter if its switch is set before the first of them is imported.
     """
     marker = ("-m", "not engine and not gpu and not extended")
-    rest = [
-        str(path) for path in sorted((ROOT / "tests").iterdir()) if path.name not in ("unit", "kernels", "__pycache__")
-    ]
+    others = ("unit", "kernels", "engine", "gpu", "__pycache__")  # all of the folders engine and gpu is marked so
+    rest = [str(path) for path in sorted((ROOT / "tests").iterdir()) if path.name not in others]
     rest = [path for path in rest if Path(path).is_dir() or Path(path).name.startswith("test_")]
     return [
-        Job("unit", (*marker, "tests/unit"), is_light=True),
-        Job("the rest without engines", (*marker, *rest), is_light=True),
+        Job("unit", (*marker, "tests/unit"), {"TESTS_EXAMPLES": "50"}, is_forked=True, is_light=True),
+        Job("the rest without engines", (*marker, *rest), is_forked=True, is_light=True),
         Job("kernels", (*marker, "tests/kernels"), {"TRITON_INTERPRET": "1"}, is_light=True),
     ]
 
@@ -205,16 +211,47 @@ def import_vllm() -> None:
         RuntimeError: If that started a thread: forks would lack it.
     """
     from tests.environment import set_environment
+    from tests.fakes.forks import Forking
 
     set_environment()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name in IMPORTED:
+    for name in (*IMPORTED, *modules_of_headgate()):
         importlib.import_module(name)
-    importlib.import_module("vllm.utils.system_utils").multiprocessing = _Forking()  # type: ignore[attr-defined]
+    compile_ranks()
+    for name in STARTERS:
+        importlib.import_module(name).multiprocessing = _Forking()  # type: ignore[attr-defined]
+    importlib.import_module("headgate.capture.links.child_process").subprocess = Forking()  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()  # collections in forks pass over all this, and its pages stay shared
     if threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(f"importing vLLM started threads: {threading.enumerate()}")
+
+
+def modules_of_headgate() -> Iterator[str]:
+    """Names of all modules but those below `NOT_IMPORTED`."""
+    for package in ("capture", "steering", "consumers"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if not set(parts) & set(NOT_IMPORTED):
+                yield ".".join(("headgate", *parts)).removesuffix(".__init__")
+
+
+def compile_ranks() -> None:
+    """Let vLLM compile what it ranks tokens with, which each process that asks for logprobs would do for seconds."""
+    import torch
+    from tqdm import tqdm  # type: ignore[import-untyped]
+    from vllm.v1.sample.ops.logprobs import batched_count_greater_than
+
+    tqdm.monitor_interval = 0  # no thread
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with torch.inference_mode():
+        for size in (16, 32, 64):  # from the second on, sizes are symbols
+            logprobs, values = torch.zeros(2, size), torch.zeros(2, 1)
+            for each in (logprobs, values):
+                torch._dynamo.decorators.mark_unbacked(each, 0)
+            batched_count_greater_than(logprobs, values)
+    if folder is None:
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it to its default
 
 
 class _Forking:
@@ -425,6 +462,8 @@ def run_all(jobs: Sequence[Job], at_a_time: int) -> int:
             os.waitpid(keeper, 0)
         if (count := end_descendants()) > 0:
             print(f"{count} processes were left and have been ended", flush=True)
+        used = getrusage(RUSAGE_CHILDREN)
+        print(f"{used.ru_utime + used.ru_stime:.0f} s of CPU in all, with what was forked for tests", flush=True)
         gc.unfreeze()
 
 

@@ -5,8 +5,9 @@ the very lowest versions; the modules that use them are tested, without vLLM. Th
 the pinned vLLM lets in beside it; the front end and one engine are tested.
 
 Left out is what no version of a dependency changes, and takes most of the time: processes that are killed, full disks,
-bounded memory, and the state machine of admission are about Python's own library and ours. So is S3, as s3fs goes with
-the fsspec of its own version alone. Formats, validation, arrays, sockets and files that are read back stay.
+bounded memory, late answers, the state machine of admission and the studio's sources are about Python's own library,
+node and ours. So is S3, as s3fs goes with the fsspec of its own version alone. Formats, validation, arrays, sockets
+and files that are read back stay; of properties, 20 examples are tried.
 """
 
 from __future__ import annotations
@@ -37,17 +38,22 @@ WITH_VLLM = ("capture/engine/contracts/test_core_calls.py", "capture/engine/serv
 """Files among them that import vLLM, which the very lowest versions keep from starting."""
 
 OF_NO_VERSION = (
+    "capture/engine/server/test_studio_page.py",
     "capture/links/test_driver_lifetime.py",
+    "capture/links/test_result_hub_processes.py",
+    "capture/links/test_shared_memory.py",
     "consumers/datasets/test_dataset_index.py::test_a_hundred_gigabytes_are_gone_through_in_bounded_memory",
     "consumers/filesystem/test_filesystem_faults.py",
     "consumers/filesystem/test_object_store.py",
     "consumers/datasets/test_dataset_object_store.py",
+    "consumers/harvest/test_harvest_remote.py::test_killed_processes_leave_no_gaps_and_no_doubles",
     "consumers/harvest/test_harvest_resume.py",
     "consumers/harvest/test_live_rows.py",
     "consumers/moments/test_moments_consumer.py::test_a_killed_process_loses_only_what_was_not_written",
+    "steering/core/controllers/test_late_answers.py",
     "steering/core/test_admission.py",
 )
-"""Files among them, and tests of files, that are about killed processes, disks and the order of events; see above."""
+"""Files among them, and tests of files, that are about none of their dependencies; see above."""
 
 WITH_PYARROW = (
     "consumers/datasets/test_dataset_export.py::test_parquet_has_every_row",
@@ -80,8 +86,9 @@ def main() -> int:
     units = (*(f"tests/unit/{path}" for path in UNITS), *left_out)
     engine = (str(HERE / "one_engine.py"), model, str(folder / "captures"))
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    quiet["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's processes begin with what is imported already
     jobs = [
-        Job("lowest, units", (*marker, *units), before(lowest)),
+        Job("lowest, units", (*marker, *units), {**before(lowest), "TESTS_EXAMPLES": "20"}),
         Job("lowest beside vLLM, one engine", engine, {**before(beside), **quiet}),
         *(Job(f"lowest beside vLLM, {path}", (*marker, path), before(beside)) for path in FRONT_END),
     ]

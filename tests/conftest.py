@@ -32,7 +32,11 @@ ENGINE_DEFAULTS: Mapping[str, Any] = {
 }
 """Small and quick to start; a test that needs other values passes them to `shared_llm`."""
 
-settings.register_profile("headgate", deadline=None, print_blob=True)  # two shared cores: time says nothing
+NUM_EXAMPLES = int(os.environ.get("TESTS_EXAMPLES", "100"))
+"""Of each property that names no number itself."""
+
+# No deadline: on two shared cores time says nothing.
+settings.register_profile("headgate", deadline=None, print_blob=True, max_examples=NUM_EXAMPLES)
 settings.load_profile("headgate")
 
 
@@ -47,6 +51,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if folder in ("engine", "gpu"):
             item.add_marker(getattr(pytest.mark, folder))
+
+
+def pytest_collection_finish() -> None:
+    """Let collections pass over what is imported: a million objects take 0.4 s, and each engine collects ten times.
+
+    vLLM thaws everything when an engine ends in this process, and would freeze its own objects when one starts.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -147,7 +161,11 @@ def start_llm(*, in_process: bool = False, **settings: Any) -> LLM:
     from vllm import LLM
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
-    return LLM(**{**ENGINE_DEFAULTS, **settings, "model": str(settings["model"])})
+    settings = {**ENGINE_DEFAULTS, **settings, "model": str(settings["model"])}
+    # Else it is a GiB, which takes a second to fill.
+    blocks = -(-settings["max_model_len"] // settings["block_size"])
+    settings.setdefault("num_gpu_blocks_override", 2 * (settings["max_num_seqs"] + 1) * blocks)
+    return LLM(**settings)
 
 
 def stop_llm(llm: LLM) -> None:

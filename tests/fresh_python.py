@@ -22,6 +22,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import NoReturn
 
+from tests.fakes.forks import ADDRESS, Fork
+
 ROOT = Path(__file__).resolve().parent.parent
 OURS = (ROOT, ROOT / ".ci", ROOT / "tests")
 """Entries of ``sys.path`` that a new process lacks."""
@@ -42,6 +44,8 @@ def run_python(
     Returns:
         Its status, negative after a signal, and what it and its own processes wrote to each stream.
     """
+    if may_fork and ADDRESS in os.environ and arguments[0] == "-m":
+        return _forked_elsewhere(arguments, cwd, environment)
     if may_fork and is_ready():
         return _forked(arguments, cwd, environment)
     return subprocess.run(
@@ -70,6 +74,21 @@ def fresh_cache(folder: Path) -> Path:
 def is_ready() -> bool:
     """Whether vLLM is imported here and no thread runs beside this one, which a fork would lack."""
     return "vllm" in sys.modules and len(os.listdir("/proc/self/task")) == 1
+
+
+def _forked_elsewhere(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> CompletedProcess[str]:
+    """Run it in a fork of the process that is kept for this, whatever was imported and started here."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = Fork(arguments, {**os.environ, **environment}, {1: out.fileno(), 2: err.fileno()}, cwd)
+        try:
+            status = process.wait()
+        except BaseException:  # pytest's timeout, for one
+            process.kill()
+            process.wait()
+            raise
+        out.seek(0)
+        err.seek(0)
+        return CompletedProcess(arguments, status, out.read(), err.read())
 
 
 def _forked(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> CompletedProcess[str]:

@@ -33,8 +33,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Saves importing vLLM once more, 13 s of a core, and twice in CI, which forks; what everybody begins with runs as it
-does for them."""
+"""Saves importing vLLM once more, 13 s of a core, and twice in CI, which forks. README's scripts run as they do for
+everybody, see `test_readme`."""
 
 
 def run_example(*arguments: str, cwd: Path = ROOT, environment: Mapping[str, str] = IN_ONE_PROCESS) -> str:
@@ -47,7 +47,9 @@ def run_example(*arguments: str, cwd: Path = ROOT, environment: Mapping[str, str
 
 @pytest.mark.engine
 def test_the_demo_captures_what_hugging_face_computes(model_dir: Path, tmp_path: Path) -> None:
-    printed = run_example("-m", "examples.demo", "--out", str(tmp_path), environment={})
+    # vLLM's processes begin with what the server has imported.
+    environment = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    printed = run_example("-m", "examples.demo", "--out", str(tmp_path), environment=environment)
 
     assert "equal" in printed
     assert (tmp_path / "residual-stream.png").read_bytes().startswith(b"\x89PNG")
@@ -72,7 +74,7 @@ def test_the_demo_captures_what_hugging_face_computes(model_dir: Path, tmp_path:
 
 @pytest.mark.engine
 def test_the_quickstart_writes_what_it_reads_back(model_dir: Path, tmp_path: Path) -> None:
-    printed = run_example("examples/capture_to_files.py", str(model_dir), str(tmp_path), environment={})
+    printed = run_example("examples/capture_to_files.py", str(model_dir), str(tmp_path))
 
     captures = list(open_captures(tmp_path))
     assert len(captures) == 2

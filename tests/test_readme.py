@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -27,6 +28,8 @@ SURE = 20
 NOT_OURS = 10
 """Lines that a script of README's may print beside its own."""
 START_S = 900.0
+QUICKLY = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+"""What follows on the first script starts vLLM's processes with what is imported already: 13 s of a core each."""
 
 
 def block(after: str, language: str) -> str:
@@ -77,7 +80,7 @@ def test_capture(model_dir: Path, folder: Path, environment: dict[str, str]) -> 
 def test_steer(model_dir: Path, folder: Path, environment: dict[str, str]) -> None:
     text = block("### Steer", "python").replace("my/model", str(model_dir))
 
-    done = run_python("steer.py", text, folder, environment)
+    done = run_python("steer.py", text, folder, environment | QUICKLY)
 
     printed, promised = done.stdout.splitlines(), block("### Steer", "text").splitlines()
     assert [line[:SURE] for line in printed] == [line[:SURE] for line in promised], done.stdout
@@ -88,7 +91,7 @@ def test_serve_and_curl(model_dir: Path, folder: Path, environment: dict[str, st
     """Stands on the ``joy.safetensors`` of `test_steer`, as README does."""
     section = README[README.index("### Serve") :]
     command, curl = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)[:2]
-    in_bash = run_by_bash(command.replace("my/model", str(model_dir)), folder)
+    in_bash = run_by_bash(command.replace("my/model", str(model_dir)), folder, QUICKLY)
     with serving(in_bash, PATH=environment["PATH"], HF_HUB_OFFLINE="1") as server:
         curl = curl.replace("my/model", str(model_dir)).replace("http://localhost:8000", server.url)
         done = subprocess.run(
@@ -102,10 +105,10 @@ def test_serve_and_curl(model_dir: Path, folder: Path, environment: dict[str, st
     assert re.fullmatch(r"ok /\S+/run1/default/day.safetensors", its_result)
 
 
-def run_by_bash(command: str, folder: Path) -> list[str]:
+def run_by_bash(command: str, folder: Path, exported: Mapping[str, str]) -> list[str]:
     """What `tests.fakes.server.serving` runs as a newcomer would in `folder`: without the settings of our tests."""
+    exports = "".join(f"export {name}={value}; " for name, value in exported.items())
     forget = "unset ${!VLLM_*} ${!HEADGATE_*} ${!PYTHON*} ${!OMP_*}"
-    shell = (
-        f'{forget}; {block("## Try it", "sh").strip()}; cd {shlex.quote(str(folder))} && exec {command.strip()} "$@"'
-    )
+    begin = f"{forget}; {exports}{block('## Try it', 'sh').strip()}; cd {shlex.quote(str(folder))}"
+    shell = f'{begin} && exec {command.strip()} "$@"'
     return ["-c", "import os, sys; os.execvp('bash', ['bash', '-c', sys.argv[1], *sys.argv[1:]])", shell]

@@ -7,7 +7,7 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from math import prod
 from multiprocessing.connection import Connection
@@ -89,7 +89,7 @@ def engine_of(model_type: str) -> dict[str, Any]:
     return settings | json.loads(os.environ.get("GPU_TEST_ENGINE", "{}"))
 
 
-def compare(model_type: str, helpers: ProcessPoolExecutor, cache: Path) -> dict[str, Any]:
+def compare(model_type: str, helpers: Executor, cache: Path) -> dict[str, Any]:
     """Try one type; the entry for the results."""
     folder = cache / model_type
     try:
@@ -154,7 +154,7 @@ class Comparison:
     note: str = ""
 
 
-def _compare(llm: Any, hooks: list[HookPoint], folder: str, helpers: ProcessPoolExecutor) -> dict[str, Any]:
+def _compare(llm: Any, hooks: list[HookPoint], folder: str, helpers: Executor) -> dict[str, Any]:
     """Compare two runs, of which the second is steered; the largest error decides."""
 
     def ask(*args: Any, **settings: Any) -> list[Reference]:

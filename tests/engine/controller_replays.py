@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ def replayed(
     )
 
 
-def check_replays(requests: Sequence[Gated], samples: Sequence[Any], references: ProcessPoolExecutor) -> None:
+def check_replays(requests: Sequence[Gated], samples: Sequence[Any], references: Executor) -> None:
     """Adding what traces say was added gives the logprobs that the engine gave."""
     found = references.submit(told, tiny_model(FAMILY), FAMILY, list(requests), names()).result()
     wrong = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class Run(NamedTuple):
     expected: list[Told]
 
 
-def made_cases(references: ProcessPoolExecutor) -> list[GateCase]:
+def made_cases(references: Executor) -> list[GateCase]:
     """Make the cases, in a process of the reference's."""
     return cases_of(references.submit(plain_rows, tiny_model(FAMILY), FAMILY, PROMPTS, NUM_OUTPUT).result())
 
@@ -120,9 +120,7 @@ def generate(
     return list(llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False))
 
 
-def told_of(
-    cases: Sequence[GateCase], outputs: Sequence[Any], references: ProcessPoolExecutor, family: str = FAMILY
-) -> Run:
+def told_of(cases: Sequence[GateCase], outputs: Sequence[Any], references: Executor, family: str = FAMILY) -> Run:
     """Ask the reference about all samples."""
     each = [(case, output, sample) for case, output in zip(cases, outputs, strict=True) for sample in output.outputs]
     requests = [
@@ -138,7 +136,7 @@ def told_of(
     return Run([case for case, *_ in each], requests, [one[1] for one in each], [one[2] for one in each], expected)
 
 
-def serve(llm: Any, cases: list[GateCase], references: ProcessPoolExecutor) -> Run:
+def serve(llm: Any, cases: list[GateCase], references: Executor) -> Run:
     outputs = generate(llm, cases, [PROMPTS[case.prompt] for case in cases], NUM_OUTPUT, captures=True)
     return told_of(cases, outputs, references)
 

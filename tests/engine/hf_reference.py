@@ -8,8 +8,9 @@ comparison.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, INNER_HOOKS, HookPoint, Site
 from tests.engine.tiny_models import has_vision
+from tests.fakes.forks import ADDRESS, ForkedCalls
 from tests.fakes.programs import apply
 
 IDENTITY_TOLERANCE = 1e-5
@@ -446,7 +448,11 @@ def check_lens(read: Mapping[str, Any], logits: Tensor, top: int, named: list[in
 
 
 @contextmanager
-def own_process() -> Iterator[ProcessPoolExecutor]:
+def own_process() -> Iterator[Executor]:
     """A process for `reference_rows`: an engine in this one may have decorated Hugging Face's classes for vLLM."""
+    if ADDRESS in os.environ:
+        with ForkedCalls() as forked:
+            yield forked
+        return
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as executor:
         yield executor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,13 +72,13 @@ def expected_patterns(folder: Path, sequences: Sequence[list[int]]) -> list[list
 
 
 @pytest.fixture(scope="module")
-def references() -> Iterator[ProcessPoolExecutor]:
+def references() -> Iterator[Executor]:
     with own_process() as executor:
         yield executor
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def served(request: pytest.FixtureRequest, references: ProcessPoolExecutor) -> Served:
+def served(request: pytest.FixtureRequest, references: Executor) -> Served:
     family, _, ranks = request.param.partition(", ")
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with pytest.MonkeyPatch.context() as environment:
@@ -86,7 +86,7 @@ def served(request: pytest.FixtureRequest, references: ProcessPoolExecutor) -> S
         return serve(family, references, **(two if ranks else {"in_process": True}))
 
 
-def serve(family: str, references: ProcessPoolExecutor, **settings: Any) -> Served:
+def serve(family: str, references: Executor, **settings: Any) -> Served:
     """Start an engine, ask it everything, stop it, and ask Hugging Face for the patterns of all tokens."""
     consumers = [{"name": "attention", "params": {"max_bytes": 1 << 22}}]
     llm = start_llm(

@@ -17,7 +17,7 @@ from tests.engine.gate_making import GateCase
 from tests.engine.gate_runs import params_of, start
 from tests.fakes.hosted_controllers import publish
 
-NUM_REQUESTS = 40
+NUM_REQUESTS = 24
 
 
 @pytest.fixture(scope="module")

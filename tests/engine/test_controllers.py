@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from threading import Event
 from typing import Any
 
@@ -42,7 +42,7 @@ WAIT_S = 0.9
 
 
 @pytest.fixture(scope="module")
-def references() -> Iterator[ProcessPoolExecutor]:
+def references() -> Iterator[Executor]:
     with own_process() as executor:
         yield executor
 
@@ -86,7 +86,7 @@ def acts_from(llm: Any, position: int) -> int:
 
 
 def check(
-    outputs: Sequence[Any], cases: Sequence[GateCase], references: ProcessPoolExecutor, num_acting: int | None = None
+    outputs: Sequence[Any], cases: Sequence[GateCase], references: Executor, num_acting: int | None = None
 ) -> None:
     """All samples are replays of what their traces say; so many of them were acted on, or all."""
     acting = [output for output in outputs if output.outputs[0].steering_trace["actions"]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from typing import Any
 
 import pytest
@@ -79,13 +79,13 @@ def answers(reference: HFReference) -> dict[tuple[int, ...], list[int]]:
 
 
 @pytest.fixture(scope="module")
-def references() -> Iterator[ProcessPoolExecutor]:
+def references() -> Iterator[Executor]:
     with own_process() as executor:
         yield executor
 
 
 @pytest.fixture(scope="module")
-def cases(references: ProcessPoolExecutor) -> list[GateCase]:
+def cases(references: Executor) -> list[GateCase]:
     return gate_runs.made_cases(references)
 
 
@@ -168,7 +168,7 @@ def test_gates_go_on_over_accepted_rows_alone(llm, references, cases):
 
 
 def check_gates(
-    llm: Any, references: ProcessPoolExecutor, served: list[GateCase], family: str = gate_runs.FAMILY, **how: bool
+    llm: Any, references: Executor, served: list[GateCase], family: str = gate_runs.FAMILY, **how: bool
 ) -> None:
     """Rows, logprobs and traces are Hugging Face's with drafts that are all wrong, wrong in part, and all right."""
     prompts = [tuple(PROMPTS[case.prompt]) for case in served]

@@ -7,7 +7,7 @@ One engine with few KV blocks. Prompts are cut into chunks of at most 16 tokens,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -67,13 +67,13 @@ REPLAYED = ("early", "attenuate", "rest_of_request", "operations", "many")
 
 
 @pytest.fixture(scope="module")
-def references() -> Iterator[ProcessPoolExecutor]:
+def references() -> Iterator[Executor]:
     with own_process() as executor:
         yield executor
 
 
 @pytest.fixture(scope="module")
-def cases(references: ProcessPoolExecutor) -> list[GateCase]:
+def cases(references: Executor) -> list[GateCase]:
     return made_cases(references)
 
 
@@ -91,7 +91,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, cases: list[GateCase], root: P
 
 
 @pytest.fixture(scope="module")
-def run(llm: Any, cases: list[GateCase], references: ProcessPoolExecutor) -> Run:
+def run(llm: Any, cases: list[GateCase], references: Executor) -> Run:
     return serve(llm, cases, references)
 
 
@@ -111,7 +111,7 @@ def test_rows_logprobs_and_traces_equal_hugging_face(run):
     check(run, captures=True)
 
 
-def check_replay(requests: Sequence[Gated], samples: Sequence[Any], references: ProcessPoolExecutor) -> None:
+def check_replay(requests: Sequence[Gated], samples: Sequence[Any], references: Executor) -> None:
     """Adding what traces say was applied gives the logprobs that the engine gave."""
     replayed = []
     for request, sample in zip(requests, samples, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +79,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def references() -> Iterator[ProcessPoolExecutor]:
+def references() -> Iterator[Executor]:
     with own_process() as executor:
         yield executor
 
@@ -96,9 +96,7 @@ EXTENDED = ("qwen3", "granitemoehybrid", COMPILED)
     params=[*(family for family in FAMILIES if family not in EXTENDED)]
     + [pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED],
 )
-def served(
-    request: pytest.FixtureRequest, references: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
-) -> Served:
+def served(request: pytest.FixtureRequest, references: Executor, tmp_path_factory: pytest.TempPathFactory) -> Served:
     family, _, is_compiled = request.param.partition(", ")
     with pytest.MonkeyPatch.context() as environment:
         if is_compiled:
@@ -106,7 +104,7 @@ def served(
         return serve(family, references, tmp_path_factory.mktemp("rows"), enforce_eager=not is_compiled)
 
 
-def serve(family: str, references: ProcessPoolExecutor, folder: Path, **settings: Any) -> Served:
+def serve(family: str, references: Executor, folder: Path, **settings: Any) -> Served:
     """Start an engine, have `PROMPTS` answered plainly and steered, stop it; ask Hugging Face the same."""
     hooks = FAMILIES[family]
     sites = {hook.value: layers_of(family, hook) for hook in hooks}
@@ -158,7 +156,7 @@ def consumers_in(folder: Path) -> list[Any]:
 
 
 def references_of(
-    family: str, references: ProcessPoolExecutor, outputs: Sequence[Any], acting: Sequence[Steering]
+    family: str, references: Executor, outputs: Sequence[Any], acting: Sequence[Steering]
 ) -> list[Reference]:
     """What Hugging Face computes of the tokens of answers to `PROMPTS`, again and again."""
     requests = [

@@ -8,7 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -416,7 +416,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def references() -> Iterator[ProcessPoolExecutor]:
+def references() -> Iterator[Executor]:
     with own_process() as executor:
         yield executor
 

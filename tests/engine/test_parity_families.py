@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -114,7 +114,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def references() -> Iterator[ProcessPoolExecutor]:
+def references() -> Iterator[Executor]:
     with own_process() as executor:
         yield executor
 
@@ -248,7 +248,7 @@ def mapped(name: str, rows: torch.Tensor, layer: int) -> torch.Tensor:
     return found.float()
 
 
-def check_lenses(served: Served, references: ProcessPoolExecutor) -> None:
+def check_lenses(served: Served, references: Executor) -> None:
     """Tokens, log-probabilities and ranks are those of Hugging Face's head on the rows that were captured."""
     asked: list[tuple[list[int], list[torch.Tensor]]] = []
     results = []
@@ -274,9 +274,7 @@ def generate(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[Any]
     return list(llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False))
 
 
-def expected_of(
-    served: Served, outputs: list[Any], steering: list[Steering], references: ProcessPoolExecutor
-) -> list[Reference]:
+def expected_of(served: Served, outputs: list[Any], steering: list[Steering], references: Executor) -> list[Reference]:
     """Hugging Face on what the engine read and wrote."""
     requests = [
         (list(output.prompt_token_ids), list(output.outputs[0].token_ids), vectors)
@@ -286,7 +284,7 @@ def expected_of(
     return references.submit(reference_rows, folder, served.family, served.dtype, requests).result()
 
 
-def check_plain(served: Served, references: ProcessPoolExecutor) -> None:
+def check_plain(served: Served, references: Executor) -> None:
     """Positions, tokens and shapes exactly; values within the bounds of the dtype."""
     expected = expected_of(served, served.plain, [Steering()] * len(PROMPTS), references)
     for output, reference in zip(served.plain, expected, strict=True):
@@ -296,7 +294,7 @@ def check_plain(served: Served, references: ProcessPoolExecutor) -> None:
             assert reference.next_tokens[len(output.prompt_token_ids) - 1 :].tolist() == tokens
 
 
-def check_steered(served: Served, references: ProcessPoolExecutor) -> None:
+def check_steered(served: Served, references: Executor) -> None:
     """As `check_plain`, and all logprobs."""
     cases = [case for _, case in steered_requests(served.family)]
     expected = expected_of(served, served.steered, [case.steering() for case in cases], references)
@@ -332,28 +330,26 @@ def check_values(got: torch.Tensor, expected: torch.Tensor, site: Site) -> None:
         assert cosine >= MIN_COSINE, f"{site.name}: cosine {cosine:.5f}"
 
 
-def test_rows_equal_hugging_face(exact: Served, references: ProcessPoolExecutor) -> None:
+def test_rows_equal_hugging_face(exact: Served, references: Executor) -> None:
     check_plain(exact, references)
 
 
-def test_lenses_read_what_hugging_faces_head_does(exact: Served, references: ProcessPoolExecutor) -> None:
+def test_lenses_read_what_hugging_faces_head_does(exact: Served, references: Executor) -> None:
     check_lenses(exact, references)
 
 
-def test_steered_rows_and_logprobs_equal_hugging_face(exact: Served, references: ProcessPoolExecutor) -> None:
+def test_steered_rows_and_logprobs_equal_hugging_face(exact: Served, references: Executor) -> None:
     check_steered(exact, references)
 
 
-def test_rows_point_where_hugging_face_does_in_bf16(rounded: Served, references: ProcessPoolExecutor) -> None:
+def test_rows_point_where_hugging_face_does_in_bf16(rounded: Served, references: Executor) -> None:
     check_plain(rounded, references)
 
 
-def test_compiled_rows_equal_hugging_face(compiled: Served, references: ProcessPoolExecutor) -> None:
+def test_compiled_rows_equal_hugging_face(compiled: Served, references: Executor) -> None:
     check_plain(compiled, references)
     check_lenses(compiled, references)
 
 
-def test_compiled_steered_rows_and_logprobs_equal_hugging_face(
-    compiled: Served, references: ProcessPoolExecutor
-) -> None:
+def test_compiled_steered_rows_and_logprobs_equal_hugging_face(compiled: Served, references: Executor) -> None:
     check_steered(compiled, references)

@@ -21,14 +21,18 @@ TRACEBACK = "Traceback (most recent call last):"
 ENTRY_POINTS = "[vllm.capture_consumers]\nslow = tests.engine.ending_script:Slow\n"
 
 
-@pytest.mark.parametrize("end", ["ends", "fails"])
-def test_a_script_closes_its_consumers_at_its_end_and_says_why_it_failed_last(tmp_path: Path, end: str) -> None:
+@pytest.mark.parametrize(("end", "start"), [("ends", "spawn"), ("fails", "fork")])
+def test_a_script_closes_its_consumers_at_its_end_and_says_why_it_failed_last(
+    tmp_path: Path, end: str, start: str
+) -> None:
+    """However vLLM starts its processes."""
     info = tmp_path / "site" / "slow_consumer-0.0.1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-consumer\nVersion: 0.0.1\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     log = tmp_path / "log.txt"
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    environment["VLLM_WORKER_MULTIPROC_METHOD"] = start
     environment["PYTHONPATH"] = os.pathsep.join([str(info.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
     done = subprocess.run(

@@ -36,7 +36,7 @@ SECTIONS = {
     "steering": {"sites": {**{hook: [1] for hook in EACH_KIND}, "post_mlp": "all", "pre_attn": "all"}},
 }
 """Sites of every width of the model."""
-SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork", "HF_HUB_OFFLINE": "1"}
 TIMEOUT_S = patience(400)
 
 MUTANT = """

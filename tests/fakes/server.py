@@ -70,9 +70,8 @@ def serving(
 ) -> Iterator[Server]:
     """Run ``python command --port ...`` until the block ends, with `environment` beside this process's own.
 
-    Its last `log_lines` lines of output are kept. Where a process keeps vLLM imported, it begins in a fork of that one.
-    Those of several API servers start afresh, since vLLM spawns them, and so does one that may not fork, such as one
-    for a ``sitecustomize``, which only a new interpreter runs.
+    Its last `log_lines` lines of output are kept. Where a process keeps vLLM imported, it begins in a fork of that one,
+    unless it may not, such as one for a ``sitecustomize`` that must come before all imports.
 
     Raises:
         AssertionError: If it ends before it is ready; the message holds its output.
@@ -82,7 +81,7 @@ def serving(
         port = probe.getsockname()[1]
     arguments = [*command, "--host", host, "--port", str(port)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
-    forks = may_fork and num_servers == 1 and ADDRESS in os.environ and command[0] in ("-m", "-c")
+    forks = may_fork and ADDRESS in os.environ and command[0] in ("-m", "-c")
     process = Fork(arguments, environment) if forks else _started(arguments, environment)
     assert process.stdout is not None
     server = Server(f"http://127.0.0.1:{port}", process.pid, deque(maxlen=log_lines))

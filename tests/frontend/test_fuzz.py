@@ -1,6 +1,6 @@
 """Hostile bodies against the whole HTTP application: no 5xx, no held event loop, no growth of memory.
 
-Runs for FUZZ_SECONDS, 30 if that is not set; ``make fuzz`` runs for half an hour. A failure is shrunk by hypothesis:
+Runs for FUZZ_SECONDS, 15 if that is not set; ``make fuzz`` runs for half an hour. A failure is shrunk by hypothesis:
 put the body that it prints into `FOUND`, where it stays.
 """
 
@@ -31,7 +31,7 @@ from tests.fuzz.hostile import GENERATING, OURS, Body, bodies
 
 pytestmark = pytest.mark.engine
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "15"))
 SEED = int(os.environ.get("FUZZ_SEED", "20261123"))
 LONGEST_HOLD_S = 0.05
 ANSWER_S = patience(30)

@@ -28,6 +28,7 @@ from headgate.capture.schema.errors import ConfigError
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.ring import StagingRing
 from tests.fakes.capture_world import World, want
+from tests.fakes.forks import ADDRESS
 from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, SITES, TIMEOUT_S, final_state, row_values
 from tests.fakes.published import install_plugin
 
@@ -72,6 +73,7 @@ NUM_ROWS = 1000
 
 @pytest.fixture(autouse=True)
 def consumers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(ADDRESS, raising=False)  # processes begin as they do for users
     monkeypatch.syspath_prepend(str(tmp_path))
     install_plugin(tmp_path, "acme", CONSUMERS, {"telling": "Telling", "far": "Far"})
     yield

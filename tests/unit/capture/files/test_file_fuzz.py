@@ -1,6 +1,6 @@
 """Damaged files of every format: only errors of headgate come out, no crash, no hang, no memory without bound.
 
-Runs for FUZZ_SECONDS, 20 if that is not set; ``make fuzz`` runs for longer. What a failing case prints repeats it.
+Runs for FUZZ_SECONDS, 8 if that is not set; ``make fuzz`` runs for longer. What a failing case prints repeats it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from tests.source_tree import ROOT
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "20"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "8"))
 SEED = os.environ.get("FUZZ_SEED", "20261127")
 
 

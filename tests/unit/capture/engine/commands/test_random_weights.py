@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from headgate.capture.engine.commands.verify import RANDOM_WEIGHTS
+from tests.fresh_python import run_python
 
 CONFIG = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 16},
@@ -23,9 +22,7 @@ def test_the_model_is_written_as_configured(tmp_path: Path) -> None:
     source.mkdir()
     (source / "config.json").write_text(json.dumps(CONFIG))
 
-    done = subprocess.run(
-        [sys.executable, "-m", RANDOM_WEIGHTS, str(source), str(target)], capture_output=True, text=True, check=False
-    )
+    done = run_python(["-m", RANDOM_WEIGHTS, str(source), str(target)], environment={}, may_fork=True)
 
     assert done.returncode == 0, done.stderr
     assert "no tokenizer" in done.stderr

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 
 import pytest
 
 from headgate.capture.engine.compiler.rewrites import Rewrites
 from headgate.capture.schema.config import parse_compiler
 from headgate.capture.schema.errors import ConfigError
+from tests.fresh_python import run_python
 
 COUNTS = dict.fromkeys(("excluded", "kernels", "norms", "hoisted", "prefetched", "unmatched"), 0)
 
@@ -108,6 +107,7 @@ def test_switched_off_kernels_for_a_gpu_keep_their_blocks_and_load_late() -> Non
 
 def generated(*flags: str) -> list[list[str]]:
     """Words of the lines on the kernels of norms in front of attention and of MLPs, and of the counts."""
-    command = [sys.executable, "-m", "tests.benchmarks.codegen", "--counts", *flags, "both"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line.split() for line in printed if " both " in line or line.startswith("rewrites=")]
+    command = ["-m", "tests.benchmarks.codegen", "--counts", *flags, "both"]
+    done = run_python(command, environment={}, may_fork=True)
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines() if " both " in line or line.startswith("rewrites=")]
