@@ -43,7 +43,7 @@ from headgate.capture.schema.consumer import (
     parse_selector,
     read_params,
 )
-from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, read_flag, shown
 from headgate.capture.schema.results import CHUNK_VALUES
 from headgate.capture.schema.sites import HookPoint, Site, parse_layers
 from headgate.capture.schema.spec import CaptureSpec
@@ -158,9 +158,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     most = settings.params.max_top
     top = _top(raw.get(TOP, min(DEFAULT_TOP, most)), most, f"{context.field}.{TOP}")
     tokens = _tokens(raw.get(TOKENS, []), settings.params.max_tokens, context)
-    words_only = raw.get(WORDS_ONLY, False)
-    if not isinstance(words_only, bool):
-        raise RequestError(f"{context.field}.{WORDS_ONLY}", f"expected true or false, got {shown(words_only)}")
+    words_only = read_flag(raw.get(WORDS_ONLY, False), f"{context.field}.{WORDS_ONLY}")
     if words_only and not (context.vocabulary and context.vocabulary.has_texts):
         raise RequestError(f"{context.field}.{WORDS_ONLY}", "the engine was started without a tokenizer")
     if not top and not tokens:

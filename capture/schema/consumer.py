@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import Location
-from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, check_keys, shown
 from headgate.capture.schema.positions import MAX_POSITION, parse_positions
 from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import (
@@ -1000,9 +1000,7 @@ def check_fields(raw: object, context: SpecContext, known: Sequence[str], exampl
     """
     if not isinstance(raw, Mapping):
         raise RequestError(context.field, f"expected an object {example}, got {shown(raw)}")
-    unknown = next((key for key in raw if key not in known), None)
-    if unknown is not None:
-        raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {', '.join(known)}")
+    check_keys(raw, known, context.field, f"the consumer {context.instance_name!r}")
     return raw
 
 
@@ -1072,10 +1070,7 @@ def _named_selections(hooks: Any, field: str) -> Iterator[tuple[str, object, Map
         where = f"{field}[{index}]"
         if not isinstance(given, Mapping) or not isinstance(given.get("hook"), str):
             raise RequestError(where, f'expected {{"hook", "layers", "heads"}}, got {shown(given)}')
-        unknown = next((key for key in given if key not in ("hook", "layers", *COLUMN_KEYS)), None)
-        if unknown is not None:
-            known = ", ".join(("hook", "layers", *COLUMN_KEYS))
-            raise RequestError(f"{where}.{shown(unknown)[1:-1]}", f"unknown key; known: {known}")
+        check_keys(given, ("hook", "layers", *COLUMN_KEYS), where, "a selection")
         yield given["hook"], given.get("layers"), given, where
 
 

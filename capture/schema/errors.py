@@ -21,7 +21,8 @@
 from __future__ import annotations
 
 import reprlib
-from typing import ClassVar
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 MAX_FIELD = 300
 """Characters of a field's path in an error: clients may choose the names in it."""
@@ -40,6 +41,36 @@ def _named(field: str) -> str:
 def _encodable(text: str) -> str:
     r"""`text` with halves of surrogate pairs, which JSON can bring and UTF-8 cannot hold, as ``\udXXX``."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def check_keys(document: Mapping[Any, Any], allowed: Collection[str], where: str, what: str) -> None:
+    """Check that what a request wrote has no other keys.
+
+    Args:
+        document: An object of a request, or its query.
+        allowed: The keys that there are.
+        where: Path of the object; empty for that of a whole body.
+        what: The kind of object, with its article, for the error.
+
+    Raises:
+        RequestError: Naming the first key that it should not have.
+    """
+    for key in document:
+        if key not in allowed:
+            name = key if isinstance(key, str) else shown(key)
+            path = f"{where}.{name}" if where else name
+            raise RequestError(path, f"unknown key; {what} has {', '.join(allowed) or 'none'}")
+
+
+def read_flag(value: object, where: str) -> bool:
+    """Return a value that a request wrote if it is true or false.
+
+    Raises:
+        RequestError: If it is something else.
+    """
+    if not isinstance(value, bool):
+        raise RequestError(where, f"expected true or false, got {shown(value)}")
+    return value
 
 
 class HeadgateError(Exception):

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from headgate.capture.schema.batch import BoolArray, Int64Array
-from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.errors import RequestError, read_flag, shown
 
 MAX_POSITION = 2**31 - 1
 NO_END = MAX_POSITION + 1
@@ -578,11 +578,10 @@ def _parse_span(raw: Mapping[str, Any], field: str) -> Span:
 
 
 def _parse_message(raw: Mapping[str, Any], field: str) -> Message:
-    role, index, generated = raw.get("role"), raw.get("index", -1), raw.get("include_generated", False)
+    role, index = raw.get("role"), raw.get("index", -1)
+    generated = read_flag(raw.get("include_generated", False), f"{field}.include_generated")
     if role is not None and (not isinstance(role, str) or not role):
         raise RequestError(f"{field}.role", f"expected the role of a message, got {shown(role)}")
-    if not isinstance(generated, bool):
-        raise RequestError(f"{field}.include_generated", f"expected true or false, got {shown(generated)}")
     number = None if isinstance(index, str) and index == "all" else _integer(index, f"{field}.index")
     return Message(role, number, _parse_span(raw, field), include_generated=generated)
 

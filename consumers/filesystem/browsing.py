@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.schema.errors import CaptureFileError, NoCaptureError, RequestError, shown
+from headgate.capture.schema.errors import CaptureFileError, NoCaptureError, RequestError, check_keys, shown
 from headgate.capture.schema.results import ReportContext, SentFile
 from headgate.capture.schema.sites import Site, site_map
 from headgate.consumers.filesystem.formats.layout import (
@@ -113,7 +113,7 @@ def describe_capture(root: Path, context: ReportContext, tag: str, name: str) ->
         NoCaptureError: If the client sees none of that name.
         CaptureFileError: If it is damaged.
     """
-    _refuse_others(context.query, ())
+    check_keys(context.query, (), "", "the query")
     unit, number, part = _find(root, context, tag, name)
     metadata = _shown(part, context).document()
     metadata["sites"] = [site.name for site in _sites(part, context)]
@@ -131,7 +131,7 @@ def send_capture(root: Path, context: ReportContext, tag: str, name: str) -> Sen
         NoCaptureError: If the client sees none of that name.
         CaptureFileError: If it is damaged.
     """
-    _refuse_others(context.query, ("sites",))
+    check_keys(context.query, ("sites",), "", "the query")
     _, _, part = _find(root, context, tag, name)
     known = [site.name for site in _sites(part, context)]
     wanted = _site_names(context.query["sites"], known) if "sites" in context.query else known
@@ -284,7 +284,7 @@ def _page(found: list[dict[str, Any]], damaged: list[str], place: tuple[int, str
 
 
 def _checked(query: Mapping[str, str]) -> _Query:
-    _refuse_others(query, _FIELDS)
+    check_keys(query, _FIELDS, "", "the query")
     site = query.get("site")
     try:
         name = None if site is None else Site.parse(site).name
@@ -304,12 +304,6 @@ def _place(text: str | None) -> tuple[int, str, str, int] | None:
     if found is None:
         raise RequestError("after", f"expected the next of the page before, got {shown(text)}")
     return int(found[1]), found[2], found[3], int(found[4])
-
-
-def _refuse_others(query: Mapping[str, str], known: Sequence[str]) -> None:
-    unknown = next((name for name in query if name not in known), None)
-    if unknown is not None:
-        raise RequestError(unknown, f"unknown field; known: {', '.join(known) or 'none'}")
 
 
 def _site_names(text: str, known: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from headgate.capture.probe import Probe, ProbeKind, load_configured
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo, RequestInfo
-from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, check_keys, shown
 from headgate.capture.schema.positions import parts_of
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
@@ -87,9 +87,7 @@ def parse_condition(raw: object, probes: Mapping[str, Probe], where: str) -> Con
     """
     if not isinstance(raw, Mapping) or "probe" not in raw:
         raise RequestError(where, f'expected {{"probe": NAME, "above": NUMBER}}, got {shown(raw)}')
-    unknown = next((key for key in raw if key not in _FIELDS), None)
-    if unknown is not None:
-        raise RequestError(f"{where}.{unknown}", f"unknown field; known: {', '.join(_FIELDS)}")
+    check_keys(raw, _FIELDS, where, "a condition")
     name = raw["probe"]
     if not isinstance(name, str) or name not in probes:
         known = ", ".join(sorted(probes)) or "none; name files in the consumer's parameter probes"

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.batch import Float64Array
-from headgate.capture.schema.errors import CaptureFileError, RequestError, shown
+from headgate.capture.schema.errors import CaptureFileError, RequestError, check_keys, shown
 from headgate.capture.schema.results import ReportContext
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.consumers.moments.entry import PHASES, MomentsEntry, MomentsKey, MomentsSettings
@@ -292,9 +292,7 @@ def _number(value: float) -> float | None:
 
 
 def _checked(query: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    unknown = next((name for name in query if name not in _FIELDS), None)
-    if unknown is not None:
-        raise RequestError(unknown, f"unknown field; known: {', '.join(_FIELDS)}")
+    check_keys(query, _FIELDS, "", "the query")
     wanted = dict(query)
     included = tuple(name for name in wanted.pop("include", "").split(",") if name)
     for name in included:

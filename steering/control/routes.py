@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 
-from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.errors import RequestError, read_flag, shown
 from headgate.capture.schema.sites import HookPoint, Site, parse_hook
 from headgate.steering.control import openapi
 from headgate.steering.control.handle import AsyncSteering
@@ -243,9 +243,7 @@ class SteeringRoutes(_Routes):
         handle = self._handle()
         services, known = self._services, (*DOCUMENT_FIELDS, "replace")
         with services.client_errors(), short_names(await read_steering(services, request, known)) as document:
-            replace = document.get("replace") or False
-            if not isinstance(replace, bool):
-                raise RequestError("replace", f"expected true or false, got {shown(replace)}")
+            replace = read_flag(document.get("replace") or False, "replace")
             updates = await asyncio.to_thread(read_updates, document, handle.steerable)
             specs = await asyncio.to_thread(read_global_ops, document, handle.steerable)
             features = await asyncio.to_thread(read_global_features, document, handle.steerable)

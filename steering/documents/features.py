@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.errors import RequestError, check_keys, read_flag, shown
 from headgate.capture.schema.sites import Site, parse_hook
 from headgate.steering.documents.operations import layer_site
 from headgate.steering.documents.schema import Count
@@ -231,13 +231,8 @@ def _check_total(count: int, steerable: Steerable, field: str) -> None:
 def _edit(document: object, where: str) -> FeatureEdit:
     if not isinstance(document, Mapping) or not 0 < len(document) <= 2 * len(_KEYS):
         raise RequestError(where, f'expected an edit, such as {{"sae", "feature", "set"}}; got {shown(document)}')
+    check_keys(document, (*_KEYS, *EDIT_ALIASES), where, "an edit")
     given = {key: value for key, value in document.items() if value is not None}
-    for key in document:
-        if key not in _KEYS and key not in EDIT_ALIASES:
-            aliases = ", ".join(EDIT_ALIASES)
-            raise RequestError(
-                f"{where}.{shown(key)[1:-1]}", f"unknown key; an edit has {', '.join(_KEYS)} (or {aliases})"
-            )
     for key in ("sae", "feature"):
         if key not in given:
             raise RequestError(f"{where}.{key}", "is missing")
@@ -254,7 +249,7 @@ def _edit(document: object, where: str) -> FeatureEdit:
         edit=edit,
         value=check_scale(given[edits[0]], f"{where}.{edits[0]}"),
         is_relative=_is_relative(given.get("unit", "raw"), edit, f"{where}.unit"),
-        only_if_active=_flag(given.get("only_if_active", False), f"{where}.only_if_active"),
+        only_if_active=read_flag(given.get("only_if_active", False), f"{where}.only_if_active"),
         where=where,
         sae_at=f"{where}.sae",
         feature_at=f"{where}.feature",
@@ -278,12 +273,6 @@ def _is_relative(unit: object, edit: Edit, where: str) -> bool:
     if _UNITS[unit] and edit is Edit.TIMES:
         raise RequestError(where, "a scale has no unit: it multiplies the activation")
     return _UNITS[unit]
-
-
-def _flag(value: object, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise RequestError(where, f"expected true or false, got {shown(value)}")
-    return value
 
 
 def _specs(value: object, steerable: Steerable, field: str, *, reconstructs: bool) -> Iterator[tuple[int, FeatureEdit]]:
@@ -341,7 +330,7 @@ def _spec_edit(entry: object, name: str, site: Site, where: str, sae_at: str) ->
         feature=read_feature(entry["feature_idx"], f"{where}.feature_idx"),
         edit=_KINDS[kind],
         value=check_scale(entry["value"], f"{where}.value"),
-        only_if_active=_flag(entry.get("only_if_active", False), f"{where}.only_if_active"),
+        only_if_active=read_flag(entry.get("only_if_active", False), f"{where}.only_if_active"),
         site=site,
         where=where,
         sae_at=sae_at,

@@ -9,7 +9,7 @@ a comparison before its vector is converted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, cast
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
-from headgate.capture.schema.errors import ConfigError, RequestError, shown
+from headgate.capture.schema.errors import ConfigError, RequestError, check_keys, shown
 from headgate.capture.schema.sites import FINAL_NORM_SITE, Site
 from headgate.steering.documents.features import (
     check_has_saes,
@@ -255,18 +255,6 @@ def check_columns(count: int, steerable: Steerable, where: str) -> None:
             f"each of {steerable.max_gates} gates; a gate of one comparison takes {alone}, each further comparison "
             f"{further}, and one less where it shares its probe; the operator sets --max-steering-gates",
         )
-
-
-def check_keys(document: Mapping[Any, Any], allowed: Collection[str], where: str, what: str) -> None:
-    """Check that a document has no other keys.
-
-    Raises:
-        RequestError: Naming the first that it should not have.
-    """
-    for key in document:
-        if key not in allowed:
-            name = key if isinstance(key, str) else shown(key)
-            raise RequestError(f"{where}.{name}", f"unknown key; {what} has {', '.join(allowed)}")
 
 
 def _kind_of(value: object, where: str) -> tuple[str, Mapping[Any, Any]]:
@@ -779,10 +767,7 @@ def read_rule(name: object, document: Mapping[Any, Any], steerable: Steerable) -
             "name", "rules are off on this server; the operator sets --max-steering-rules and --steering-op-sites"
         )
     name = check_name(name, "name", "a rule")
-    for key in document:
-        if key not in RULE_FIELDS:
-            named = key if isinstance(key, str) else shown(key)
-            raise RequestError(named, f"unknown key; a rule has name, {', '.join(RULE_FIELDS)}")
+    check_keys(document, RULE_FIELDS, "", "a rule")
     applies_to = _applies_to(document.get("applies_to"))
     _check_supported(document)
     gate = {key: document[key] for key in RULE_FIELDS[1:] if key in document}

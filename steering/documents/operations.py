@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from headgate.capture.schema.batch import BoolArray
-from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.errors import RequestError, check_keys, read_flag, shown
 from headgate.capture.schema.positions import MAX_LISTED, MAX_POSITION, PositionSelector, parse_positions
 from headgate.capture.schema.results import MAX_KEPT_NAME, FindKept, KeptRequest
 from headgate.capture.schema.sites import (
@@ -121,11 +121,9 @@ def read_source(value: object, where: str) -> RowSource:
     Raises:
         RequestError: If it is something else, naming the key that is wrong.
     """
-    if not isinstance(value, Mapping) or len(value) > len(_SOURCE_KEYS):
+    if not isinstance(value, Mapping):
         raise RequestError(where, f'expected {{"request", "site", "position"}}, got {shown(value)}')
-    unknown = next((key for key in value if key not in _SOURCE_KEYS), None)
-    if unknown is not None:
-        raise RequestError(f"{where}.{shown(unknown)[1:-1]}", f"unknown key; a source has {', '.join(_SOURCE_KEYS)}")
+    check_keys(value, _SOURCE_KEYS, where, "a source")
     request = value.get("request")
     if not isinstance(request, str) or not 0 < len(request) <= MAX_KEPT_NAME:
         raise RequestError(f"{where}.request", f"expected the name under which rows are kept, got {shown(request)}")
@@ -439,7 +437,7 @@ def read_operation(
     numbers = _numbers(method, given, where)
     if method is Method.CLAMP and "value" in numbers:
         method = Method.SET
-    flags = {key: _flag(given.get(key, False), f"{where}.{key}") for key in _FLAGS}
+    flags = {key: read_flag(given.get(key, False), f"{where}.{key}") for key in _FLAGS}
     positions = _positions(given.get("positions"), f"{where}.positions")
     columns = _columns(given, sites, steerable, where)
     if method is Method.REPLACE and "value" in numbers:
@@ -601,12 +599,6 @@ def _check_bounds(numbers: Mapping[str, float], where: str) -> None:
         raise RequestError(where, "clamp needs 'min', 'max' or both, or 'value'")
     if len(bounds) == 2 and numbers["min"] > numbers["max"]:
         raise RequestError(f"{where}.min", f"{numbers['min']} is above max, {numbers['max']}")
-
-
-def _flag(value: object, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise RequestError(where, f"expected true or false, got {shown(value)}")
-    return value
 
 
 def _positions(value: object, where: str) -> PositionSelector | None:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from headgate.capture.probe import MAX_CLASSES, MAX_UNITS, POOLINGS, FloatArray, HiddenLayer, Probe, ProbeError
-from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.errors import RequestError, check_keys, shown
 from headgate.steering.documents.operations import read_site
 from headgate.steering.documents.schema import Name, one_of
 from headgate.steering.documents.vectors import PackedVector, check_scale, packed_rows, packed_type, read_single
@@ -81,9 +81,7 @@ def read_probe(document: Mapping[str, Any], steerable: Steerable) -> Probe:
         RequestError: Naming the field that is wrong.
     """
     given = {name: value for name, value in document.items() if value is not None}
-    for name in given:
-        if name not in PROBE_FIELDS:
-            raise RequestError(shown(name)[1:-1], f"is no field of a probe; it has {', '.join(PROBE_FIELDS)}")
+    check_keys(given, PROBE_FIELDS, "", "a probe")
     for name in ("at", "weight"):
         if name not in given:
             raise RequestError(name, "is missing")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.monitoring.notebook import HeatMap, TextTable, page
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.errors import read_flag
 from headgate.steering.gates.gate import GateLayout, layout_of
 from headgate.steering.programs.codes import EARLY, GROUP, gate_column
 from headgate.steering.programs.program import Program
@@ -212,9 +212,7 @@ def read_asked(value: object) -> bool:
     Raises:
         RequestError: If `value` is neither true, false nor None.
     """
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(RETURN_TRACE, f"expected true or false, got {value!r}")
-    return bool(value)
+    return value is not None and read_flag(value, RETURN_TRACE)
 
 
 def join_notes(notes: Sequence[Mapping[str, Any]], end: int | None) -> Trace:

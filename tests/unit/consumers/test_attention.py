@@ -520,7 +520,7 @@ def test_prompts_with_images_are_refused_where_their_tokens_see_later_ones() -> 
     ("raw", "field", "message"),
     [
         ("all", "", "expected an object such as"),
-        ({"layers": [1], "hooks": {}}, ".hooks", "unknown field; known: layers, heads, queries, top, dtype"),
+        ({"layers": [1], "hooks": {}}, ".hooks", "has layers, heads, queries, top, dtype"),
         ({}, ".layers", r"required: a layer, a list of layers or \"all\"; there are \[1, 2\]"),
         ({"layers": [1, 3]}, ".layers", r"layer 3: .*needs? both|layer 3: attention patterns need both"),
         ({"layers": [9]}, ".layers", "layer 9 is not an integer from -4 to 3"),
@@ -724,7 +724,7 @@ def test_a_request_for_files_that_fails_leaves_nothing(tmp_path: Path) -> None:
     [
         ({"layers": [1], "dtype": "float16"}, "dtype", "files hold float32"),
         ({"layers": [0]}, "layers", "need both hook points"),
-        ({"layers": [1], "hooks": {}}, "hooks", "known: layers, heads, queries, top, dtype"),
+        ({"layers": [1], "hooks": {}}, "hooks", "has layers, heads, queries, top, dtype"),
         ({"layers": [1], "tag": "a/b"}, "tag", "a/b"),
     ],
 )

@@ -257,7 +257,7 @@ def test_the_event_loop_asks_no_tokenizer_for_texts(params: dict[str, Any]) -> N
     ("raw", "message"),
     [
         (3, r"capture\.lens: expected an object"),
-        ({"head": 1}, r"capture\.lens\.head: unknown field; known: lens, layers"),
+        ({"head": 1}, r"capture\.lens\.head: unknown key; the consumer .* has lens, layers"),
         ({"lens": "x"}, r"capture\.lens\.lens: no such lens 'x'; configured: logit, j, t"),
         (
             {"lens": "j", "layers": [0, 1]},

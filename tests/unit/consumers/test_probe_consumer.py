@@ -180,7 +180,7 @@ def readouts_of(feed: Feed, asked: ExampleRequest) -> Any:
     ("raw", "field", "message"),
     [
         ([], "", "expected an object such as"),
-        ({"hooks": {"post_mlp": [1]}}, ".hooks", "unknown field; known: probes, positions"),
+        ({"hooks": {"post_mlp": [1]}}, ".hooks", "has probes, positions"),
         ({"probes": []}, ".probes", "expected a list of up to 3 names"),
         ({"probes": "anger"}, ".probes", "expected a list of up to 3 names"),
         ({"probes": ["anger", "rage"]}, ".probes[1]", "no such probe 'rage'; configured: also, anger, moods"),

@@ -271,7 +271,7 @@ def refused(probes: dict[str, str], raw: Any, **further: Any) -> str:
         ({"above": 1}, "", "expected"),
         ({"probe": "anger"}, ".probe", "configured: cosine, mood"),
         ({"probe": ["mood"]}, ".probe", "no such probe"),
-        ({"probe": "mood", "below": 1}, ".below", "unknown field"),
+        ({"probe": "mood", "below": 1}, ".below", "unknown key"),
         ({"probe": "cosine"}, ".above", "no threshold of its own"),
         ({"probe": "mood", "above": "high"}, ".above", "finite number"),
         ({"probe": "mood", "above": True}, ".above", "finite number"),

@@ -187,7 +187,7 @@ def test_a_probe_comes_as_itself_as_a_file_or_as_fields(tmp_path: Path) -> None:
         (3, "probe: expected a Probe, a path or an object of its fields"),
         (from_direction([1.0] * 4, at="0.post_mlp"), "at: no probe can read at 0.post_mlp; declared sites: 1.post_mlp"),
         (from_direction([1.0] * 3, at="1.post_mlp"), "weight: expected rows of 4 values, as at"),
-        ({"at": "1.post_mlp", "weight": [1.0] * 4, "wait": 1}, "wait: is no field of a probe"),
+        ({"at": "1.post_mlp", "weight": [1.0] * 4, "wait": 1}, "wait: unknown key; a probe has at"),
     ],
 )
 def test_a_probe_that_cannot_be_registered_is_refused(source: Any, message: str) -> None:
