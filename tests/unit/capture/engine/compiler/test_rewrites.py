@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
+from headgate.capture.engine.compiler.inductor_heuristics import unroll_sum
 from headgate.capture.engine.compiler.rewrites import Rewrites
 from headgate.capture.schema.config import parse_compiler
 from headgate.capture.schema.errors import ConfigError
@@ -78,6 +80,60 @@ def test_a_kernel_of_one_loop_is_not_expected_to_change(caplog: pytest.LogCaptur
 
     assert rewrites.counts.unmatched == 0
     assert caplog.records == []
+
+
+def test_the_first_of_two_passes_over_two_blocks_is_unrolled() -> None:
+    sized = KERNEL.replace("    x0 =", "    r0_numel = 4096\n    x0 =", 1)
+    three = sized + "    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):\n        tmp9 = 0\n"
+
+    result = unroll_sum(sized)
+
+    first, *rest = (line for line in result.splitlines() if "for r0_offset" in line)
+    factor = first[first.index("loop_unroll_factor=") :].removeprefix("loop_unroll_factor=").removesuffix("):")
+    assert [eval(factor, {"R0_BLOCK": block}) for block in (1024, 2048, 4096)] == [1, 2, 1]
+    assert rest == ["    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):"]
+    assert [unroll_sum(each) for each in (KERNEL, three)] == [KERNEL, three]  # of unknown width, and Gemma's form
+
+
+PTX_OF_SUMS = """
+import importlib.util, re, sys
+import tests.benchmarks.codegen as codegen
+from triton import JITFunction, compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+for register in (*codegen.REGISTERED, codegen.register_exclusion):
+    register()
+for way in ("stock", "ahead", "both", "ops_end"):
+    for number, code in enumerate(codegen.generated("llama", way)):
+        if code.count("for r0_offset in") != 2:
+            continue
+        path = f"{sys.argv[1]}/{way}_{number}.py"
+        head = "import triton, triton.language as tl\\nfrom triton.language.extra.cuda import libdevice\\n"
+        open(path, "w").write(head + code[code.index("@triton.jit") :])
+        spec = importlib.util.spec_from_file_location(way, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        [kernel] = [value for value in vars(module).values() if isinstance(value, JITFunction)]
+        types = eval(re.search(r"'signature': (\\{.*?\\})", code)[1])
+        names, [attrs] = list(types), eval(re.search(r"'configs': (\\[\\{.*?\\}\\])", code)[1])
+        blocks = {(names.index(name),): size for name, size in (("XBLOCK", 1), ("R0_BLOCK", 2048))}
+        source = ASTSource(fn=kernel, signature=types, constexprs=blocks, attrs=attrs)
+        ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
+        print(way, "squares", len(re.findall(r"mul\\.f32\\s+%\\w+, (%\\w+), \\1;", ptx)))
+"""
+
+
+@pytest.mark.extended
+def test_squares_are_added_up_as_in_stocks_kernels(tmp_path: Path) -> None:
+    """An unrolled loop multiplies the squares of one block and adds those of the other; no GPU is needed."""
+    done = run_python(["-c", PTX_OF_SUMS, str(tmp_path)], environment={}, may_fork=False)
+
+    found = [line.split() for line in done.stdout.splitlines() if " squares " in line]
+    squares = {way: [int(number) for name, _, number in found if name == way] for way, _, _ in found}
+    assert squares["stock"] == [4, 4], done.stderr
+    assert all(numbers == [4, 4] for numbers in squares.values()), squares
+    assert squares.keys() == {"stock", "ahead", "both", "ops_end"}
 
 
 def test_the_section_is_checked() -> None:
