@@ -63,6 +63,8 @@ QUERIES_AT_ONCE = 32
 Chunks of a stream do not wait for so many."""
 PROMPT_QUERIES_AT_ONCE = 256
 """Queries of the prompt, which come many at a time, that are computed together."""
+PART_BYTES = 1 * MIB
+"""Bytes of patterns in a chunk of a stream, but for a single query's: the event loop writes them between others'."""
 MAX_PATTERN_THREADS = 4
 MIN_MEMORY, MAX_MEMORY = 256 * MIB, 16 * GIB
 """Bounds of the rows of running requests, where no others are configured."""
@@ -715,8 +717,8 @@ class AttentionConsumer(StreamingConsumer):
 
     def _send(self, request: RequestInfo, wanted: WantedPatterns, found: Mapping[int, Sequence[_Pattern]]) -> None:
         parts = {number: [part.result() for part in parts] for number, parts in found.items()}
-        queries = _common_queries(parts.values())
-        if len(queries):
+        heads = sum(next(iter(listed[0][1].values())).shape[1] for listed in parts.values())
+        for queries in _split(_common_queries(parts.values()), heads, wanted):
             self.send_part(request, _encoded(wanted, parts, queries), int(queries[-1]) + 1)
 
     def _patterns(
@@ -745,6 +747,16 @@ class AttentionConsumer(StreamingConsumer):
             if self._is_closed:
                 raise ConsumerError("attention: the engine was shut down while the patterns were computed")
             yield block
+
+
+def _split(queries: Int64Array, num_heads: int, wanted: WantedPatterns) -> Iterator[Int64Array]:
+    """Split queries, ascending, into runs whose patterns, with `num_heads` heads of all layers, take `PART_BYTES`."""
+    while len(queries):
+        # Rows of a run are as long as its last query's.
+        sizes = np.arange(1, len(queries) + 1) * num_heads * np.array([wanted.row_bytes(int(q) + 1) for q in queries])
+        count = max(1, int(np.searchsorted(sizes, PART_BYTES, side="right")))
+        yield queries[:count]
+        queries = queries[count:]
 
 
 def _log_failure(sent: Future[None]) -> None:

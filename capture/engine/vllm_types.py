@@ -591,6 +591,7 @@ class AsyncLLM(Engine, Protocol):
 
     vllm_config: VllmConfig
     engine_core: AsyncEngineClient
+    output_processor: OutputProcessor
     dead_error: Exception
 
 

@@ -30,6 +30,10 @@ NOTES_KEY = "headgate_notes"
 order of the steps. The field is a free dict that only KV connectors use, which are refused; the front end takes the
 notes out before vLLM looks at it."""
 
+OUTDATED_KEY = "headgate_outdated"
+"""Key that is there, in the same dict, if rows of the request's prompt were captured before what acts on the model
+changed, and were computed again: its result will be an error, and chunks of a stream must have no part of it."""
+
 FINAL_ATTRIBUTE = "headgate_final"
 """Attribute of a ``SchedulerOutput``: final states by request id; None means that the request ended and its final state
 follows later. It is no field of the class, and travels with its pickle."""

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import wraps
+from itertools import chain
 from typing import cast
 
 from headgate.capture.engine import vllm_names
@@ -35,6 +36,7 @@ from headgate.capture.engine.contracts.wire_format import (
     FINAL_ATTRIBUTE,
     NOTES_KEY,
     ORDERS_ATTRIBUTE,
+    OUTDATED_KEY,
     READINGS_ATTRIBUTE,
     WIRE_KEY,
     is_captured,
@@ -54,6 +56,7 @@ from headgate.capture.engine.vllm_types import (
     AsyncEngineClient,
     CoreOutputs,
     EngineCore,
+    EngineCoreOutput,
     EngineCoreProc,
     EngineCoreRequest,
     Function,
@@ -299,9 +302,7 @@ class StepNotes:
         for outputs in made:
             for output in outputs.outputs:
                 if (notes := self._kept.pop(output.request_id, None)) is not None:
-                    carried: dict[str, object] = {NOTES_KEY: {self._name: notes}}
-                    others = output.kv_transfer_params
-                    output.kv_transfer_params = {**others, **carried} if others else carried
+                    _carry(output, {NOTES_KEY: {self._name: notes}})
 
 
 _refusals = ReasonLog("headgate: requests are refused")
@@ -623,16 +624,31 @@ def finish_requests(original: Function) -> Function:
 
 
 def update_from_output(original: Function) -> Function:
-    """Wrap ``Scheduler.update_from_output``: the part takes what was read, and its notes leave with the outputs."""
+    """Wrap ``Scheduler.update_from_output``: the part takes what was read, and its notes leave with the outputs.
+
+    Outputs of requests whose captured prompt was computed again are marked.
+    """
 
     @wraps(original)
     def wrapped(self: Scheduler, scheduler_output: SchedulerOutput, model_runner_output: RunnerOutput) -> object:
-        adapter = adapter_of(self)
+        adapter, steps = adapter_of(self), steps_in_flight.steps_of(self)
+        outdated = frozenset() if steps is None else steps.outdated  # a step may free a request with its first token
         if adapter is None:
-            return original(self, scheduler_output, model_runner_output)
-        return adapter.notes.update(original, scheduler_output, model_runner_output)
+            made = original(self, scheduler_output, model_runner_output)
+        else:
+            made = adapter.notes.update(original, scheduler_output, model_runner_output)
+        if outdated:
+            for output in chain.from_iterable(outputs.outputs for outputs in made.values()):
+                if output.request_id in outdated:
+                    _carry(output, {OUTDATED_KEY: True})
+        return made
 
     return wrapped
+
+
+def _carry(output: EngineCoreOutput, carried: dict[str, object]) -> None:
+    """Let an output carry something to the front end, which takes it out again."""
+    output.kv_transfer_params = {**(output.kv_transfer_params or {}), **carried}
 
 
 _ENDS = "_headgate_ends"

@@ -90,6 +90,11 @@ class StepsInFlight:
         if is_captured(request.sampling_params):
             self._outdated[req_id] = num_begun
 
+    @property
+    def outdated(self) -> frozenset[str]:
+        """Capturing requests, not yet freed, with rows that were computed again under something else."""
+        return frozenset(self._outdated)
+
     def release(self, req_id: str) -> int:
         """Forget a request that was freed; return how many rows of its prompt were computed again."""
         self._begun.pop(req_id, None)

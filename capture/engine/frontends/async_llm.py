@@ -14,7 +14,7 @@ from headgate.capture.engine.contracts.core_calls import run_each_async
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
-from headgate.capture.engine.frontends.output_processor import is_delta, with_values
+from headgate.capture.engine.frontends.output_processor import is_delta, outdated_of, with_values
 from headgate.capture.engine.frontends.prompt_tokens import forget_unsent
 from headgate.capture.engine.requests.call_context import HttpCall, Slot, current_call, noting_refusals
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
@@ -91,7 +91,8 @@ def _checked(original: Function) -> Function:
             outputs = with_values(outputs, reader, headgate_request, sampling_params.output_kind, slot)
         if headgate_request.capture is not None and reader.capture is not None:
             is_piece = is_delta(sampling_params.output_kind)
-            outputs = _with_results(outputs, reader.capture, headgate_request.capture, slot, is_piece=is_piece)
+            outdated, ask = outdated_of(self.output_processor), headgate_request.capture
+            outputs = _with_results(outputs, reader.capture, ask, slot, outdated, is_piece=is_piece)
         return outputs if meter is None else metered(outputs, meter)
 
     return wrapped
@@ -228,6 +229,7 @@ async def _with_results(
     front: FrontEnd,
     ask: CaptureRequest,
     slot: Slot | None,
+    outdated: set[str],
     *,
     is_piece: bool,
 ) -> AsyncGenerator[RequestOutput, None]:
@@ -238,6 +240,7 @@ async def _with_results(
         front: Of the engine.
         ask: What is captured.
         slot: Its place in an HTTP call.
+        outdated: See `outdated_of`.
         is_piece: Whether each output has new tokens alone.
     """
     if slot is not None:
@@ -246,6 +249,8 @@ async def _with_results(
     num_prompt = 0
     try:
         async for output in outputs:
+            if slot is not None and ask.key in outdated:
+                slot.take_new = None
             if slot is not None and slot.take_new is not None:
                 num_prompt = num_prompt or len(output.prompt_token_ids or ())
                 for completion in output.outputs:
@@ -261,6 +266,7 @@ async def _with_results(
             yield output
     finally:
         front.forget(ask)
+        outdated.discard(ask.key)
         await outputs.aclose()
 
 

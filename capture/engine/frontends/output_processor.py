@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import cache, wraps
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
-from headgate.capture.engine.contracts.wire_format import NOTES_KEY, is_captured, wants_notes
+from headgate.capture.engine.contracts.wire_format import NOTES_KEY, OUTDATED_KEY, wants_notes, wire_of
 from headgate.capture.engine.core.request_ends import KeptTokens, mark_kept
 from headgate.capture.engine.requests.call_context import Notes, Slot, UnsentNotes
 from headgate.capture.engine.requests.request_reader import RequestReader, read_notes
@@ -208,8 +208,37 @@ async def with_values(
 
 
 _WATCHED = "_headgate_watched"
-"""Attribute of `OutputProcessor`: the `RequestState` of each capturing request that runs, and whether it has stop
-strings."""
+"""Attribute of `OutputProcessor`: the `RequestState` of each capturing request that runs, whether it has stop strings,
+and the key of its results."""
+_OUTDATED = "_headgate_outdated"
+"""Attribute of `OutputProcessor`; see `outdated_of`."""
+
+
+def outdated_of(processor: OutputProcessor) -> set[str]:
+    """Return keys of results that rows of before a change are in: chunks of a stream must have no part of them.
+
+    Who streams a result takes its key out in the end.
+    """
+    found: set[str] = vars(processor).setdefault(_OUTDATED, set())
+    return found
+
+
+def _take_marks(processor: OutputProcessor, outputs: Iterable[EngineCoreOutput]) -> None:
+    """Take the marks of outdated prompts out of the engine core's outputs."""
+    for output in outputs:
+        carrier = output.kv_transfer_params
+        if carrier is not None and OUTDATED_KEY in carrier:
+            output.kv_transfer_params = {key: value for key, value in carrier.items() if key != OUTDATED_KEY} or None
+            watched: _Watched | None = vars(processor)[_WATCHED].get(output.request_id)
+            keys: set[str] | None = vars(processor).get(_OUTDATED)
+            if watched is not None and keys is not None:  # else it is that of an `LLM`, which streams nothing
+                keys.add(watched.key)
+
+
+class _Watched(NamedTuple):
+    state: RequestState
+    has_stop_strings: bool
+    key: str
 
 
 def add_request(original: Function) -> Function:
@@ -220,9 +249,10 @@ def add_request(original: Function) -> Function:
         result = original(self, request, *args, **kwargs)
         params = request.sampling_params
         expect_notes(self, request)
-        if params is not None and is_captured(params):
-            state = self.request_states[request.request_id]
-            vars(self).setdefault(_WATCHED, {})[request.request_id] = (state, bool(params.stop))
+        wire = wire_of(params)
+        if params is not None and wire is not None and "capture" in wire:
+            found = _Watched(self.request_states[request.request_id], bool(params.stop), wire["capture"]["key"])
+            vars(self).setdefault(_WATCHED, {})[request.request_id] = found
         return result
 
     return wrapped
@@ -236,12 +266,15 @@ def process_outputs(original: Callable[..., ProcessedOutputs]) -> Function:
         self: OutputProcessor, engine_core_outputs: Sequence[EngineCoreOutput], *args: object, **kwargs: object
     ) -> ProcessedOutputs:
         take_notes(self, engine_core_outputs)
+        watched: dict[str, _Watched] = getattr(self, _WATCHED, None) or {}
+        if watched:
+            _take_marks(self, engine_core_outputs)
         processed = original(self, engine_core_outputs, *args, **kwargs)
-        if watched := getattr(self, _WATCHED, None):
+        if watched:
             for output in engine_core_outputs:
                 req_id = output.request_id
                 if req_id in watched and req_id not in self.request_states:
-                    state, has_stop_strings = watched.pop(req_id)
+                    state, has_stop_strings, _ = watched.pop(req_id)
                     if has_stop_strings:
                         processed.reqs_to_abort.append(mark_kept(req_id, _kept(state, "stop")))
         return processed
@@ -257,7 +290,7 @@ def abort_requests(original: Callable[..., list[str]]) -> Function:
         to_abort = original(self, *args, **kwargs)
         watched = vars(self).get(_WATCHED, {})
         ended = [req_id for req_id in to_abort if req_id in watched]
-        return [*to_abort, *(mark_kept(req_id, _kept(watched.pop(req_id)[0], "abort")) for req_id in ended)]
+        return [*to_abort, *(mark_kept(req_id, _kept(watched.pop(req_id).state, "abort")) for req_id in ended)]
 
     return wrapped
 

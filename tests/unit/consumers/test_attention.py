@@ -461,6 +461,29 @@ def test_chunks_of_a_stream_get_each_query_once_and_together_the_answer(top: int
         fetch_patterns([payload for payload, _ in (*chunks, chunks[0])])
 
 
+def test_a_prompt_goes_out_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a part are as long as its last query's: queries 0 to 3 have four keys each, the next two six."""
+    asked = request({"layers": [1, 2], "queries": "all", "heads": [0, 3]}, output=2)
+    asked.info = replace(asked.info, origin=Origin("ipc://hub", "key", is_streamed=True))
+    monkeypatch.setattr(attention, "PART_BYTES", 2 * 2 * 4 * 4 * 4)  # layers, heads, queries, keys, bytes
+    found = consumer()
+    feed = Feed(found)
+    sent: queue.Queue[tuple[Any, int]] = queue.Queue()
+    found.send_part = lambda _, payload, num_rows: sent.put((payload, num_rows))
+    feed.begin(asked)
+    feed.step({asked: (0, 9)})
+    chunks = [sent.get(timeout=10) for _ in range(4)]
+    whole = fetch_patterns(feed.finish(asked))
+    found.close(10)
+
+    assert sent.empty()
+    assert [num_rows for _, num_rows in chunks] == [4, 6, 8, 9]
+    parts = [fetch_patterns(payload) for payload, _ in chunks]
+    assert [tuple(part["1.attention"].shape) for part in parts] == [(4, 2, 4), (2, 2, 6), (2, 2, 8), (1, 2, 9)]
+    together = fetch_patterns([payload for payload, _ in chunks])
+    assert torch.equal(together["2.attention"], whole["2.attention"][:9, :, :9])
+
+
 def test_a_request_that_is_not_streamed_sends_no_parts() -> None:
     found = consumer()
     found.send_part = lambda *_: pytest.fail("no stream takes it")

@@ -9,7 +9,8 @@ import pytest
 from vllm.v1.engine import EngineCoreOutput
 
 from headgate.capture.engine.contracts.core_part import CorePart
-from headgate.capture.engine.core.engine_core import StepNotes, check_carrier
+from headgate.capture.engine.core.engine_core import StepNotes, check_carrier, update_from_output
+from headgate.capture.engine.core.steps_in_flight import STEPS
 from headgate.capture.schema.errors import UnsupportedError
 
 WANTS = {"v": 1, "notes": True}
@@ -275,3 +276,21 @@ def test_where_drafts_are_verified_rows_are_taken_as_far_as_tokens_were_before_a
     found = {one.request_id: one.kv_transfer_params for one in made[0].outputs}
     assert found == {"a": noted("rows of a"), "b": noted("rows of b")}
     assert not scheduler.notes.waits(b, lambda: None)
+
+
+def test_an_output_tells_that_its_captured_prompt_was_computed_again() -> None:
+    """Also one that ends with this output: its rows are forgotten while the step is taken."""
+    steps = SimpleNamespace(outdated=frozenset({"a"}))
+
+    def original(scheduler: Any, *_: Any) -> Any:
+        steps.outdated = frozenset()
+        made = [EngineCoreOutput("a", [1], kv_transfer_params={"theirs": 3}), EngineCoreOutput("b", [1])]
+        return {0: SimpleNamespace(outputs=made)}
+
+    scheduler: Any = SimpleNamespace(**{STEPS: steps})
+    told = [
+        [output.kv_transfer_params for output in update_from_output(original)(scheduler, None, None)[0].outputs]
+        for _ in range(2)
+    ]
+
+    assert told == [[{"theirs": 3, "headgate_outdated": True}, None], [{"theirs": 3}, None]]

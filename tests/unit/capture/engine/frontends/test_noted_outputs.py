@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,18 @@ from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.frontends import output_processor
-from headgate.capture.engine.frontends.output_processor import add_values, expect_notes, put_values, take_notes
+from headgate.capture.engine.frontends.async_llm import _with_results
+from headgate.capture.engine.frontends.output_processor import (
+    add_request,
+    add_values,
+    expect_notes,
+    outdated_of,
+    process_outputs,
+    put_values,
+    take_notes,
+)
 from headgate.capture.engine.requests import sampling_params
+from headgate.capture.engine.requests.call_context import Slot
 from headgate.capture.engine.requests.request_reader import OpenPart, RequestReader
 from headgate.capture.engine.requests.sampling_params import HeadgateRequest, fold
 
@@ -248,3 +259,41 @@ def test_false_is_as_good_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampling_params.none_if_default("return_told", False) is None
     assert sampling_params.none_if_default("return_told", True) is True
     assert sampling_params.none_if_default("steering_name", False) is False
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_vllm_does_not_see_that_a_prompt_was_computed_again(is_streamed: bool) -> None:
+    """Chunks learn of it by the key of its results; an `LLM` keeps none."""
+    made: Any = SimpleNamespace(request_states={req_id: State("DELTA", 0, None) for req_id in ("a", "b")})
+    if is_streamed:
+        assert outdated_of(made) == set()
+    for req_id in made.request_states:
+        request = core_request({"v": 1, "capture": {"key": f"key of {req_id}"}}, req_id)
+        request.sampling_params.stop = []
+        add_request(lambda *_: None)(made, request)
+    carried = ({"headgate_outdated": True, "theirs": 3}, None, {"headgate_outdated": True})
+    outputs = [
+        EngineCoreOutput(req_id, [1], kv_transfer_params=told) for req_id, told in zip("abc", carried, strict=True)
+    ]
+
+    seen = process_outputs(lambda _, outputs: [output.kv_transfer_params for output in outputs])(made, outputs)
+
+    assert seen == [{"theirs": 3}, None, None]
+    assert outdated_of(made) == ({"key of a"} if is_streamed else set())
+
+
+@pytest.mark.parametrize("is_outdated", [True, False])
+def test_chunks_get_no_part_of_a_prompt_that_was_computed_again(is_outdated: bool) -> None:
+    front: Any = SimpleNamespace(streamed=lambda _: lambda index, num_rows: {"lens": num_rows}, forget=lambda _: None)
+    ask: Any = SimpleNamespace(key="k", is_explicit=True, wait=True)
+    slot, outdated = Slot(), {"k"} if is_outdated else set()
+
+    async def outputs() -> AsyncGenerator[RequestOutput, None]:
+        yield RequestOutput("r", None, [1, 2], None, [completion()], False)
+
+    async def taken() -> list[Any]:
+        read = _with_results(outputs(), front, ask, slot, outdated, is_piece=True)
+        return [slot.take_new and slot.take_new(0, slot.num_rows[0]) async for _ in read]
+
+    assert asyncio.run(taken()) == [None if is_outdated else {"lens": 2}]
+    assert outdated == set()
