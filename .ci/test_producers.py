@@ -76,9 +76,9 @@ def record_lens(target: Path) -> None:
     """
     path = os.pathsep.join([str(LENS_PACKAGES), str(PACKAGES)])
     script = ROOT / "tests" / "producers" / "record_transformer_lens.py"
-    made = subprocess.run(
-        [sys.executable, ROOT / "examples" / "model.py"], stdout=subprocess.PIPE, text=True, check=True
-    )
+    made = subprocess.run([sys.executable, ROOT / "examples" / "model.py"], stdout=subprocess.PIPE, text=True)
+    if made.returncode:
+        raise SetupError("the model could not be made: its reason is above")
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
     command: list[str | Path] = [sys.executable, script, made.stdout.split()[-1], target]
     setup_env.run(command, "TransformerLens could not record", env=environment)

@@ -33,7 +33,7 @@ from headgate.capture.files.tensors import reading_safetensors
 from headgate.capture.files.writing import replacing
 from headgate.capture.monitoring.notebook import TextTable, norms, page
 from headgate.capture.schema.consumer import ModelInfo, Readout
-from headgate.capture.schema.errors import ConfigError, HeadgateError, shown
+from headgate.capture.schema.errors import ConfigError, HeadgateError, finite, shown
 from headgate.capture.schema.sites import Site
 
 if TYPE_CHECKING:
@@ -287,9 +287,8 @@ def _is_name(text: str) -> bool:
 
 
 def _threshold(value: object) -> float | None:
-    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if value is None or (is_number and math.isfinite(value)):  # type: ignore[arg-type]
-        return None if value is None else float(value)  # type: ignore[arg-type]
+    if value is None or (found := finite(value)) is not None:
+        return None if value is None else found
     raise ProbeError(f"expected a finite number or None, got {shown(value)}", "threshold")
 
 

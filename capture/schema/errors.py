@@ -20,8 +20,10 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Collection, Mapping
+from numbers import Real
 from typing import Any, ClassVar
 
 MAX_FIELD = 300
@@ -31,6 +33,17 @@ MAX_FIELD = 300
 def shown(value: object) -> str:
     """`value` for an error message, cut short without walking through all of it."""
     return reprlib.repr(value)
+
+
+def finite(value: object) -> float | None:
+    """Return a number as a float; None if it is none, not finite, or too large, as a whole number can be."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
 
 
 def _named(field: str) -> str:

@@ -532,6 +532,8 @@ def _local_entries(root: str) -> Callable[[str], list[Listed]]:
             return []
         found = []
         for entry in entries:
+            if entry.is_symlink():
+                continue  # as in `Source.names`
             with suppress(FileNotFoundError):  # gone since
                 status = entry.stat()
                 found.append(Listed(entry.name, entry.is_dir(), status.st_size, status.st_mtime_ns))

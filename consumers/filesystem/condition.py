@@ -165,7 +165,9 @@ def check_pool(spec: CaptureSpec, num_prompt: int, field: str) -> None:
 
 
 def check_any_prompt(spec: CaptureSpec, context_length: int, field: str) -> None:
-    """Refuse the operator's condition if neither a prompt of 2 tokens nor the longest one has a row that could decide.
+    """Refuse the operator's condition if no prompt has a row that could decide.
+
+    The shortest prompts are tried, of 2 tokens, the longest, and prompts that end with a selected position.
 
     Args:
         spec: As the operator wrote it; messages of a chat, which only a request has, are not judged.
@@ -176,11 +178,16 @@ def check_any_prompt(spec: CaptureSpec, context_length: int, field: str) -> None
         RequestError: Naming the field.
     """
     refusal = None
-    for num_prompt in (2, context_length):
+    lengths = [context_length, 2]
+    while lengths:
+        num_prompt = lengths.pop()
         try:
             selected = spec.positions.resolve(num_prompt, f"{field}.positions")
         except RequestError:  # of messages, or of a longer prompt
             continue
+        if num_prompt == context_length:
+            firsts = {int(part.wanted(num_prompt)[0]) for part in parts_of(selected) if len(part.wanted(num_prompt))}
+            lengths += [first + 1 for first in firsts if 1 < first + 1 < context_length]
         try:
             check_pool(replace(spec, positions=selected), num_prompt, field)
         except RequestError as error:

@@ -9,7 +9,6 @@ The process does what they say in their order, and answers each step.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import pickle
 import threading
@@ -26,7 +25,7 @@ import numpy as np
 from headgate.capture.engine.contracts.core_part import RequestProgress
 from headgate.capture.links.child_process import Connection, Ready, Supervisor, encode_ready, start_child, watch_parent
 from headgate.capture.monitoring.logs import SparseLog
-from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.errors import ConfigError, finite
 from headgate.steering.controllers.actions import Action, SetSteering, SetSteeringEach
 from headgate.steering.controllers.host import (
     HANGS_S,
@@ -219,11 +218,11 @@ class _ModuleAt(NamedTuple):
 def _module_at(action: Action) -> _ModuleAt | None:
     if type(action) is not SetSteering or not action.compose or not isinstance(action.request, str):
         return None
-    module, scale = action.module, action.scale
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+    module, scale = action.module, finite(action.scale)
+    if scale is None:
         return None
     is_alone = isinstance(module, str) and len(action.given) == 1
-    return _ModuleAt(action.request, module, float(scale)) if module is not None and is_alone else None
+    return _ModuleAt(action.request, module, scale) if module is not None and is_alone else None
 
 
 logger = logging.getLogger("headgate")

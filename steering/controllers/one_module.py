@@ -9,10 +9,22 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.probe import Probe, load
+from headgate.capture.schema.errors import finite, shown
 from headgate.steering.controllers.actions import Action, SetSteeringEach
 from headgate.steering.controllers.controller import Controller, RequestView, StepReadings
 
 _AT_FIRST = 64
+
+
+def check_finite(**numbers: object) -> None:
+    """Refuse parameters of a controller that are no finite numbers.
+
+    Raises:
+        ValueError: Naming the parameter.
+    """
+    for name, value in numbers.items():
+        if finite(value) is None:
+            raise ValueError(f"{name}: expected a finite number, got {shown(value)}")
 
 
 class RequestSlots:

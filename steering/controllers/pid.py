@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from headgate.steering.controllers.actions import Action
 from headgate.steering.controllers.controller import StepReadings
-from headgate.steering.controllers.one_module import OneModuleController
+from headgate.steering.controllers.one_module import OneModuleController, check_finite
 
 
 class PidController(OneModuleController):
@@ -54,10 +54,7 @@ class PidController(OneModuleController):
             raise ValueError(f"min_scale, max_scale: expected limits around 0, got {min_scale} and {max_scale}")
         if not 0 < ema_alpha <= 1:
             raise ValueError(f"ema_alpha: expected above 0 and at most 1, got {ema_alpha!r}")
-        numbers = {"setpoint": setpoint, "kp": kp, "ki": ki, "kd": kd}
-        for name, value in numbers.items():
-            if not math.isfinite(value):
-                raise ValueError(f"{name}: expected a finite number, got {value!r}")
+        check_finite(setpoint=setpoint, kp=kp, ki=ki, kd=kd, min_scale=min_scale, max_scale=max_scale)
         self._setpoint = setpoint
         self._gains, self._limits = (kp, ki, kd), (min_scale, max_scale)
         self._alpha, self._min_delta = ema_alpha, min_emit_delta

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from headgate.capture.probe import ProbeError
 from headgate.steering.controllers.actions import Action, SetGlobal
 from headgate.steering.controllers.controller import StepReadings
-from headgate.steering.controllers.one_module import OneModuleController, ReadRows
+from headgate.steering.controllers.one_module import OneModuleController, ReadRows, check_finite
 
 
 class ThresholdController(OneModuleController):
@@ -53,6 +53,7 @@ class ThresholdController(OneModuleController):
         found = self._probe.threshold if threshold is None else threshold
         if found is None:
             raise ProbeError(f"{probe}: the probe has no threshold of its own; give threshold=...")
+        check_finite(threshold=found, hysteresis=hysteresis, gain=gain)
         _check("hysteresis", hysteresis, hysteresis >= 0, "not negative")
         _check("ema_alpha", ema_alpha, 0 < ema_alpha <= 1, "above 0 and at most 1")
         _check("gain_mode", gain_mode, gain_mode in ("binary", "proportional"), "binary or proportional")

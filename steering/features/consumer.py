@@ -39,7 +39,7 @@ from headgate.capture.schema.consumer import (
     read_params,
     select_sites,
 )
-from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, finite, shown
 from headgate.capture.schema.results import CHUNK_VALUES
 from headgate.capture.schema.sites import Site, site_map
 from headgate.capture.schema.spec import CaptureSpec
@@ -191,9 +191,9 @@ def _top(given: object, most: int, field: str) -> int:
 def _above(given: object, field: str) -> float:
     if given is None:
         return 0.0
-    if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given < np.inf:
+    if (found := finite(given)) is None or found < 0:
         raise RequestError(field, f"expected a number of at least 0, got {shown(given)}")
-    return float(given)
+    return found
 
 
 class FeaturesReadout(Readout):

@@ -16,7 +16,7 @@ import numpy as np
 
 from headgate.capture.lens import LOGIT, Lens, LensError, load_current
 from headgate.capture.schema.consumer import ModelInfo
-from headgate.capture.schema.errors import ConfigError, HeadgateError, RequestError, shown
+from headgate.capture.schema.errors import ConfigError, HeadgateError, RequestError, finite, shown
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.vocabulary import Vocabulary, read_token
 from headgate.steering.vectors.dtypes import Float32Rows
@@ -59,10 +59,10 @@ class LensDirections:
         if self._vocabulary is None:
             raise RequestError(f"{where}.token", "the tokens of the model are not known here")
         token = read_token(value["token"], self._vocabulary, f"{where}.token")
-        scale = value.get("scale", 1.0)
-        if isinstance(scale, bool) or not isinstance(scale, int | float):
-            raise RequestError(f"{where}.scale", f"expected a number, got {shown(scale)}")
-        return site, self._direction(name, site.layer, token, where), float(scale)
+        given = value.get("scale", 1.0)
+        if (scale := finite(given)) is None:
+            raise RequestError(f"{where}.scale", f"expected a finite number, got {shown(given)}")
+        return site, self._direction(name, site.layer, token, where), scale
 
     def _site(self, given: object, name: str, where: str) -> Site:
         try:

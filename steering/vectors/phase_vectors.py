@@ -216,8 +216,11 @@ class PhaseVectors:
         widths = {np.shape(rows[site]) for site in sites}
         if len(widths) != 1 or len(next(iter(widths))) != 1:
             raise ValueError(f"expected one or more vectors of one width, got the shapes {sorted(widths)}")
-        with np.errstate(over="ignore"):
-            stacked = np.stack([np.asarray(rows[site], np.float64) for site in sites]).astype(np.float32)
+        try:
+            with np.errstate(over="ignore"):
+                stacked = np.stack([np.asarray(rows[site], np.float64) for site in sites]).astype(np.float32)
+        except OverflowError as error:
+            raise ValueError("has a number that does not fit float32") from error
         largest = peaks(stacked, "float32")
         for site, peak in zip(sites, largest, strict=True):
             if not np.isfinite(peak):

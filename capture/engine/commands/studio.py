@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from headgate.capture.engine import vllm_names
-from headgate.capture.engine.commands.demo_model import ModelError, ensure_model
+from headgate.capture.engine.commands.demo_model import ModelError, ensure_model, model_folder
 from headgate.capture.engine.commands.serve import serve_model
 from headgate.capture.schema.config import parse_config
 from headgate.capture.schema.errors import ConfigError
@@ -78,11 +78,13 @@ def arguments_of(given: Sequence[str]) -> list[str]:
 
 
 def _demo_folder() -> Path:
-    """Return the folder of the demo's model, made by another process while this one imports vLLM.
+    """Return the folder of the demo's model; if need be, another process makes it while this one imports vLLM.
 
     Raises:
         ModelError: If it cannot be made.
     """
+    if (known := model_folder(cache_folder())).is_dir():
+        return known
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         made = pool.submit(ensure_model, cache_folder())
         vllm_names.SERVE_COMMANDS.get()

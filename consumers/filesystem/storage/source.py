@@ -75,8 +75,7 @@ class LocalSource:
         with _reading(path):
             try:
                 with os.scandir(path) as entries:
-                    # A link that leads back to itself is no folder; `DirEntry.is_dir` raises then.
-                    return sorted((entry.name, os.path.isdir(entry.path)) for entry in entries)
+                    return sorted((entry.name, entry.is_dir()) for entry in entries if not entry.is_symlink())
             except (FileNotFoundError, NotADirectoryError):
                 return []
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.schema.batch import BoolArray, Int64Array
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.errors import RequestError, finite, shown
 from headgate.steering.controllers.actions import GLOBAL, SetGlobal, SetScale, SetSteering, SetSteeringEach
 from headgate.steering.core.content import Limits, check_programs
 from headgate.steering.core.controllers.contents import FIELD, Contents, Drive, Drives, Static
@@ -574,7 +574,7 @@ class Actuation:
 
 
 def _check_number(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(FIELD, f"scale: expected a finite number, got {value!r}")
+    if finite(value) is None:
+        raise RequestError(FIELD, f"scale: expected a finite number, got {shown(value)}")
     if abs(value) > MAX_STRENGTH:
         raise RequestError(FIELD, f"scale: expected a number of at most {MAX_STRENGTH:g} in magnitude, got {value:g}")

@@ -185,6 +185,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "a name missing": ({"weight": TWO}, "classes", "expected 2 names"),
     "names as one text": ({"classes": "a"}, "classes", "printable names"),
     "a threshold of NaN": ({"threshold": math.nan}, "threshold", "finite"),
+    "a threshold that no float holds": ({"threshold": 10**400}, "threshold", "finite"),
     "a threshold of two": ({"weight": TWO, "classes": ("a", "b"), "threshold": 1.0}, "threshold", "2 classes"),
     "another pooling": ({"pooling": "max"}, "pooling", "last_prompt"),
     "numbers as metadata": ({"metadata": {"a": 1}}, "metadata", "texts by name"),

@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from headgate.capture.schema.sites import Site
+from headgate.consumers.datasets import open_dataset
 from headgate.consumers.dump import app, describe_bytes, describe_sites
 from tests.fakes.capturing import capturing
 
@@ -169,11 +170,32 @@ def test_links_that_lead_back_to_themselves_are_no_folders(tmp_path: Path, runne
         files.feed.whole(request)
     for loop in (tmp_path / "loop", tmp_path / "root" / "loop"):
         loop.symlink_to(loop)
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "root")
 
     for arguments in (["ls", str(tmp_path / "loop")], ["show", str(tmp_path / "loop"), "x"]):
         result = runner.invoke(app, arguments)
         assert result.exit_code == 1
         assert isinstance(result.exception, SystemExit), result.exception
-    listed = runner.invoke(app, ["ls", str(tmp_path / "root")])
-    assert listed.exit_code == 0
-    assert "client-1" in listed.stdout
+    for root in ("root", "elsewhere"):
+        listed = runner.invoke(app, ["ls", str(tmp_path / root)])
+        assert listed.exit_code == 0
+        assert "client-1" in listed.stdout
+
+
+def test_links_below_a_root_are_not_followed(tmp_path: Path, runner: CliRunner) -> None:
+    """As the server's own list does not: whoever may write there must not choose what is read elsewhere."""
+    for name in ("root", "outside"):
+        with capturing(tmp_path / name) as files:
+            request = files.request()
+            files.feed.whole(request)
+    (stored,) = (tmp_path / "outside" / "default").glob("*.safetensors")
+    (tmp_path / "root" / "linked").symlink_to(tmp_path / "outside" / "default")
+    (tmp_path / "root" / "default" / "linked.safetensors").symlink_to(stored)
+
+    listed = json.loads(runner.invoke(app, ["ls", str(tmp_path / "root"), "--json"]).stdout)
+
+    assert [(entry["tag"], entry["paths"]) for entry in listed] == [
+        ("default", [str(tmp_path / "root" / "default" / stored.name)])
+    ]
+    rows = open_dataset(tmp_path / "root", index=False).num_rows
+    assert set(rows.values()) == {listed[0]["num_rows"]}

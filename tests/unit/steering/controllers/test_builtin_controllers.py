@@ -160,6 +160,10 @@ BAD: dict[str, tuple[type[Controller], dict[str, Any], str]] = {
     "mode": (ThresholdController, {"gain_mode": "soft"}, "gain_mode"),
     "actuation": (ThresholdController, {"actuation": "all"}, "actuation"),
     "set point": (PidController, {"setpoint": math.nan}, "setpoint"),
+    "set point that no float holds": (PidController, {"setpoint": 10**400}, "setpoint: expected a finite number"),
+    "limit that no float holds": (PidController, {"max_scale": 10**400}, "max_scale: expected a finite number"),
+    "threshold that no float holds": (ThresholdController, {"threshold": 10**400}, "threshold: expected a finite"),
+    "gain": (ThresholdController, {"gain": math.nan}, "gain: expected a finite number"),
     "limits": (PidController, {"min_scale": 1.0}, "limits around 0"),
     "average": (PidController, {"ema_alpha": 2.0}, "ema_alpha"),
 }

@@ -164,6 +164,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({BASE: [edit(set=NAN)]}, f"{BASE}[0].set", "finite number"),
     ({BASE: [edit(set=None, add=1e39)]}, f"{BASE}[0].add", "finite number"),
     ({BASE: [edit(set="2")]}, f"{BASE}[0].set", "finite number"),
+    ({BASE: [edit(set=10**400)]}, f"{BASE}[0].set", "finite number"),
     ({BASE: [edit(unit="percent")]}, f"{BASE}[0].unit", "raw or max_act"),
     ({BASE: [edit(set=None, scale=2.0, unit="max_act")]}, f"{BASE}[0].unit", "no unit"),
     ({BASE: [edit(only_if_active=1)]}, f"{BASE}[0].only_if_active", "true or false"),

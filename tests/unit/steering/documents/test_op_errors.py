@@ -70,6 +70,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (op(scale=1.0, strength=1.0), f"{OPS}[0].strength", "another name of scale"),
     (op(scale=NAN), f"{OPS}[0].scale", "finite number"),
     (op(scale="1"), f"{OPS}[0].scale", "finite number"),
+    (op(scale=10**400), f"{OPS}[0].scale", "finite number"),
     (op(scale=True), f"{OPS}[0].scale", "finite number"),
     (op(preserve_norm=1), f"{OPS}[0].preserve_norm", "true or false"),
     (op(positions=[]), f"{OPS}[0].positions", "unknown selector"),

@@ -243,6 +243,7 @@ def test_a_request_that_says_nothing_gets_twenty_or_what_there_is(params: dict[s
         ({"sae": "a", "top": True}, "top", "got True"),
         ({"sae": "a", "above": -1}, "above", "at least 0"),
         ({"sae": "a", "above": float("nan")}, "above", "at least 0"),
+        ({"sae": "a", "above": 10**400}, "above", "at least 0"),
         ({"sae": "a", "features": [1], "top": 3}, "top", "either this or features"),
         ({"sae": "a", "features": []}, "features", "1 to 8 ids"),
         ({"sae": "a", "features": [40]}, "features[0]", "has the features 0 to 39, got 40"),

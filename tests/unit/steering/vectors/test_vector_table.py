@@ -35,6 +35,11 @@ def test_vectors_show_norms_by_hook_point_and_layer() -> None:
     assert shown.count("<td style=background") == 2  # one for each layer that has a vector
 
 
+def test_a_number_that_no_float_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit float32"):
+        PhaseVectors.from_rows({Site(2, HookPoint.POST_MLP): [10**400, 1]})  # type: ignore[dict-item]
+
+
 def test_a_file_shows_its_tiers_and_notes() -> None:
     file = VectorFile(vectors=vectors(range(2)), decode_vectors=vectors(range(2)), metadata={HOSTILE: HOSTILE})
 

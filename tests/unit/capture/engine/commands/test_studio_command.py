@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headgate.capture.cli import app
+from headgate.capture.engine.commands import studio
 from headgate.capture.engine.commands.demo_model import MODEL_NAME
 from headgate.capture.engine.commands.studio import DEFAULTS, DEMO, arguments_of
 
@@ -51,6 +52,7 @@ def test_the_demo_serves_its_own_model(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.delenv("TORCH_COMPILE_DISABLE")
     model = tmp_path / "models" / MODEL_NAME
     model.mkdir(parents=True)
+    monkeypatch.delattr(studio, "ProcessPoolExecutor")  # a model that is there needs no other process
     arguments = arguments_of(["--demo", "--port", "9000"])
 
     assert arguments[:4] == [str(model), "--port", "9000", "--enforce-eager"]

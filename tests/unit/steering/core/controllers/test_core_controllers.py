@@ -206,8 +206,9 @@ def test_an_action_for_many_requests_that_is_malformed_is_rejected(opened: Calla
     (change,) = core.step(["a", "b"], SetSteeringEach(["a", "b"], "m", np.array([np.nan, 1.0])))
     assert (change.req_id, change.value) == ("b", 1.0)
     assert core.step(["b"], SetSteering("b", module="m", scale=1.1e6), SetScale("b", -1.1e6)) == []
+    assert core.step(["b"], SetSteering("b", module="m", scale=10**400), SetScale("b", 10**400)) == []
     assert core.step(["b"], SetSteeringEach(["b"], "m", np.array([1.1e6]))) == []
-    assert core.figures == {"submitted": 22, "applied": 1, "rejected": 21, "dropped": 0}
+    assert core.figures == {"submitted": 24, "applied": 1, "rejected": 23, "dropped": 0}
     (change,) = core.step(["b"], SetSteeringEach(["b", "b"], "m", np.array([2.0, 1.0])))[1:]
     assert (change.req_id, change.value) == ("b", 1.0)
 
