@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -211,7 +212,10 @@ def finish(call: Callable[[], int]) -> NoReturn:
 
 
 def _attend(link: socket.socket) -> int:
-    """Fork what is asked for, send its process id and, once it has ended, how; reap it when the other side closes."""
+    """Fork what is asked for, send its process id and, once it has ended, how; reap it when the other side closes.
+
+    This process ends before it if the other side does.
+    """
     size, files, _, _ = socket.recv_fds(link, _NUMBER, _MAX_FILES)
     asked = link.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
     if not (process := os.fork()):
@@ -220,6 +224,9 @@ def _attend(link: socket.socket) -> int:
     for file in files:
         os.close(file)
     link.sendall(process.to_bytes(_NUMBER, "little"))
+    end = os.pidfd_open(process)
+    if end not in select.select([end, link.fileno()], [], [])[0]:
+        return 0  # who asked for it is gone: so is its parent now, which it may look for
     ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     assert ended is not None
     status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

@@ -21,6 +21,7 @@ from headgate.steering.controllers.controller_process import ProcessHost
 from headgate.steering.controllers.host import Answers, LocalHost
 from headgate.steering.controllers.loading import ControllerSpec
 from tests.deadlines import patience
+from tests.fakes.forks import ADDRESS
 from tests.fakes.hosted_controllers import Running, Worker, publish, spec, told_of
 
 TIMEOUT_S = patience(60)
@@ -34,6 +35,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     publish(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
+        patch.delenv(ADDRESS, raising=False)  # processes begin as they do for users
         yield
 
 
