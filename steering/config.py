@@ -136,6 +136,11 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             running requests: ``(2 * max_num_seqs + 3) * (4 * max_ops_per_site + 1) * 48`` bytes. In models whose layers
             pass on the stream alone (GPT-2, OPT, Phi, ...) ``post_attn`` op sites take ``max_num_batched_tokens *
             hidden_size * 4`` bytes more, once for all layers.
+        gather_sites: ``{hook point: layers}`` of op sites whose rows are gathered with tensor parallelism, where ranks
+            have the columns of their own heads or neurons: gates, probes and SAEs read whole rows there, and every
+            operation acts. They become op sites. Sites that `probes` and `saes` read are gathered, too. On a GPU each
+            gathers the rows of every forward, in use or not, and takes ``max_num_batched_tokens * width`` elements of
+            the model's dtype, and as many of float32, while it runs.
         max_ops_per_site: Operations of one request at one site in one phase, those of its modules included, and as many
             global ones.
         saes: ``{name: "PATH" or "PATH@SITE"}`` of SAEs and transcoders whose features requests may change. All their
@@ -188,6 +193,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_wait_s: float | None = None
     sites: dict[str, Any] = msgspec.field(default_factory=_stream_sites)
     op_sites: dict[str, Any] = msgspec.field(default_factory=dict)
+    gather_sites: dict[str, Any] = msgspec.field(default_factory=dict)
     max_ops_per_site: int = DEFAULT_OPS
     saes: dict[str, str] = msgspec.field(default_factory=dict)
     sae_encode: list[str] = msgspec.field(default_factory=list)
@@ -233,6 +239,9 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             max_rules=self.max_rules,
             max_probe_units=self.num_probe_units,
             shapes={site: shapes[site] for site in sites if site in shapes},
+            gathered=frozenset(
+                site for site in self._gathered(num_layers) if site in shapes and shapes[site].shard == "columns"
+            ),
         )
 
     @property
@@ -359,7 +368,13 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for site, where in of_files.items():
             if site.hook is not HookPoint.FINAL_NORM and site.layer >= num_layers:
                 raise ConfigError(f"{WHERE}.{where}: {site.name}: the model has {num_layers} layers")
-        return sort_sites({*declared, *of_files})
+        return sort_sites({*declared, *of_files, *self._gathered(num_layers)})
+
+    def _gathered(self, num_layers: int) -> frozenset[Site]:
+        """Return the op sites where something may read whole rows."""
+        declared = self._parsed("gather_sites", num_layers) if self.gather_sites else ()
+        read = (*(self._sae_sites(name)[0] for name in self.saes), *(_probe(self, name).site for name in self.probes))
+        return frozenset((*declared, *read))
 
     def _sae_sites(self, name: str) -> tuple[Site, ...]:
         try:
@@ -377,11 +392,10 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def _check_encoded(saes: Iterable[Site], hidden_size: int, shapes: Mapping[Site, SiteShape]) -> None:
     for site in saes:
         shape = shapes.get(site)
-        if shape is not None and (shape.width != hidden_size or shape.shard == "columns"):
+        if shape is not None and shape.width != hidden_size:
             raise ConfigError(
-                f"{WHERE}.sae_encode (--sae-encode): {site.name} has rows of {shape.width} values ({shape.shard} on "
-                f"tensor-parallel ranks); SAEs are encoded in full where each rank has whole rows of {hidden_size} "
-                "values, the hidden size"
+                f"{WHERE}.sae_encode (--sae-encode): {site.name} has rows of {shape.width} values; SAEs are encoded in "
+                f"full where rows have {hidden_size} values, the hidden size"
             )
 
 

@@ -24,7 +24,8 @@ from headgate.steering.controllers.loading import parse_shorthand
 _SIZES = ("max_steering_slots", "max_steering_configs")
 _WAITS = {"max_steering_waiting": "max_waiting", "max_steering_wait_s": "max_wait_s"}
 _SAME = {
-    **{"steering_sites": "sites", "steering_op_sites": "op_sites", "max_steering_ops_per_site": "max_ops_per_site"},
+    **{"steering_sites": "sites", "steering_op_sites": "op_sites", "steering_gather_sites": "gather_sites"},
+    "max_steering_ops_per_site": "max_ops_per_site",
     "max_steering_gates": "max_gates",
     "max_steering_rules": "max_rules",
     "max_probe_units": "max_probe_units",
@@ -94,6 +95,13 @@ _VALUED: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
         "JSON",
         "Where operations (ablate, clamp, rotate, ...) can act, as {hook point: layers}; nowhere if not given. Each "
         "site adds a small kernel to every step.",
+    ),
+    (
+        "--steering-gather-sites",
+        json_object,
+        "JSON",
+        "Sites of heads or neurons whose rows all tensor-parallel ranks gather, as {hook point: layers}: gates, probes "
+        "and SAEs read there, and every operation acts. Those of --probes and --saes are among them.",
     ),
     (
         "--max-steering-ops-per-site",

@@ -152,9 +152,13 @@ class ColumnParts:
         index_K: Tensor,
     ) -> None:
         shape = self._shapes[sites[0]]
-        num_parts = shape.width // parts_RSKP.shape[-1]
-        parts_RSKP = parts_RSKP[:: self._num_ranks // num_parts]  # heads that several ranks hold, once
         slots_K = ring.slots.index_select(0, index_K)
         for place, site in enumerate(sites):
-            rows_KW = parts_RSKP[:, place].transpose(0, 1).reshape(len(index_K), shape.width)
+            rows_KW = whole_rows(parts_RSKP[:, place], shape.width)
             ring.site_rows[places[site]].index_put_((slots_K,), rows_KW)
+
+
+def whole_rows(parts_RKP: Tensor, width: int) -> Tensor:
+    """Return the rows ``[K, width]`` that the ranks' parts are of; heads that several ranks hold are in them once."""
+    num_ranks, num_rows, part = parts_RKP.shape
+    return parts_RKP[:: num_ranks * part // width].transpose(0, 1).reshape(num_rows, width)

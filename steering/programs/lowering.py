@@ -246,9 +246,10 @@ def _check_parts(parts: Sequence[_UnplacedEntry], operation: Operation) -> None:
     """
     site, size = operation.site.name, operation.part
     shared = f"{site} has its columns on several tensor-parallel ranks"
+    otherwise = "the operator names the site in --steering-gather-sites"
     if operation.preserve_norm or any(part.code & CODE_MASK == Code.NORM_ADD for part in parts):
         field = "preserve_norm" if operation.preserve_norm else "method"
-        raise RequestError(f"{operation.where}.{field}", f"needs the norm of a whole row, but {shared}")
+        raise RequestError(f"{operation.where}.{field}", f"needs the norm of a whole row, but {shared}; {otherwise}")
     for part in parts:
         if part.code & CODE_MASK not in _WITH_DOTS:
             continue
@@ -258,7 +259,7 @@ def _check_parts(parts: Sequence[_UnplacedEntry], operation: Operation) -> None:
             raise RequestError(
                 operation.where,
                 f"{operation.method} projects rows on a direction, but {shared}: its vectors must be zero outside "
-                f"of {unit}; give an operation for each",
+                f"of {unit}; give an operation for each, or {otherwise}",
             )
 
 

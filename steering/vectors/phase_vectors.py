@@ -109,6 +109,7 @@ class Steerable:
             decoding they are not: drafts of the step before may be rejected.
         stages: The number of the pipeline stage of each op site; empty where there is one stage, and in front ends.
         shapes: Of the sites of `sites` whose rows are not those of the stream.
+        gathered: Op sites of rows whose columns tensor-parallel ranks share, and that each of them gathers.
         directions: Reads directions of tokens; None where there are none, as in files.
     """
 
@@ -127,6 +128,7 @@ class Steerable:
     knows_positions: bool = True
     stages: Mapping[Site, int] = field(default_factory=dict, repr=False)
     shapes: Mapping[Site, SiteShape] = field(default_factory=dict, repr=False)
+    gathered: frozenset[Site] = frozenset()
     directions: Directions | None = field(default=None, repr=False, compare=False)
     ranks: Mapping[HookPoint, Sequence[int]] = field(init=False, repr=False, compare=False)
     """Per hook point, each layer's index into `sites`; -1 where it cannot be steered."""
@@ -146,15 +148,18 @@ class Steerable:
         return self.shapes.get(site) or SiteShape(self.hidden_size, self.dtype)
 
     def part(self, site: Site) -> int:
-        """Return the values of a row that certainly lie on one rank together; 0 where every rank has whole rows."""
+        """Return the values of a row that certainly lie on one rank together; 0 where programs run on whole rows."""
         shape = self.shapes.get(site)
-        return shape.head_size if shape is not None and shape.shard == "columns" else 0
+        return shape.head_size if shape is not None and shape.shard == "columns" and site not in self.gathered else 0
 
     def why_unread(self, site: Site) -> str | None:
         """Say why no probe, gate or SAE reads at a site; None if they do."""
         if not self.part(site):
             return None
-        return f"{site.name} has its columns on several tensor-parallel ranks, and what reads rows needs whole ones"
+        return (
+            f"{site.name} has its columns on several tensor-parallel ranks, and what reads rows needs whole ones; the "
+            "operator names sites whose rows are gathered with --steering-gather-sites"
+        )
 
     def is_in_one_stage(self, sites: Iterable[Site]) -> bool:
         """Whether some op sites lie on one pipeline stage."""

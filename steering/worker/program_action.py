@@ -6,6 +6,10 @@ an SAE: no compiler looks into them. What is added to the stream is traced, as a
 (`headgate.steering.worker.site_action`): rows without a program are steered as at any other site, and idle, the code
 around the addition computes the same bits that it computes without it. For that, the program's kernel gets values that
 are stored anyway, and copies of all others, computed from sums of their own.
+
+At sites whose columns tensor-parallel ranks share, each rank runs a program on its own columns. Where the operator has
+the rows gathered, the operation gathers them first: every rank then runs the program on the same whole rows, makes the
+same decisions, and keeps the change of its own columns. The vectors of such a site are wider than its value.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from headgate.capture.engine.compiler.inductor_heuristics import exclude_buffers
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.capture.engine.site_action import SiteValue
+from headgate.capture.staging.column_parts import whole_rows
 from headgate.steering.programs.codes import InputNorm
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference
@@ -40,24 +45,42 @@ if TYPE_CHECKING:
     from headgate.capture.engine.compiler.inductor import TensorBox
 
 
-def _unknown() -> bool:
-    return False
+_worker: WorkerFacts | None = None
 
 
-_has_one_row_each: Callable[[], bool] = _unknown
+def serve(facts: WorkerFacts) -> None:
+    """Let operations, in this process, ask `facts` while a forward is launched or recorded.
 
-
-def ask_forwards(has_one_row_each: Callable[[], bool]) -> None:
-    """Let operations ask, in this process, whether each request of the forward has one row.
-
-    Then gates need no launches for consecutive rows of a request. Asked while a forward is launched or recorded.
+    Whether each request has one row: then gates need no launches for consecutive rows of a request. And, where rows are
+    gathered, for the columns of other tensor-parallel ranks.
     """
-    global _has_one_row_each
-    _has_one_row_each = has_one_row_each
+    global _worker
+    _worker = facts
 
 
 def _scans() -> bool:
-    return not _has_one_row_each()
+    return _worker is None or not _worker.has_one_row_each()
+
+
+def own_columns(rows: Tensor, part: int, facts: WorkerFacts | None = None) -> Tensor:
+    """Return the columns of whole rows that this rank has: a view.
+
+    Args:
+        rows: ``[..., width]``.
+        part: How many of the columns each rank has; several ranks may have the same.
+        facts: Of this worker; None for those of `serve`.
+    """
+    if part == rows.shape[-1]:
+        return rows
+    facts = facts or _served()
+    first = part * (facts.tp_rank * (rows.shape[-1] // part) // facts.tp_size)
+    return rows[..., first : first + part]
+
+
+def _served() -> WorkerFacts:
+    if _worker is None:
+        raise AssertionError("rows of several tensor-parallel ranks in a process that serves none")
+    return _worker
 
 
 @torch.library.custom_op("headgate::program_deltas", mutates_args=())
@@ -76,9 +99,9 @@ def program_deltas(
     `value` and `addend` may have a leading axis of 1; `rows`, `counts` and `groups` may be longer than the batch. Rows
     without a program are zero on a CPU, and not written on a GPU. The tables are those of
     `headgate.steering.kernels.run_programs.program_deltas`. No feature is read at one site and written at another,
-    nothing has a gate, and no row is reconstructed.
+    nothing has a gate, and no row is reconstructed. Where `pool` is wider than the value, the ranks have parts of rows.
     """
-    return _run(value, addend, (pool, rows, counts, codes, params, groups, None), (None,), 0, None)
+    return _run(value, addend, pool, (rows, counts, codes, params, groups, None), (None,), 0, None)
 
 
 MUTATED = ("changes", "signals", "states", "sums")
@@ -125,12 +148,13 @@ def program_deltas_and_state(
     """
     sae = (tokens, num_tokens, encoder, decoder, numbers, bias, sums)
     gates = GateTensors(signals, states, gate_tokens)
-    return _run(value, addend, (pool, rows, counts, codes, params, groups, changes), sae, input_norm, gates, k)
+    return _run(value, addend, pool, (rows, counts, codes, params, groups, changes), sae, input_norm, gates, k)
 
 
 def _run(
     value: Tensor,
     addend: Tensor | None,
+    pool: Tensor,
     given: Sequence[Tensor | None],
     of_sae: Sequence[Tensor | None],
     norm: int,
@@ -139,8 +163,28 @@ def _run(
 ) -> Tensor:
     value_TD = value.reshape(-1, value.shape[-1])
     addend_TD = None if addend is None else addend.reshape(value_TD.shape)
+    part, width = value_TD.shape[1], pool.shape[1]
+    if part == width:
+        return _run_rows(value_TD, addend_TD, pool, given, of_sae, norm, of_gates, k)
+    if addend_TD is not None:
+        value_TD = (value_TD.float() + addend_TD.float()).to(value_TD.dtype)
+    rows_TD = whole_rows(_served().gather(value_TD), width)
+    delta_TD = _run_rows(rows_TD, None, pool, given, of_sae, norm, of_gates, k)
+    return own_columns(delta_TD, part).contiguous()
+
+
+def _run_rows(
+    value_TD: Tensor,
+    addend_TD: Tensor | None,
+    pool: Tensor,
+    given: Sequence[Tensor | None],
+    of_sae: Sequence[Tensor | None],
+    norm: int,
+    of_gates: GateTensors | None,
+    k: int,
+) -> Tensor:
     used = slice(value_TD.shape[0])
-    pool, rows, counts, codes, params, groups, changes = given
+    rows, counts, codes, params, groups, changes = given
     changes = None if changes is None or not changes.shape[1] else changes
     of_tokens = [None if table is None else table[used] for table in (rows, counts, groups, changes)]
     gates = None
@@ -148,7 +192,7 @@ def _run(
         gates = of_gates._replace(signals=of_gates.signals[used], tokens=of_gates.tokens[used])
     tables = cast("Tables", (pool, *of_tokens[:2], codes, params, *of_tokens[2:], gates))
     sae = cast("SaeTensors", of_sae)
-    if value.device.type != "cuda":
+    if value_TD.device.type != "cuda":
         if of_sae[0] is None:
             return program_deltas_reference(value_TD, addend_TD, *tables, dtype=torch.float32)
         return reconstructed_deltas_reference(value_TD, addend_TD, tables, sae, InputNorm(norm), k, dtype=torch.float32)
@@ -158,7 +202,7 @@ def _run(
         return run(value_TD, addend_TD, *tables[:-1], gates=gates, scans=_scans())
     from headgate.steering.kernels.reconstruct_rows import reconstruction_deltas
 
-    shift_TD = torch.empty(value_TD.shape, dtype=torch.float32, device=value.device)
+    shift_TD = torch.empty(value_TD.shape, dtype=torch.float32, device=value_TD.device)
     delta_TD = run(value_TD, addend_TD, *tables[:-1], shift_TD, gates=gates, scans=_scans())
     edits = (tables[:6], gates) if k else None
     return reconstruction_deltas(value_TD, addend_TD, shift_TD, *sae, InputNorm(norm), delta_TD, k=k, edits=edits)
@@ -242,7 +286,9 @@ ROWS, ACTIVE, CODES, PARAMS = "program_rows", "program_active", "program_codes",
 GROUPS, KEPT = "program_groups", "program_kept"
 STATE = ("program_changes", "gate_signals", "gate_states", "gate_tokens")
 """Tensors in which entries hand numbers on."""
-_POOL, _SLOTS, _ACTIVE, _KEPT = (tensor_prefix(name) for name in (POOL, SLOTS, ACTIVE, KEPT))
+WHOLE_POOL = "program_pool"
+"""Its tensor is there at sites whose rows are gathered."""
+_POOL, _WHOLE_POOL, _SLOTS, _ACTIVE, _KEPT = map(tensor_prefix, (POOL, WHOLE_POOL, SLOTS, ACTIVE, KEPT))
 SAE = tuple(f"sae_{name}" for name in ("tokens", "num_tokens", "encoder", "decoder", "numbers", "bias", "sums"))
 """Tensors of sites whose SAE is encoded, in the order of `headgate.steering.worker.reconstruction.EncodedSae`."""
 _READ = tuple(tensor_prefix(name) for name in (ROWS, ACTIVE, CODES, PARAMS, GROUPS))
@@ -344,7 +390,7 @@ def reapply_unfused(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
 
 def _deltas(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor:
     """Return by how much the programs move each row: fp32 ``[T, hidden]``, undefined where none is active."""
-    tables = [getattr(module, name + hook) for name in (_POOL, *_READ)]
+    tables = [_whole_pool(module, hook), *[getattr(module, name + hook) for name in _READ]]
     state, sae = _state(module, hook, norm), _sae(module, hook, norm)
     if state:
         deltas: Tensor = program_deltas_and_state(site.value, site.addend, *tables, *state, *sae)
@@ -354,13 +400,19 @@ def _deltas(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor
 
 
 def _steered_rows(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor:
-    tables = [getattr(module, name + hook) for name in (_POOL, _SLOTS, *_READ)]
+    tables = [_whole_pool(module, hook), *[getattr(module, name + hook) for name in (_SLOTS, *_READ)]]
     state, sae = _state(module, hook, norm), _sae(module, hook, norm)
     if state:
         rows: Tensor = steered_rows_and_state(site.value, site.addend, *tables, *state, *sae)
         return rows
     rows = steered_rows(site.value, site.addend, *tables)
     return rows
+
+
+def _whole_pool(module: nn.Module, hook: str) -> Tensor:
+    """Return the vectors of programs; where rows are gathered, they are as wide as whole rows."""
+    found: Tensor = getattr(module, _WHOLE_POOL + hook, getattr(module, _POOL + hook))
+    return found
 
 
 def _state(module: nn.Module, hook: str, norm: Norm) -> tuple[Tensor, ...]:
@@ -430,7 +482,7 @@ def steered_rows(
     Args:
         value: ``[..., T, hidden]``; with `addend` the site's value.
         addend: As `value`, or None.
-        pool: ``[slots, hidden]``.
+        pool: ``[slots, hidden]``, or as wide as whole rows where tensor-parallel ranks have parts of them.
         slots: int32, at least T: slot of each row's vector.
         rows: As `headgate.steering.worker.program_action.program_deltas` takes them, and what follows.
         active: int32, at least T: entries of each row's program; 0 for none.
@@ -478,7 +530,7 @@ def steered_rows_and_state(
 def _vectors_or(value: Tensor, pool: Tensor, slots: Tensor, active: Tensor, deltas: Callable[[], Tensor]) -> Tensor:
     """Return each row's vector, or what `deltas` gives it where a program is active; not called if none is."""
     num_tokens = value.shape[-2]
-    vectors = pool[slots[:num_tokens]].to(value.dtype)
+    vectors = own_columns(pool, value.shape[-1])[slots[:num_tokens]].to(value.dtype)
     is_active = active[:num_tokens] != 0
     if not bool(is_active.any()):
         return vectors
@@ -488,7 +540,7 @@ def _vectors_or(value: Tensor, pool: Tensor, slots: Tensor, active: Tensor, delt
 @steered_rows.register_fake
 @steered_rows_and_state.register_fake
 def _(value: Tensor, addend: Tensor | None, pool: Tensor, *tables: Tensor | int | None) -> Tensor:
-    return value.new_empty(value.shape[-2], pool.shape[1])
+    return value.new_empty(value.shape[-2], value.shape[-1])
 
 
 @torch.library.custom_op("headgate::add_selected", mutates_args=())

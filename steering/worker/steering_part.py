@@ -478,6 +478,7 @@ class SteeringPart(WorkerHooks):
         self._state: WorkerSteering | None = None
         self._sites: tuple[Site, ...] = ()
         self._op_sites: tuple[Site, ...] = ()
+        self._gathered: tuple[Site, ...] = ()
         self._num_slots = 0
         self._num_changes = 0
         self._run_counts: Tensor | None = None
@@ -490,6 +491,7 @@ class SteeringPart(WorkerHooks):
         )
         self._sites = tuple(site for site in steerable.sites if facts.owns(site))
         self._op_sites = tuple(site for site in steerable.op_sites if facts.owns(site))
+        self._gathered = tuple(site for site in self._op_sites if site in steerable.gathered)
         self._num_slots = self._config.num_slots(model.num_layers) + self._config.num_reserved_slots(model.num_layers)
         encoded = self._config.encoded_saes(model.hidden_size)
         coders = {index: encoded[site] for index, site in enumerate(self._op_sites) if site in encoded}
@@ -497,7 +499,7 @@ class SteeringPart(WorkerHooks):
         _check_stages(self._config, facts)
         self._num_changes = self._config.num_changes
         saes = {index: load_sae(coder, facts) for index, coder in coders.items()}
-        program_action.ask_forwards(facts.has_one_row_each)
+        program_action.serve(facts)
         num_columns = self._config.num_columns if steerable.op_sites else 0
         limits = EntryLimits(self._config.max_entries, self._num_changes, num_columns, steerable.row_size)
         self._state = WorkerSteering(self._num_slots, self._sites, facts, self._op_sites, limits, saes)
@@ -516,7 +518,8 @@ class SteeringPart(WorkerHooks):
         """Declare the steering action of every site of this worker."""
         if self._config.fire_counter:
             self._run_counts = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
-        return _make_actions(self._sites, self._op_sites, facts, self._allocated().tables, self._run_counts)
+        tables = self._allocated().tables
+        return _make_actions(self._sites, self._op_sites, facts, tables, self._run_counts, self._gathered)
 
     def headgate_graph_key(self) -> dict[str, Any]:
         """Return the sites and shapes that the traced code depends on."""
@@ -526,6 +529,7 @@ class SteeringPart(WorkerHooks):
             entries = self._config.max_entries
             key |= {"op_sites": [site.name for site in self._op_sites], "entries": entries}
             key["changes"], key["gate_columns"] = self._num_changes, self._config.num_columns
+            key["gathered"] = [site.name for site in self._gathered]
         if saes := self._allocated().tables.saes:
             key["saes"] = [
                 [index, int(sae.norm), sae.k, str(sae.encoder.dtype), *sae.encoder.shape] for index, sae in saes.items()
@@ -647,19 +651,27 @@ def _make_actions(
     facts: WorkerFacts,
     tables: DeviceTables,
     run_counts: Tensor | None,
+    gathered: Collection[Site],
 ) -> dict[Site, SiteAction]:
-    """Return the action of each site; `run_counts`, int64 ``[S]``, counts how often each ran."""
+    """Return the action of each site; `run_counts`, int64 ``[S]``, counts how often each ran.
+
+    At the op sites `gathered`, programs run on whole rows.
+    """
     plain = site_action.addition(facts)
     operations = program_action.operation(facts) if op_sites else plain
     op_tensors = _op_tensors(op_sites, facts, tables)
     norms = {op_sites[index]: (sae.norm, sae.k) for index, sae in tables.saes.items()}
     actions = {}
     for index, site in enumerate(sites):
+        shape, pool = facts.model.shape(site), tables.pool
+        pool = pool if shape.width == pool.shape[1] else pool[:, : shape.width]
         tensors = {
-            site_action.POOL: _columns_of(tables.pool, facts, site),
+            site_action.POOL: program_action.own_columns(pool, shape.part_width(facts.tp_size), facts),
             site_action.SLOTS: tables.slots[index],
             **op_tensors.get(site, {}),
         }
+        if site in gathered:
+            tensors[program_action.WHOLE_POOL] = pool
         ways = operations if site in op_tensors else plain
         reapply = ways.reapply or ways.run
         if site in norms:
@@ -677,15 +689,6 @@ def _make_actions(
             order=20,
         )
     return actions
-
-
-def _columns_of(pool: Tensor, facts: WorkerFacts, site: Site) -> Tensor:
-    """Return the columns of the pool that this rank adds at a site: a view."""
-    shape = facts.model.shape(site)
-    part = shape.part_width(facts.tp_size)
-    num_parts = shape.width // part
-    first = part * (facts.tp_rank * num_parts // facts.tp_size)
-    return pool if part == pool.shape[1] else pool[:, first : first + part]
 
 
 def _op_tensors(op_sites: Sequence[Site], facts: WorkerFacts, tables: DeviceTables) -> dict[Site, dict[str, Tensor]]:

@@ -14,6 +14,7 @@ from tests.conftest import start_llm
 from tests.engine.gate_cases import cases_of
 from tests.engine.gate_making import MODULE, NUM_OUTPUT, PROMPTS, SAE, SAE_SITE, GateCase, named_probes, names
 from tests.engine.gate_reference import Gated, Told, plain_rows, told
+from tests.engine.gate_semantics import Names
 from tests.engine.hf_reference import relative_error
 from tests.engine.steering_cases import MAX_ERROR, logprobs_of
 from tests.engine.tiny_models import LAYERS, tiny_model
@@ -45,7 +46,12 @@ class Run(NamedTuple):
 
 def made_cases(references: Executor) -> list[GateCase]:
     """Make the cases, in a process of the reference's."""
-    return cases_of(references.submit(plain_rows, tiny_model(FAMILY), FAMILY, PROMPTS, NUM_OUTPUT).result())
+    return cases_of(plain_rows_of(references))
+
+
+def plain_rows_of(references: Executor) -> Any:
+    """The rows of each of `PROMPTS` and its answer without steering."""
+    return references.submit(plain_rows, tiny_model(FAMILY), FAMILY, PROMPTS, NUM_OUTPUT).result()
 
 
 def start(
@@ -120,7 +126,13 @@ def generate(
     return list(llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False))
 
 
-def told_of(cases: Sequence[GateCase], outputs: Sequence[Any], references: Executor, family: str = FAMILY) -> Run:
+def told_of(
+    cases: Sequence[GateCase],
+    outputs: Sequence[Any],
+    references: Executor,
+    family: str = FAMILY,
+    named: Names | None = None,
+) -> Run:
     """Ask the reference about all samples."""
     each = [(case, output, sample) for case, output in zip(cases, outputs, strict=True) for sample in output.outputs]
     requests = [
@@ -132,7 +144,7 @@ def told_of(cases: Sequence[GateCase], outputs: Sequence[Any], references: Execu
         )
         for case, output, sample in each
     ]
-    expected = references.submit(told, tiny_model(family), family, requests, names()).result()
+    expected = references.submit(told, tiny_model(family), family, requests, named or names()).result()
     return Run([case for case, *_ in each], requests, [one[1] for one in each], [one[2] for one in each], expected)
 
 

@@ -31,11 +31,13 @@ from tests.deadlines import patience
 from tests.engine import gate_making, gate_runs
 from tests.engine.controller_cases import READ, VECTORS, WEIGHT, Driven, prompt_of
 from tests.engine.controller_replays import check_replays, replayed
+from tests.engine.gate_semantics import Names
 from tests.engine.hf_reference import HFReference, Steering, check_lens, own_process, relative_error
 from tests.engine.steering_cases import (
     OP_LAYER,
     TRANSCODERS,
     Case,
+    PlacedSae,
     Tiers,
     added,
     check_logprobs,
@@ -47,6 +49,7 @@ from tests.engine.steering_cases import (
 )
 from tests.engine.tiny_models import HIDDEN, LAYERS, tiny_model
 from tests.fakes.far_host import FarHost, free_port, node_command, second_host
+from tests.fakes.saes import TinySae
 
 HOOKS = ("pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp")
 SITES: dict[str, Any] = {**dict.fromkeys(HOOKS, "all"), "final_norm": "all"}
@@ -69,7 +72,14 @@ SETTINGS: dict[str, Any] = {
     "distributed_executor_backend": "mp",
     "worker_extension_cls": "tests.fakes.shifted_stage.ShiftedStage",
 }
-EVERYWHERE = sites_of(*(set(HookPoint) - INNER_HOOKS - {HookPoint.HOOK_Z}))  # ranks share the values of these
+EVERYWHERE = sites_of(*(set(HookPoint) - INNER_HOOKS - {HookPoint.HOOK_Z}))
+"""Sites where each tensor-parallel rank has whole rows."""
+HEADS = Site(1, HookPoint.HOOK_Z)
+SPLIT_SAES = [
+    PlacedSae("sae", HEADS, gate_making.SAE),
+    PlacedSae("selecting", Site(2, HookPoint.HOOK_Z), TinySae(architecture="topk", width=HIDDEN, seed=5)),
+]
+"""Where each rank has one of two heads; the second SAE is encoded in full."""
 STREAM = sites_of(HookPoint.PRE_ATTN, HookPoint.POST_MLP)
 STEERING = [
     Tiers(base=vectors(EVERYWHERE, 1, 0.5)),
@@ -88,6 +98,7 @@ PROBES = {
     "near": Probe(site=Site.parse("0.post_attn"), weight=RNG.normal(size=(1, HIDDEN)), bias=[0.5]),
     "angle": Probe(site=Site.parse("0.post_attn"), kind="cosine", weight=RNG.normal(size=(1, HIDDEN))),
     "deep": Probe(site=Site.parse("final_norm"), kind="mlp", weight=RNG.normal(size=(1, 6)), hidden=UNITS),
+    "heads": Probe(site=HEADS, kind="mlp", weight=RNG.normal(size=(1, 6)), hidden=UNITS),
 }
 MODULE, GLOBAL = vectors(STREAM, 5), vectors(STREAM, 6)
 
@@ -113,15 +124,17 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module", params=["tensor", "pipeline", "hosts"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     way = "tensor" if request.param == "tensor" else "pipeline"
-    transcoders = [WITHIN] if way == "pipeline" else [WITHIN, ACROSS]
     folder = tmp_path_factory.mktemp("saes")
-    saes = saved_saes(transcoders, folder)
-    steering: dict[str, Any] = {"sites": SITES, "op_sites": OP_SITES, "max_steering_slots": 256}
-    if way == "pipeline":
-        saes["sae"] = f"{gate_making.SAE.save(folder / 'sae')}@{gate_making.SAE_SITE.name}"
-        steering |= {"sites": gate_runs.SITES, "op_sites": gate_runs.SITES, "max_probe_units": 40, **driven_by(folder)}
     root, far_root = tmp_path_factory.mktemp(request.param), tmp_path_factory.mktemp(f"{request.param}-far")
     probes = saved_probes(tmp_path_factory.mktemp("probes"))
+    steering: dict[str, Any] = {"sites": gate_runs.SITES, "max_steering_slots": 256}
+    if way == "pipeline":
+        saes = saved_saes([WITHIN, PlacedSae("sae", gate_making.SAE_SITE, gate_making.SAE)], folder)
+        steering |= {"op_sites": gate_runs.SITES, "max_probe_units": 40, **driven_by(folder)}
+    else:
+        saes = saved_saes([WITHIN, ACROSS, *SPLIT_SAES], folder)
+        steering |= {"op_sites": OP_SITES, "gather_sites": {"hook_z": [0]}, "sae_encode": ["selecting"]}
+        steering["probes"] = {"heads": probes["heads"]}
     consumers = [
         {"name": "memory"},
         {"name": "filesystem", "params": {"root": str(root)}},
@@ -290,9 +303,10 @@ def test_scores_are_computed_on_the_stage_of_their_site(served, reference):
 
     after = [found["capture"]["bytes"] for found in served.llm.collective_rpc("headgate_stats") if found["capture"]]
     num_rows = sum(len(prompt) + NUM_OUTPUT - 1 for prompt in PROMPTS)
-    assert sum(after) - sum(before) == 2 * 4 * num_rows * len(PROBES)  # all probes of a site are one readout
+    # All probes of a site are one readout.
+    assert sum(after) - sum(before) == 4 * num_rows * (len(PROBES) + len({"near", "angle", "deep"}))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        rows = whole(reference.run(prompt, list(output.outputs[0].token_ids)).rows)
+        rows = reference.run(prompt, list(output.outputs[0].token_ids)).rows
         found = output.capture_results["probe"].payload
         parts = found if served.num_stages > 1 else [found]
         told = {name: scores for part in parts for name, scores in part["probes"].items()}
@@ -374,8 +388,7 @@ def test_requests_steered_by_two_ranks_equal_the_solo_run(served, reference):
 
 
 def test_operations_on_two_ranks_equal_the_solo_run(served, reference):
-    cases = [case for case in op_cases_of("llama") if case.operations[0][1] in EVERYWHERE]
-    cases.append(Case("neighbour"))
+    cases = [*op_cases_of("llama"), Case("neighbour")]
 
     outputs = generate(served.llm, [PROMPTS[0]] * len(cases), [sampling(case) for case in cases])
 
@@ -384,10 +397,14 @@ def test_operations_on_two_ranks_equal_the_solo_run(served, reference):
     assert_ranks_agree(served)
 
 
-def test_features_of_transcoders_on_two_ranks_equal_the_solo_run(served, reference):
+def test_features_on_two_ranks_equal_the_solo_run(served, reference):
     edits = [{"feature": 0, "set": 5.0}, {"feature": 1, "scale": -2.0}, {"feature": 2, "max": 0.1}]
     coders = [WITHIN] if served.num_stages > 1 else [WITHIN, ACROSS]
     cases = [Case(coder.name, operations=(coder.features(phase, *edits),)) for coder in coders for phase in PHASES]
+    if served.num_stages == 1:
+        sae, selecting = SPLIT_SAES
+        cases.append(Case("heads", operations=(sae.features("both", *edits), selecting.features("decode", *edits))))
+        cases.append(Case("rebuilt", operations=(selecting.features("both", *edits[:1], reconstructs=True),)))
     cases.append(Case("neighbour"))
 
     outputs = generate(served.llm, [PROMPTS[0]] * len(cases), [sampling(case) for case in cases])
@@ -438,6 +455,67 @@ def gated(served, references) -> Iterator[gate_runs.Run]:
 
 def test_gates_of_two_stages_equal_the_solo_run(gated):
     gate_runs.check(gated, captures=True)
+
+
+def test_gates_on_heads_of_two_ranks_equal_the_solo_run(served, references):
+    """They read whole rows of `hook_z`, where each rank has one of two heads, and write there and elsewhere."""
+    if served.num_stages > 1:
+        pytest.skip("ranks of a pipeline have whole rows")
+    cases = head_cases(references)
+
+    outputs = gate_runs.generate(
+        served.llm, cases, [gate_making.PROMPTS[case.prompt] for case in cases], gate_making.NUM_OUTPUT
+    )
+
+    names = Names(probes={"heads": told_probe(PROBES["heads"])}, saes={"sae": (gate_making.SAE, HEADS)})
+    run = gate_runs.told_of(cases, outputs, references, named=names)
+    gate_runs.check(run)
+    for case, sample in zip(cases, run.samples, strict=True):
+        for name, gate in (sample.steering_trace or {"gates": {}})["gates"].items():
+            assert len(np.unique(gate["applied"])) > 1, f"{case.name}: {name} acts always or never"
+    assert_ranks_agree(served)
+
+
+def head_cases(references: Executor) -> list[gate_making.GateCase]:
+    """Conditions of every kind on heads, which turn on vectors, operations and features there, later and earlier."""
+    rows, prompt = gate_runs.plain_rows_of(references), gate_making.SHORT
+    make = gate_making.Maker(rows)
+    activations = np.sort(gate_making.SAE.encode(rows[prompt][HEADS].double().numpy())[:, 4])
+    median = activations[len(activations) // 2 :][:2].mean()
+    removed = {"method": "ablate", "at": "2.hook_z", "vector": make.vector(), "scale": 1.0}
+    longer = {"method": "norm_scaled_add", "at": "1.hook_z", "vector": make.vector(), "scale": 0.4, "max_ratio": 0.5}
+    product = {
+        "when": make.when("1.hook_z", prompt),
+        "then": {"vectors": make.vectors("1.hook_z", "2.mlp_out")},
+    }
+    feature = {
+        "when": {"sae": "sae", "feature": 4, "above": float(median)},
+        "then": {"features": [{"sae": "sae", "feature": 1, "set": 2.0}]},
+    }
+    network = {
+        "when": {"probe": "heads", "above": 0.3},
+        "then": {"ops": [removed, longer]},
+        "strength": {"sigmoid": 1.5},
+    }
+    angle = {
+        "when": make.when("2.hook_z", cosine=True, pool={"ema": 0.3}),
+        "then": {"vectors": make.vectors("0.hook_z", "1.post_mlp")},
+        "scope": "next_token",
+        "strength": {"sigmoid": 5.0},
+    }
+    return [
+        gate_making.GateCase(name="product and feature", gates=[product, feature], prompt=prompt),
+        gate_making.GateCase(name="network", gates=[network], prompt=prompt),
+        gate_making.GateCase(name="angle", gates=[angle]),
+        gate_making.GateCase(name="neighbour", prompt=prompt),
+    ]
+
+
+def told_probe(probe: Probe) -> dict[str, Any]:
+    """An MLP probe as the reference is told it."""
+    assert probe.hidden is not None
+    hidden = {"weight": probe.hidden.weight, "bias": probe.hidden.bias, "activation": probe.hidden.activation.value}
+    return {"at": probe.site.name, "kind": "mlp", "weight": probe.weight[0], "bias": probe.biases[0], "hidden": hidden}
 
 
 def test_rules_of_two_stages_do_what_the_same_gates_do(served, gated):
@@ -523,7 +601,7 @@ def assert_steered(output: Any, steering: Steering, reference: HFReference) -> N
 
 
 def whole(rows: dict[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
-    """Rows that each rank has whole: those of all sites but `hook_z`."""
+    """Rows of the sites that tests capture."""
     return {site: found for site, found in rows.items() if site in EVERYWHERE}
 
 

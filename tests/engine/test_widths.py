@@ -47,41 +47,62 @@ def limited(columns: tuple[int, int], document: dict[str, Any]) -> dict[str, Any
 
 MEAN, DIRECTION = (torch.randn(HEAD, generator=RANDOM).numpy() for _ in range(2))
 NEURON = np.eye(WIDTHS[HookPoint.MLP_ACT], dtype=np.float32)[100]
-OPERATIONS: list[list[tuple[HookPoint, dict[str, Any], dict[str, Any]]]] = [
+ACROSS, OTHER = (torch.randn(WIDTHS[HookPoint.HOOK_Z], generator=RANDOM).numpy() for _ in range(2))
+OPERATIONS: list[list[tuple[str, dict[str, Any], dict[str, Any]]]] = [
     [
         (
-            HookPoint.HOOK_Z,
+            "1.hook_z",
             ops.ablate_heads("1.hook_z", [1]),
             limited((32, 64), {"method": "replace", "vector": 0, "alpha": 1.0}),
         )
     ],
     [
         (
-            HookPoint.HOOK_Z,
+            "1.hook_z",
             ops.ablate_heads("1.hook_z", [3], mean=MEAN.tolist(), alpha=0.75),
             limited((96, 128), {"method": "replace", "vector": MEAN, "alpha": 0.75}),
         ),
         (
-            HookPoint.K,
+            "1.k",
             ops.orthogonal(DIRECTION.tolist(), "1.k", 1.7),
             {"method": "orthogonal", "vector": DIRECTION, "scale": 1.7},
+        ),
+        (
+            "2.q",
+            ops.ablate(ACROSS.tolist(), "2.q"),
+            {"method": "ablate", "vector": ACROSS, "scale": 1.0},
+        ),
+        (
+            "2.k",
+            ops.additive(DIRECTION.tolist(), "2.k", preserve_norm=True),
+            {"method": "additive", "vector": DIRECTION, "scale": 1.0, "preserve_norm": True},
         ),
     ],
     [
         (
-            HookPoint.HOOK_Z,
+            "1.hook_z",
             ops.within(ops.clamp(DIRECTION.tolist(), "1.hook_z", max=-0.1), heads=[2]),
             limited((64, 96), {"method": "clamp", "vector": DIRECTION, "min": None, "max": -0.1, "strength": 1.0}),
         ),
         (
-            HookPoint.MLP_ACT,
+            "1.mlp_act",
             ops.set_projection(NEURON.tolist(), "1.mlp_act", 3.0),
             {"method": "set", "vector": NEURON, "value": 3.0, "strength": 1.0},
         ),
+        (
+            "2.hook_z",
+            ops.swap(ACROSS.tolist(), OTHER.tolist(), "2.hook_z"),
+            {"method": "swap", "vector": ACROSS, "target": OTHER},
+        ),
+        (
+            "2.mlp_act",
+            ops.norm_scaled_add(OTHER.tolist(), "2.mlp_act", 0.4, max_ratio=0.25),
+            {"method": "norm_scaled_add", "vector": OTHER, "scale": 0.4, "max_ratio": 0.25},
+        ),
     ],
 ]
-"""By prompt: hook point of layer 1, operation of the request, and what the reference does. On two ranks each direction
-lies within one head."""
+"""By prompt: site, operation of the request, and what the reference does. In layer 1 each direction lies within one
+head; in layer 2 the ranks gather their rows, for directions across heads and norms."""
 ACTING = [VECTORS, VECTORS, {site: vector for site, vector in VECTORS.items() if site.hook is HookPoint.POST_MLP}]
 CONSUMERS = ("memory", "inline", "request", "shards", "raw", "moments")
 
@@ -122,6 +143,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     moments = {"name": "moments", "params": {"root": str(folder / "moments"), "flush_s": 0}}
     capture = {"consumers": [{"name": "memory"}, {"name": "inline"}, *files, moments], "sites": SITES}
     config = {"capture": capture, "steering": {"sites": SITES, "op_sites": {hook: [1] for hook in SITES}}}
+    config["steering"]["gather_sites"] = {hook: [2] for hook in ("q", "k", "hook_z", "mlp_act")}
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if request.param == 2 else {}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on a machine with one NUMA node
@@ -141,7 +163,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             stop_llm(llm)
     references = references_of(outputs, [Steering()] * len(PROMPTS))
     acting = references_of(steered, [Steering(prefill=vectors, decode=vectors) for vectors in ACTING])
-    operations = [[("both", Site(1, hook), document) for hook, _, document in each] for each in OPERATIONS]
+    operations = [[("both", Site.parse(at), document) for at, _, document in each] for each in OPERATIONS]
     operating = references_of(operated, [Steering(operations=each) for each in operations])
     return Served(outputs, narrow, folder, references, steered, acting, operated, operating, cached)
 

@@ -3,7 +3,8 @@
 MODE is graphs (compiled, FULL CUDA graphs) or eager. Requests of five kinds run together: a neighbour; one with a gate
 whose module acts on the very row; one whose gate acts at an earlier site on the next row; one that a rule steers for
 the rest of it; one whose module's scale the controller ``pid`` sets behind each row. Traces say what was read and
-added; rows captured on both sides of each site that is written say what was added in fact.
+added; rows captured on both sides of each site that is written say what was added in fact. DYNAMIC_READ is the hook
+point that is read, post_attn if it is not set; with hook_z and two GPUs, rows are gathered in the graph.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import numpy as np
 import torch
 
 EARLY, LAYER = base.LAYERS[1], base.LAYERS[2]
-READ = f"{LAYER}.post_attn"
+HOOK = os.environ.get("DYNAMIC_READ", "post_attn")
+READ, WRITTEN = f"{LAYER}.{HOOK}", f"{LAYER}.post_mlp"
 WRITES = {"early": EARLY, "late": LAYER}
 """Layers behind which something is added, with the row captured before and behind."""
-SEEN = {"post_attn": [LAYER], "post_mlp": [EARLY, LAYER], "pre_attn": [EARLY + 1, LAYER + 1]}
+SEEN = {HOOK: [LAYER], "post_mlp": [EARLY, LAYER], "pre_attn": [EARLY + 1, LAYER + 1]}
 KINDS = ("neighbour", "this_token", "next_token", "rule", "controller")
 MAX_TOKENS = 40
 LIMIT = 1.0
@@ -31,8 +33,9 @@ PID = {"setpoint": 0.0, "kp": 20.0, "ki": 0.0, "min_scale": -LIMIT, "max_scale":
 
 
 def weight() -> Any:
-    """float32 ``[hidden]``: of the probe, whose score is a cosine."""
-    return np.random.default_rng(1).standard_normal(base.HIDDEN).astype(np.float32)
+    """float32, as wide as rows of the site that is read: of the probe, whose score is a cosine."""
+    width = base.HEADS_WIDTH if HOOK == "hook_z" else base.HIDDEN
+    return np.random.default_rng(1).standard_normal(width).astype(np.float32)
 
 
 def direction() -> Any:
@@ -52,7 +55,8 @@ def config(folder: Path) -> dict[str, Any]:
     probes.save(path, probes.Probe(site=Site.parse(READ), kind=probes.ProbeKind.COSINE, weight=weight()[None]))
     found = base.headgate(SEEN)
     found["headgate"]["steering"] = {
-        "op_sites": {"post_attn": [LAYER], "post_mlp": [EARLY, LAYER]},
+        "op_sites": {"post_mlp": [EARLY, LAYER]},
+        "gather_sites": {HOOK: [LAYER]},
         "modules": {"late": str(module)},
         "controllers": [
             {
@@ -102,16 +106,16 @@ def serve(llm: Any, make: Any, *, captures: bool = True, **more: Any) -> list[An
     return list(llm.generate([{"prompt_token_ids": ids} for ids in requests], params, use_tqdm=False))
 
 
-def rows_of(outputs: Any) -> Any:
-    """The captured rows of all requests at the site that is read, float32 ``[n, hidden]``."""
+def rows_of(outputs: Any, name: str) -> Any:
+    """The captured rows of all requests at a site, float32 ``[n, width]``."""
     payloads = [output.capture_results["memory"].payload for output in outputs]
-    found = [payload.rows[site] for payload in payloads for site in payload.sites if site.name == READ]
+    found = [payload.rows[site] for payload in payloads for site in payload.sites if site.name == name]
     return torch.cat(found).float().numpy()
 
 
-def prepare(llm: Any, rows: Any) -> float:
-    """Register vectors that move such rows by a tenth of their size, and the rule; returns the median score."""
-    size = 0.1 * float(np.sqrt((rows**2).mean()))
+def prepare(llm: Any, outputs: Any) -> float:
+    """Register vectors that move rows by a tenth of their size, and the rule; returns the median score."""
+    rows, size = rows_of(outputs, READ), 0.1 * float(np.sqrt((rows_of(outputs, WRITTEN) ** 2).mean()))
     for name, layer in WRITES.items():
         llm.steering.register(name, vectors={"post_mlp": {layer: (size * direction()).tolist()}})
     scores = rows @ weight() / (np.linalg.norm(rows, axis=1) * np.linalg.norm(weight()))
@@ -164,7 +168,7 @@ def main() -> None:
     mode, out = sys.argv[1], sys.argv[2]
     with tempfile.TemporaryDirectory() as folder:
         llm = base.open_engine(mode, config(Path(folder)))
-        threshold = prepare(llm, rows_of(serve(llm, lambda _: {})))
+        threshold = prepare(llm, serve(llm, lambda _: {}))
         outputs = serve(llm, lambda index: fields(KINDS[index % len(KINDS)], threshold))
     requests = [told(output, KINDS[index % len(KINDS)]) for index, output in enumerate(outputs)]
     status = llm.steering.dynamic()

@@ -25,16 +25,18 @@ os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")  # it uses NVLink mult
 MODEL = os.environ.get("GPU_TEST_MODEL", "/tmp/models/gemma3-4b")
 
 
-def _sizes() -> tuple[int, int, int]:
-    """Layers, hidden size and vocabulary of `MODEL`; of Gemma-3-4B where tests are only collected."""
+def _sizes() -> tuple[int, int, int, int]:
+    """Layers, hidden size, vocabulary and width of heads of `MODEL`; of Gemma-3-4B where tests are only collected."""
     path = Path(MODEL) / "config.json"
     if not path.exists():
-        return 34, 2560, 262208
+        return 34, 2560, 262208, 2048
     config = json.loads(path.read_text())
-    return config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    width = heads * (config.get("head_dim") or hidden // heads)
+    return config["num_hidden_layers"], hidden, config["vocab_size"], width
 
 
-NUM_LAYERS, HIDDEN, VOCABULARY = _sizes()
+NUM_LAYERS, HIDDEN, VOCABULARY, HEADS_WIDTH = _sizes()
 LAYERS = sorted({0, NUM_LAYERS * 3 // 20, NUM_LAYERS // 2, NUM_LAYERS - 1})
 HOOKS = ("pre_attn", "post_attn", "post_mlp", "attn_out", "mlp_in", "mlp_out")
 SITES = {**dict.fromkeys(HOOKS, LAYERS), "final_norm": "all"}

@@ -105,7 +105,7 @@ def test_exactly_what_scores_and_actions_say_was_added_to_each_row(runs):
         where, expected = strengths(runs[mode], request)
         for name, layer in dynamic_runs.WRITES.items():
             added = rows(request, f"{layer + 1}.pre_attn") - rows(request, f"{layer}.post_mlp")
-            size = 0.1 * np.sqrt((rows(request, dynamic_runs.READ) ** 2).mean())
+            size = 0.1 * np.sqrt((rows(request, dynamic_runs.WRITTEN) ** 2).mean())
             found = added @ vector / (vector @ vector)
             scale = found.max() if request["kind"] != "controller" else size
             wanted = expected if name == where else np.zeros_like(expected)

@@ -202,8 +202,29 @@ def test_operations_act_at_sites_of_any_width_and_saes_are_encoded_at_those_of_t
         assert (found.width(site), found.row_size, found.part(site)) == (shape.width, shape.width, part)
         assert (found.why_unread(site) is None) == (shape is wide)
     config = encoded(tmp_path, TinySae(width=8), site=site.name)
-    with pytest.raises(ConfigError, match=r"sae_encode .*1.hook_z has rows of 8 values .columns on tensor-parallel"):
-        config.steerable(**facts, shapes={site: split})
+    with pytest.raises(ConfigError, match=r"sae_encode .*1.hook_z has rows of 12 values; .* 8 values, the hidden size"):
+        config.steerable(**facts, shapes={site: wide})
+
+
+def test_rows_are_gathered_at_sites_that_are_declared_or_read(tmp_path: Path) -> None:
+    heads, neurons, keys, stream = (Site.parse(name) for name in ("1.hook_z", "1.mlp_act", "0.k", "0.post_mlp"))
+    shapes = {heads: SiteShape(8, "float32", "columns", 2), neurons: SiteShape(8, "float32", "columns")}
+    shapes[keys] = SiteShape(4, "float32", "columns", 2)
+    probes.save(path := tmp_path / "probe.safetensors", probes.Probe(site=neurons, weight=np.ones((1, 8))))
+    sae = f"{TinySae(width=8).save(tmp_path / 'sae')}@{heads.name}"
+    files = {"probes": {"probe": str(path)}, "saes": {"sae": sae}, "sae_encode": ["sae"]}
+    sites = {"op_sites": {"k": [0], "hook_z": [0]}, "gather_sites": {"k": [0], "post_mlp": [0]}}
+    config = parse_config({**files, **sites})
+
+    found = config.steerable(num_layers=2, hidden_size=8, dtype="float32", shapes=shapes)
+
+    assert found.op_sites == (keys, Site(0, HookPoint.HOOK_Z), stream, heads, neurons)
+    assert found.gathered == {heads, neurons, keys}
+    assert {found.part(site) for site in found.op_sites} == {0}
+    assert {found.why_unread(site) for site in found.op_sites} == {None}
+    alone = SteeringConfig(op_sites={"k": [0]}).steerable(num_layers=2, hidden_size=8, dtype="float32", shapes=shapes)
+    assert (alone.gathered, alone.part(keys)) == (frozenset(), 2)
+    assert "--steering-gather-sites" in str(alone.why_unread(keys))
 
 
 def test_an_sae_that_selects_within_groups_is_not_encoded(tmp_path: Path) -> None:

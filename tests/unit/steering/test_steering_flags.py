@@ -35,6 +35,8 @@ def test_flags_become_the_section(parser: argparse.ArgumentParser) -> None:
     waits = section(parser, "--max-steering-waiting", "5", "--max-steering-wait-s", "2.5")
     assert waits == {"max_waiting": 5, "max_wait_s": 2.5}
     assert section(parser, "--steering-sites", '{"post_mlp": [1]}') == {"sites": {"post_mlp": [1]}}
+    gathered = section(parser, "--steering-gather-sites", '{"hook_z": [1]}')
+    assert gathered == {"gather_sites": {"hook_z": [1]}}
     named = section(parser, "--steering-modules", "a=/x/a.json", "b=b=c.gguf", "--steering-modules", "c=d.json")
     assert named == {"modules": {"a": "/x/a.json", "b": "b=c.gguf", "c": "d.json"}}
     saes = section(parser, "--saes", "a=/x@12.post_mlp", "--saes", "b=c", "--sae-root", "/y", "--max-sae-features", "8")

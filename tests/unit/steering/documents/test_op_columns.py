@@ -40,6 +40,7 @@ MODEL = Steerable(
 )
 SPLIT = replace(MODEL, shapes={HEADS: SHAPES[HEADS]._replace(shard="columns"), ROUTER: SHAPES[ROUTER]})
 """The same model, whose heads lie on several ranks."""
+GATHERED = replace(SPLIT, gathered=frozenset({HEADS}))
 ROW = np.array([3.0, 1.0, -2.0, 0.5, 4.0, -1.0, 2.0, 0.25])
 
 
@@ -181,6 +182,9 @@ def test_on_several_ranks_a_direction_lies_within_one_head() -> None:
     assert wide in refused(ops.clamp(list(ROW), "1.hook_z", max=0.5), SPLIT)
     assert "steering_ops[0].preserve_norm" in refused({**within, "preserve_norm": True}, SPLIT)
     assert "steering_ops[0].method" in refused(ops.norm_scaled_add(list(ROW), "1.hook_z"), SPLIT)
+    assert program(within, model=GATHERED) == program(within)
+    for operation in (ops.clamp(list(ROW), "1.hook_z", max=0.5), ops.norm_scaled_add(list(ROW), "1.hook_z")):
+        assert program(operation, model=GATHERED) == program(operation)
     assert "swap projects" in refused(ops.swap([1.0] + [0.0] * 7, [0.0] * 7 + [1.0], "1.hook_z"), SPLIT)
 
 
@@ -192,6 +196,8 @@ def test_gates_read_rows_of_any_width_but_of_whole_rows_alone() -> None:
     np.testing.assert_array_equal(leaf.reading.weight, ROW.astype(np.float32))  # type: ignore[union-attr]
     with pytest.raises(RequestError, match=r"when.at: 1.hook_z has its columns on several tensor-parallel ranks"):
         ConditionReader(SPLIT, VectorReader(KeptRows())).read(condition, "when")
+    again = ConditionReader(GATHERED, VectorReader(KeptRows())).read(condition, "when")
+    np.testing.assert_array_equal(again.reading.weight, ROW.astype(np.float32))  # type: ignore[union-attr]
 
 
 def test_a_steering_vector_may_be_of_some_heads_alone() -> None:

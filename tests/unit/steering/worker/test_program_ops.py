@@ -5,13 +5,16 @@ import torch
 from tqdm import tqdm
 
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code, Edit, with_change
+from headgate.steering.worker import program_action
 from headgate.steering.worker.gates.step_gates import no_gates
 from headgate.steering.worker.program_action import (
     NO_SAE,
     program_deltas,
     program_deltas_and_state,
+    steered_rows,
     steered_rows_and_state,
 )
+from tests.unit.steering.worker.test_worker import make_facts
 
 NO_GATES = no_gates(torch.device("cpu"))
 
@@ -77,6 +80,74 @@ def test_it_is_one_node_of_a_compiled_graph():
     )
 
     assert steer(torch.ones(3, 2)).tolist() == [[1, 3], [1, 1], [1, 3]]
+
+
+PARTS = [0, 0, 1, 1]
+"""Of four ranks, which of two heads each has."""
+
+
+@pytest.fixture(params=range(4), ids="rank-{}".format)
+def rank(request, monkeypatch):
+    """One of four ranks, with rows of two heads of four values; the gathers that it took part in."""
+    taken = []
+
+    def gather(part):
+        taken.append(part)
+        return torch.stack([WIDE[..., 4 * head : 4 * head + 4].reshape(3, 4) for head in PARTS])
+
+    monkeypatch.setattr(program_action, "_worker", make_facts(tp_rank=request.param, tp_size=4, gather=gather))
+    return PARTS[request.param], taken
+
+
+WIDE = torch.arange(24.0).reshape(3, 8) - 9
+ACROSS = torch.tensor([[0.0] * 8, [1.0, -1, 0, 2, 0, 3, 1, -2]])
+
+
+@pytest.mark.parametrize("has_addend", [False, True], ids=["value", "sum"])
+def test_where_rows_are_gathered_each_rank_keeps_the_change_of_its_own_columns(rank, has_addend):
+    codes, params, _ = tables()
+    head, taken = rank
+    rows = torch.tensor([1, 0, 1], dtype=torch.int32)
+    own = WIDE[:, 4 * head : 4 * head + 4]
+    value, addend = (own - 2, torch.full((3, 4), 2.0)) if has_addend else (own, None)
+
+    delta = program_deltas(value, addend, ACROSS, rows, rows, codes, params, None)
+
+    whole = program_deltas(WIDE, None, ACROSS, rows, rows, codes, params, None)
+    assert whole[0].tolist() == (2 * (WIDE[0] @ ACROSS[1]) * ACROSS[1]).tolist()
+    assert torch.equal(delta, whole[:, 4 * head : 4 * head + 4])
+    assert delta.is_contiguous()
+    assert len(taken) == 1
+    assert torch.equal(taken[0], own)
+
+
+def test_rows_are_gathered_where_a_program_is_active_alone(rank):
+    codes, params, _ = tables()
+    head, taken = rank
+    own, slots = WIDE[:, 4 * head : 4 * head + 4], torch.tensor([0, 1, 0], dtype=torch.int32)
+    groups = torch.zeros(3, dtype=torch.int64)
+
+    def run(rows):
+        return steered_rows(own, None, ACROSS, slots, rows, rows, codes, params, groups)
+
+    vectors = run(torch.zeros(3, dtype=torch.int32))
+    assert taken == []
+    both = run(torch.tensor([1, 0, 0], dtype=torch.int32))
+
+    assert len(taken) == 1
+    added = ACROSS[1, 4 * head : 4 * head + 4]
+    assert vectors.tolist() == [[0] * 4, added.tolist(), [0] * 4]
+    assert both.tolist() == [(2 * (WIDE[0] @ ACROSS[1]) * added).tolist(), added.tolist(), [0] * 4]
+
+
+@pytest.mark.parametrize("rank", [0], indirect=True)
+def test_the_compiler_is_told_the_shape_of_a_ranks_own_columns(rank):
+    codes, params, _ = tables()
+    rows, groups = torch.tensor([1, 0, 1], dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    own = WIDE[None, :, :4].contiguous()
+
+    torch.library.opcheck(program_deltas, (own, None, ACROSS, rows, rows, codes, params, groups))
+    torch.library.opcheck(steered_rows, (own, None, ACROSS, 0 * rows, rows, rows, codes, params, groups))
 
 
 def halves():

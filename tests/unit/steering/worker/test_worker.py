@@ -16,12 +16,13 @@ from headgate.capture.monitoring.step_log import compact
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, SelfTestError
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import HookPoint, Site, SiteShape
 from headgate.steering.config import parse_config
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors, weighted_sum
 from headgate.steering.worker import site_action
 from headgate.steering.worker.device_tables import DeviceTables
+from headgate.steering.worker.program_action import WHOLE_POOL
 from headgate.steering.worker.steering_part import SteeringPart, check_steering
 from tests.fakes.transcoders import TinyTranscoder
 
@@ -243,6 +244,26 @@ def test_room_for_changes_is_made_for_transcoders_and_keys_the_graph(tmp_path):
     keys = [worker.part.headgate_graph_key()["steering"] for worker in (with_changes, without)]
 
     assert [key["changes"] for key in keys] == [3, 0]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_adds_its_own_columns_and_runs_programs_on_rows_that_are_gathered(rank):
+    """Four ranks of two heads; at one of two sites the rows are gathered."""
+    heads = {Site(layer, HookPoint.HOOK_Z): SiteShape(8, "float32", "columns", 4) for layer in (0, 1)}
+    model = ModelInfo(name="m", num_layers=2, hidden_size=HIDDEN, dtype="float32", sites=(), shapes=heads)
+    facts = make_facts(model=model, tp_rank=rank, tp_size=4)
+    worker = Worker(facts, sites={"hook_z": "all"}, op_sites={"hook_z": [0]}, gather_sites={"hook_z": [1]})
+
+    pool = worker.part._allocated().tables.pool
+    pool[1] = torch.arange(float(HIDDEN))
+    apart, gathered = (worker.actions[Site(layer, HookPoint.HOOK_Z)].tensors for layer in (0, 1))
+
+    first = 4 * (rank // 2)
+    for tensors in (apart, gathered):
+        assert tensors[site_action.POOL][1].tolist() == [first, first + 1, first + 2, first + 3]
+    assert WHOLE_POOL not in apart
+    assert gathered[WHOLE_POOL][1].tolist() == list(range(8))
+    assert worker.part.headgate_graph_key()["steering"]["gathered"] == ["1.hook_z"]
 
 
 def test_an_unknown_method_is_refused_and_other_parts_are_left_alone():
