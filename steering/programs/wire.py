@@ -6,13 +6,13 @@ The annotations of its classes (Structs, dataclasses and NamedTuples) say how ea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict, TypeVar, get_args
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
 
 from headgate.capture.schema.positions import PositionSelector, Selector
-from headgate.steering.programs.operations import Float32Row, ModuleVector, OperationVector
+from headgate.steering.programs.operations import ModuleVector, OperationVector
 
 T = TypeVar("T")
 
@@ -22,11 +22,11 @@ class ContentWire(TypedDict):
 
     Attributes:
         content: Values; arrays are their indices in `arrays`.
-        arrays: Shape and bytes of each, once.
+        arrays: Dtype (as NumPy writes it), shape and bytes of each, once.
     """
 
     content: Any
-    arrays: list[tuple[list[int], bytes]]
+    arrays: list[tuple[str, list[int], bytes]]
 
 
 def content_to_wire(content: object) -> ContentWire:
@@ -39,7 +39,8 @@ def content_to_wire(content: object) -> ContentWire:
         return arrays.setdefault(id(value), (len(arrays), value))[0]
 
     plain = msgspec.to_builtins(content, builtin_types=(bytes,), enc_hook=write)
-    return {"content": plain, "arrays": [(list(array.shape), array.tobytes()) for _, array in arrays.values()]}
+    written = [(array.dtype.str, list(array.shape), array.tobytes()) for _, array in arrays.values()]
+    return {"content": plain, "arrays": written}
 
 
 def content_from_wire(kind: type[T], wire: ContentWire) -> T:
@@ -48,12 +49,9 @@ def content_from_wire(kind: type[T], wire: ContentWire) -> T:
     def read(declared: Any, value: Any) -> Any:
         if declared is PositionSelector:
             return msgspec.convert(value, Selector, dec_hook=read)
-        if declared is OperationVector:
-            if not isinstance(value, int):
-                return msgspec.convert(value, ModuleVector)
-            declared = Float32Row
-        (element,) = get_args(get_args(declared)[1])
-        shape, data = wire["arrays"][value]
-        return np.frombuffer(data, element).reshape(shape)
+        if declared is OperationVector and not isinstance(value, int):
+            return msgspec.convert(value, ModuleVector)
+        dtype, shape, data = wire["arrays"][value]
+        return np.frombuffer(data, dtype).reshape(shape)
 
     return msgspec.convert(wire["content"], kind, dec_hook=read)
