@@ -399,8 +399,6 @@ class Actuation:
         self.coefficients = coefficients
         self._for_all: dict[Source, SetGlobal | SetScale] = {}
         """Actions for all requests, later ones too."""
-        self._again: dict[str, dict[str, tuple[str, int]]] = {}
-        """By request and controller: the module that it turned on last, and the version of the names then."""
         self._log = SparseLog("steering")
 
     def begin(self, req_id: str, num_prompt: int, static: Static) -> list[tuple[str, SetGlobal | SetScale]]:
@@ -427,11 +425,6 @@ class Actuation:
             RequestError: If it cannot be applied. Nothing has changed.
         """
         request, first = self.coefficients.of(action.request), self._first(action.request)
-        again, known = self._again.setdefault(action.request, {}), (action.module, self._contents.version)
-        if action.module is not None and again.get(controller) == known and action.compose:
-            _check_number(action.scale)
-            self.coefficients.adjust(action.request, (controller,), float(action.scale), first)
-            return {action.request: first}
         own = self._contribution(action)
         aside = None
         if not action.compose and not request.static.is_empty:
@@ -442,9 +435,6 @@ class Actuation:
         self.coefficients.contribute(action.request, (controller,), own, first)
         if aside is not None or instead in request.contributions:
             self.coefficients.contribute(action.request, instead, aside, first)
-        again.pop(controller, None)
-        if action.module is not None and own is not None and action.compose:
-            again[controller] = action.module, self._contents.version
         return {action.request: first}
 
     def take_back(self, controller: str, req_id: str) -> Iterator[tuple[SetSteering | SetScale, dict[str, int]]]:
@@ -481,7 +471,6 @@ class Actuation:
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known. Any thread."""
         self.coefficients.forget(req_id)
-        self._again.pop(req_id, None)
 
     def steer_all(self, controller: str, action: SetGlobal) -> dict[str, int]:
         """Apply an action to all requests; returns the first position of each that it changes.

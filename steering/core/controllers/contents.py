@@ -68,11 +68,6 @@ class Contents:
         self._modules: dict[str, tuple[Module, Program]] = {}
         """Programs of modules by their names, with what they were made of."""
 
-    @property
-    def version(self) -> int:
-        """Another number whenever a name may stand for something else."""
-        return self._state.version
-
     def of_module(self, name: str) -> Program:
         """Return what a registered module does at generated positions, with the scale 1.
 

@@ -137,6 +137,18 @@ def test_actions_of_several_sources_add_up(opened: Callable[..., Core]) -> None:
     assert core.step(["a"], SetSteering("a"))[0][3] == 0.0
 
 
+def test_a_module_that_is_turned_on_again_with_something_else_is_refused(opened: Callable[..., Core]) -> None:
+    core = opened()
+    core.start()
+    core.add("a")
+    core.step(["a"], SetSteering("a", module="m", scale=0.5))
+
+    both = SetSteering("a", module="m", vectors={"post_mlp": {1: [1.0] * HIDDEN}}, scale=0.25)
+
+    assert core.step(["a"], both) == []
+    assert core.figures == {"submitted": 2, "applied": 1, "rejected": 1, "dropped": 0}
+
+
 def test_actions_for_requests_that_are_gone_are_dropped(opened: Callable[..., Core]) -> None:
     core = opened()
     core.start()
