@@ -319,8 +319,9 @@ SERVED = (
         "parallel_config.tensor_parallel_size",
         "tensor parallelism (--tensor-parallel-size)",
         "0.1.0",
-        ("engine/test_parallel.py", "gpu/test_parallel_gpu.py"),
+        ("engine/test_parallel.py", "engine/test_widths.py", "gpu/test_parallel_gpu.py"),
         f"{CPU} and two H200",
+        "`--steering-gather-sites` was tested on a CPU",
     ),
     Served(
         "parallel_config.pipeline_parallel_size",
