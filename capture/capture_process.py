@@ -42,7 +42,7 @@ from headgate.capture.links.messages import (
     Done,
     GroupWire,
     Staged,
-    copy_part,
+    copy_range,
     decode,
     encode,
     end_of,
@@ -211,7 +211,7 @@ class CaptureServer:
 
     def _staged_rows(self, message: Staged) -> StagedRows:
         lease = Lease(message.start, message.num_leased, message.number)
-        part = copy_part(message, [self._pack_group(group) for group in message.groups])
+        part = copy_range(message, [self._pack_group(group) for group in message.groups])
         copied = NumberedCopy(self._rows, message.number)
         return StagedRows(part, self._rows_AD, self._rows, lease, copied, message.since)
 

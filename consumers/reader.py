@@ -26,7 +26,7 @@ import numpy.typing as npt
 from headgate.capture.monitoring.notebook import TextTable, norm_table, norms_by_position, page
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import ITEM_SIZES, Site, sort_sites
-from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, LayoutName, StoredPart, TensorRef
+from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, LayoutName, StoredStage, TensorRef
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
 from headgate.consumers.filesystem.formats.request_layout import read_request_file
 from headgate.consumers.filesystem.formats.shard_layout import INDEX, read_shard
@@ -47,7 +47,7 @@ SHOWN_REQUESTS = 10
 """Requests of a folder that a notebook lists."""
 
 
-_Found = tuple[Source, StoredPart]
+_Found = tuple[Source, StoredStage]
 """A part of a request, and where its files are."""
 
 
@@ -304,7 +304,7 @@ class CaptureFolder:
                 for part in self._parts(source, f"{root}/{tag}", prefix):
                     yield source, part
 
-    def _parts(self, source: Source, folder: str, prefix: str) -> Iterator[StoredPart]:
+    def _parts(self, source: Source, folder: str, prefix: str) -> Iterator[StoredStage]:
         """Parts of a tag's folder whose names begin with `prefix`, and all requests in its shards."""
         for name, is_folder in source.names(folder):
             if name == SHARD_FOLDER and is_folder:
@@ -315,14 +315,14 @@ class CaptureFolder:
                 if part is not None:
                     yield part
 
-    def _file(self, source: Source, path: str, is_folder: bool) -> StoredPart | None:
+    def _file(self, source: Source, path: str, is_folder: bool) -> StoredStage | None:
         try:
             return _read_part(source, path, is_folder)
         except CaptureFileError as error:
             self._note(error)
             return None
 
-    def _shard(self, source: Source, path: str) -> Iterator[StoredPart]:
+    def _shard(self, source: Source, path: str) -> Iterator[StoredStage]:
         try:
             yield from read_shard(source, path)
         except CaptureFileError as error:
@@ -397,9 +397,9 @@ def open_stored(payload: Any) -> StoredCapture:
 
 
 @lru_cache(maxsize=4)
-def _shard_requests(url: str, index_bytes: int) -> dict[tuple[int, ...], StoredPart]:
+def _shard_requests(url: str, index_bytes: int) -> dict[tuple[int, ...], StoredStage]:
     """The requests of a shard by their rows in its files, read once for each length of its index."""
-    requests: dict[tuple[int, ...], StoredPart] = {}
+    requests: dict[tuple[int, ...], StoredStage] = {}
     source, folder = open_source(url)
     for part in read_shard(source, folder):
         column = part.positions
@@ -409,13 +409,13 @@ def _shard_requests(url: str, index_bytes: int) -> dict[tuple[int, ...], StoredP
     return requests
 
 
-def _read_part(source: Source, path: str, is_folder: bool) -> StoredPart | None:
+def _read_part(source: Source, path: str, is_folder: bool) -> StoredStage | None:
     if is_folder:
         return read_raw_folder(source, path)
     return read_request_file(source, path) if path.endswith(FILE_SUFFIX) else None
 
 
-def _request_key(part: StoredPart) -> tuple[str, ...]:
+def _request_key(part: StoredStage) -> tuple[str, ...]:
     """The fields that the parts of one request, written by several pipeline stages, share."""
     sidecar = part.sidecar
     return part.layout, sidecar.name, sidecar.engine_request_id, sidecar.client_request_id

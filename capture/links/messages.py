@@ -39,7 +39,7 @@ from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult, Origin
 from headgate.capture.schema.sites import ITEM_SIZES, Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.staging.host_rows import CopyPart, StagedRows
+from headgate.capture.staging.host_rows import CopyRange, StagedRows
 
 Frames: TypeAlias = Sequence[bytes | memoryview]
 
@@ -471,9 +471,9 @@ def numbers(data: Numbers) -> Int64Array:
     return found
 
 
-def copy_part(message: Staged, groups: Sequence[PackGroup]) -> CopyPart:
+def copy_range(message: Staged, groups: Sequence[PackGroup]) -> CopyRange:
     """Return the part that a `Staged` stands for."""
-    return CopyPart(
+    return CopyRange(
         tuple(groups),
         message.first,
         message.num_rows,

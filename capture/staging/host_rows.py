@@ -133,7 +133,7 @@ class Arena:
         return 0 if first.start >= size else None
 
 
-class CopyPart(NamedTuple):
+class CopyRange(NamedTuple):
     """Some of the wanted rows of the kept steps, at all their sites, which are copied at once."""
 
     groups: tuple[PackGroup, ...]
@@ -164,7 +164,7 @@ class CopyPart(NamedTuple):
 
 def cut_into_parts(
     groups: tuple[PackGroup, ...], num_rows: int, *, max_copies: int, row_bytes: int, has_token_ids: bool
-) -> list[CopyPart]:
+) -> list[CopyRange]:
     """Cut wanted rows into parts of a limited size; all sites of a row are in one part.
 
     Args:
@@ -175,11 +175,11 @@ def cut_into_parts(
         has_token_ids: Whether the token of each row is copied, too.
     """
 
-    def part(groups: tuple[PackGroup, ...], start: int, stop: int) -> CopyPart:
+    def part(groups: tuple[PackGroup, ...], start: int, stop: int) -> CopyRange:
         num_token_rows = -(-4 * (stop - start) // row_bytes) if has_token_ids else 0
         num_copies = sum(len(group.site_ids) * len(group.rows) for group in groups if group.shape is None)
         num_output_rows = sum(memory_rows(group, row_bytes) for group in groups)
-        return CopyPart(groups, start, stop - start, num_copies, num_token_rows, num_output_rows)
+        return CopyRange(groups, start, stop - start, num_copies, num_token_rows, num_output_rows)
 
     groups = tuple(sorted(groups, key=lambda group: (group.site_set.is_read_out, group.shape is not None)))
     costs = [len(group.site_ids) * row_cost(group.shape, row_bytes) for group in groups]
@@ -211,7 +211,7 @@ class StagedRows:
     """
 
     def __init__(
-        self, part: CopyPart, arena_AD: Tensor, arena: Lessor, lease: Lease, copied: Copied, since: float
+        self, part: CopyRange, arena_AD: Tensor, arena: Lessor, lease: Lease, copied: Copied, since: float
     ) -> None:
         self.part = part
         self._arena_AD = arena_AD

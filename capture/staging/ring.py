@@ -25,7 +25,7 @@ from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape
 from headgate.capture.staging.device_copy import Copied, DeviceCopier, RowRun, copier_of
 from headgate.capture.staging.host_rows import (
     GRANULARITY,
-    CopyPart,
+    CopyRange,
     Lease,
     PinnedMemory,
     StagedRows,
@@ -398,7 +398,7 @@ class StagingRing:
             self.counters.stall_s += time.monotonic() - started
         return lease
 
-    def _copy(self, part: CopyPart, lease: Lease, base: int) -> tuple[CopyPart, Copied]:
+    def _copy(self, part: CopyRange, lease: Lease, base: int) -> tuple[CopyRange, Copied]:
         """Start the copy of a part into leased memory: the tokens of its rows, if they are known, rows, and outputs.
 
         Args:
@@ -426,7 +426,7 @@ class StagingRing:
         self.counters.rows += part.num_wanted
         return part, copied
 
-    def _fill_index(self, part: CopyPart, first: int, base: int) -> list[RowRun]:
+    def _fill_index(self, part: CopyRange, first: int, base: int) -> list[RowRun]:
         """Fill in the flat indices of a part's rows; return the runs to copy: one of the stream, one a group of others.
 
         Args:
@@ -449,7 +449,7 @@ class StagingRing:
             start = stop
         return runs
 
-    def _count_lost(self, parts: Sequence[CopyPart], patience_s: float) -> None:
+    def _count_lost(self, parts: Sequence[CopyRange], patience_s: float) -> None:
         self.counters.dropped_rows += sum(part.num_wanted for part in parts)
         self._log.error(f"rows were dropped: no staging memory became free for {patience_s:g} s")
 

@@ -39,7 +39,7 @@ from headgate.consumers.filesystem.formats.layout import (
     LayoutName,
     MessagePlace,
     Sidecar,
-    StoredPart,
+    StoredStage,
     TensorRef,
 )
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
@@ -215,7 +215,7 @@ class TableBuilder:
     _num_messages: int = 0
     _roles: dict[str, int] = field(default_factory=dict)
 
-    def add_unit(self, unit: StoredUnit, parts: Sequence[tuple[StoredPart, tuple[int, int]]]) -> None:
+    def add_unit(self, unit: StoredUnit, parts: Sequence[tuple[StoredStage, tuple[int, int]]]) -> None:
         """Add the entries of one unit.
 
         Args:
@@ -286,7 +286,7 @@ class TableBuilder:
             return messages
         return np.concatenate([numbers[messages[:, :1]], messages[:, 1:]], axis=1)
 
-    def _row(self, unit: int, part: StoredPart, spacing: tuple[int, int]) -> tuple[int, ...]:
+    def _row(self, unit: int, part: StoredStage, spacing: tuple[int, int]) -> tuple[int, ...]:
         sidecar = part.sidecar
         tensors, at = _order(part)
         group = _group(part, tensors)
@@ -318,7 +318,7 @@ def _hashes(sidecar: Sidecar) -> tuple[int, int]:
     return key, identity_hash(sidecar.tag, sidecar.name, sidecar.engine_request_id, sidecar.client_request_id)
 
 
-def _group(part: StoredPart, tensors: tuple[str, ...]) -> EntryGroup:
+def _group(part: StoredStage, tensors: tuple[str, ...]) -> EntryGroup:
     sidecar = part.sidecar
     return EntryGroup(
         layout=part.layout,
@@ -336,7 +336,7 @@ def _group(part: StoredPart, tensors: tuple[str, ...]) -> EntryGroup:
     )
 
 
-def _order(part: StoredPart) -> tuple[tuple[str, ...], int]:
+def _order(part: StoredStage) -> tuple[tuple[str, ...], int]:
     """Tensors in the order of the data, and the entry's ``at``."""
     if part.layout == "raw":
         return tuple(part.tensors), 0
@@ -458,7 +458,7 @@ def read_units(source: Source, root: str, units: Sequence[StoredUnit], builder: 
     return problems
 
 
-Parts = list[tuple[StoredPart, tuple[int, int]]]
+Parts = list[tuple[StoredStage, tuple[int, int]]]
 
 
 def _opened(source: Source, root: str, units: Sequence[StoredUnit]) -> Iterable[Parts | Problem]:
@@ -476,7 +476,7 @@ def _opened(source: Source, root: str, units: Sequence[StoredUnit]) -> Iterable[
         return list(threads.map(opened, units))
 
 
-def _parts(source: Source, path: str, unit: StoredUnit) -> Iterator[tuple[StoredPart, tuple[int, int]]]:
+def _parts(source: Source, path: str, unit: StoredUnit) -> Iterator[tuple[StoredStage, tuple[int, int]]]:
     if unit.layout == "shards":
         positions: np.ndarray[Any, Any] | None = None
         parts = list(read_shard(source, path))
@@ -500,7 +500,7 @@ def _parts(source: Source, path: str, unit: StoredUnit) -> Iterator[tuple[Stored
         yield found, spacing(ref)
 
 
-def _refs(parts: Sequence[StoredPart]) -> Iterator[Any]:
+def _refs(parts: Sequence[StoredStage]) -> Iterator[Any]:
     return (part.positions for part in parts)
 
 

@@ -1,11 +1,11 @@
 """Rows in a random order of stated quality, in bounded memory.
 
-Files are cut into blocks of rows, all blocks of the data set are shuffled, and a pool is filled with them. A batch is
-drawn uniformly from the pool, which is filled up again before the next one. So at every draw the pool holds at least
+Files are cut into blocks of rows, all blocks of the data set are shuffled, and a shuffle buffer is filled with them. A
+batch is drawn uniformly from the buffer, which is filled up again before the next one. At every draw it holds at least
 `min_rows` rows of at least `min_requests` requests, as long as the epoch has so many left.
 
-What fills the pool up next is read ahead on a thread of its own, to memory that the pool has spare. It counts from when
-the pool lacks rows, so nothing depends on how far the thread is.
+What fills the buffer up next is read ahead on a thread of its own, to memory that the buffer has spare. It counts from
+when the buffer lacks rows, so nothing depends on how far the thread is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headgate.consumers.datasets.view import (
 Numbers = npt.NDArray[np.int64]
 
 
-class MixingPool:
+class ShuffleBuffer:
     """Rows of some sites, each with a number. Each lies in a slot; a row that is drawn leaves its slot to a later one.
 
     Attributes:
@@ -234,7 +234,7 @@ DEFAULT_ROWS = 1_000_000
 DEFAULT_REQUESTS = 1000
 STATE_VERSION = 1
 _REFILL_BYTES = 32 << 20
-"""Bytes that a pool is filled up with at once, so that threads wait for each other seldom."""
+"""Bytes that a shuffle buffer is filled up with at once, so that threads wait for each other seldom."""
 
 
 class MixedBatches(Iterator[RowBatch]):
@@ -250,9 +250,9 @@ class MixedBatches(Iterator[RowBatch]):
         view: The rows.
         batch_size: Rows in a batch; the last one of an epoch may be smaller.
         seed: Seed of the order.
-        min_rows: Rows in the pool that batches are drawn from. It takes this many times the bytes of a row at all
+        min_rows: Rows in the buffer that batches are drawn from. It takes this many times the bytes of a row at all
             sites, and up to 64 MiB or two batches more.
-        min_requests: Requests in the pool, which grows until it has them where requests are long.
+        min_requests: Requests in the buffer, which grows until it has them where requests are long.
         epochs: Passes over the data, each in another order; None for no end.
         first_epoch: The number of the first epoch, which determines its order.
         drop_sinks: Omit rows whose norm is above 10 times the median at one of the sites; see `sinks_of`.
@@ -301,7 +301,7 @@ class MixedBatches(Iterator[RowBatch]):
         self._own_view = replace(view, files=view.files.copy())  # of the thread: the caller may use `view` meanwhile
         row_bytes = max(view.row_bytes * len(view.sites), 1)
         self._refill_rows = max(min(_REFILL_BYTES // row_bytes, min_rows // 8), batch_size)
-        self._pool = _Pool(view, min(min_rows + 2 * (self._refill_rows + self._block_rows), len(view)))
+        self._buffer = _ViewBuffer(view, min(min_rows + 2 * (self._refill_rows + self._block_rows), len(view)))
         self._ahead: Ahead[_Refill] | None = None
         self._begin()
 
@@ -316,7 +316,7 @@ class MixedBatches(Iterator[RowBatch]):
     def __next__(self) -> RowBatch:
         while self._last_epoch is None or self.epoch < self._last_epoch:
             self._fill()
-            if self._pool.count:
+            if self._buffer.count:
                 return self._draw()
             if not len(self.view):
                 break
@@ -333,12 +333,12 @@ class MixedBatches(Iterator[RowBatch]):
             "epoch": self.epoch,
             "next_block": self._next_block,
             "random": self._random.bit_generator.state,
-            "pool": self._pool.numbers,
+            "pool": self._buffer.numbers,
             "num_sinks": self.num_sinks,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken: the same batches follow. The rows of the pool are read again.
+        """Go on where `state_dict` was taken: the same batches follow. The rows of the buffer are read again.
 
         Raises:
             ValueError: If the state is of other rows or other arguments; the message says which.
@@ -359,30 +359,30 @@ class MixedBatches(Iterator[RowBatch]):
         self._random.bit_generator.state = state["random"]
         self.num_sinks = state["num_sinks"]
         numbers = np.asarray(state["pool"], dtype=np.int64)
-        self._pool.add(numbers, self.view.gather(numbers))
+        self._buffer.add(numbers, self.view.gather(numbers))
 
     def _begin(self) -> None:
-        """Begin the epoch: the order of its blocks, and a pool without rows."""
+        """Begin the epoch: the order of its blocks, and a shuffle buffer without rows."""
         if self._ahead is not None:
-            self._ahead.wait()  # it writes to the pool
+            self._ahead.wait()  # it writes to the shuffle buffer
             self._ahead = None
         starts, stops = block_order(self.view, self._block_rows, np.random.default_rng([self._seed, self.epoch]))
         index, count = self._part
         self._starts, self._stops = starts[index::count], stops[index::count]
         self._next_block = 0
         self._random = np.random.default_rng([self._seed, self.epoch, index + 1, count])
-        self._pool.clear()
+        self._buffer.clear()
 
     def _draw(self) -> RowBatch:
-        numbers, slots = self._pool.take(self._random, self._batch_size)
+        numbers, slots = self._buffer.take(self._random, self._batch_size)
         if self._reads_ahead and self._ahead is None and self._next_block < len(self._starts):
             self._ahead = Ahead(self._next_refill(spared=len(slots)), "headgate-mixing")
-        return RowBatch(self.view, numbers, self._pool.copies(slots))
+        return RowBatch(self.view, numbers, self._buffer.copies(slots))
 
     def _fill(self) -> None:
-        pool = self._pool
+        buffer = self._buffer
         while self._next_block < len(self._starts):
-            if pool.count >= self._min_rows and pool.num_requests >= self._min_requests:
+            if buffer.count >= self._min_rows and buffer.num_requests >= self._min_requests:
                 break
             if self._ahead is None:
                 refill = self._next_refill()()
@@ -390,7 +390,7 @@ class MixedBatches(Iterator[RowBatch]):
                 self._ahead.wait()
                 ahead, self._ahead = self._ahead, None  # if it failed, its blocks are read again by the next call
                 refill = ahead.result()
-            pool.commit(refill.numbers)
+            buffer.commit(refill.numbers)
             self._next_block = refill.next_block
             self.num_sinks += refill.num_sinks
 
@@ -400,7 +400,7 @@ class MixedBatches(Iterator[RowBatch]):
         sizes = self._stops[first : first + self._refill_rows] - self._starts[first : first + self._refill_rows]
         stop = first + min(int(np.searchsorted(np.cumsum(sizes), self._refill_rows)) + 1, len(sizes))
         starts, stops = self._starts[first:stop], self._stops[first:stop]
-        memory = self._pool.reserve(int(sizes[: stop - first].sum()), spared=spared)
+        memory = self._buffer.reserve(int(sizes[: stop - first].sum()), spared=spared)
         view, sinks = self._own_view, self._filter
 
         def read() -> _Refill:
@@ -419,7 +419,7 @@ class MixedBatches(Iterator[RowBatch]):
 
 
 class _Refill(NamedTuple):
-    """Rows that were read to what the pool had reserved for them.
+    """Rows that were read to what the shuffle buffer had reserved for them.
 
     Attributes:
         next_block: The block after the last that was read.
@@ -457,7 +457,7 @@ def block_order(view: DatasetView, block_rows: int, random: np.random.Generator)
     return starts[order], stops[order]
 
 
-class _Pool:
+class _ViewBuffer:
     """Rows that are mixed at the moment, and the requests that they are of.
 
     Attributes:
@@ -466,7 +466,7 @@ class _Pool:
 
     def __init__(self, view: DatasetView, capacity: int) -> None:
         self._view = view
-        self._rows = MixingPool(view.sites, view.row_bytes, capacity)
+        self._rows = ShuffleBuffer(view.sites, view.row_bytes, capacity)
         self._per_request = np.zeros(len(view.files.table), dtype=np.int32)
         self.num_requests = 0
 
@@ -492,7 +492,7 @@ class _Pool:
         self._count(numbers)
 
     def reserve(self, count: int, *, spared: int = 0) -> dict[str, Slots]:
-        """Memory for rows that `commit` adds; see `MixingPool.reserve`."""
+        """Memory for rows that `commit` adds; see `ShuffleBuffer.reserve`."""
         return self._rows.reserve(count, spared=spared)
 
     def commit(self, numbers: Numbers) -> None:

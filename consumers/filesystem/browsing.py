@@ -28,7 +28,7 @@ from headgate.consumers.filesystem.formats.layout import (
     TOKEN_IDS,
     LayoutName,
     Sidecar,
-    StoredPart,
+    StoredStage,
     TensorRef,
 )
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
@@ -155,7 +155,7 @@ def _pieces(first: Sequence[bytes], refs: Sequence[TensorRef]) -> Iterator[bytes
             yield LocalSource().array(ref.path, ref.offset + start, size).tobytes()
 
 
-def _find(root: Path, context: ReportContext, tag: str, name: str) -> tuple[_Unit, int, StoredPart]:
+def _find(root: Path, context: ReportContext, tag: str, name: str) -> tuple[_Unit, int, StoredStage]:
     missing = NoCaptureError(f"no capture {shown(name)} under the tag {shown(tag)} that this client may see")
     stem, _, number = name.partition(":")
     is_named = all(len(part) <= MAX_NAME and _NAME.fullmatch(part) for part in (tag, stem))
@@ -216,7 +216,7 @@ def _unit(tag: str, entry: os.DirEntry[str], layout: LayoutName, stamped: str) -
         yield _Unit(os.stat(stamped, follow_symlinks=False).st_mtime_ns, tag, entry.name, layout)
 
 
-def _parts(root: Path, unit: _Unit) -> Iterator[StoredPart]:
+def _parts(root: Path, unit: _Unit) -> Iterator[StoredStage]:
     source = LocalSource()
     if unit.layout == "shards":
         yield from read_shard(source, f"{root}/{unit.tag}/{SHARD_FOLDER}/{unit.name}")
@@ -227,15 +227,15 @@ def _parts(root: Path, unit: _Unit) -> Iterator[StoredPart]:
         yield part
 
 
-def _sites(part: StoredPart, context: ReportContext) -> list[Site]:
+def _sites(part: StoredStage, context: ReportContext) -> list[Site]:
     return [site for site in map(Site.parse, part.sidecar.sites) if context.allows_site(site)]
 
 
-def _may_see(part: StoredPart, context: ReportContext) -> bool:
+def _may_see(part: StoredStage, context: ReportContext) -> bool:
     return context.allows_owner(part.sidecar.owner) and (not part.sidecar.sites or bool(_sites(part, context)))
 
 
-def _shown(part: StoredPart, context: ReportContext) -> Sidecar:
+def _shown(part: StoredStage, context: ReportContext) -> Sidecar:
     """The sidecar, without scores of a site that the client may not see."""
     decision = part.sidecar.if_probe
     if decision is None or context.allows_site(Site.parse(decision.site)):
@@ -243,14 +243,14 @@ def _shown(part: StoredPart, context: ReportContext) -> Sidecar:
     return msgspec.structs.replace(part.sidecar, if_probe=None)
 
 
-def _is_wanted(part: StoredPart, query: _Query, context: ReportContext) -> bool:
+def _is_wanted(part: StoredStage, query: _Query, context: ReportContext) -> bool:
     roles = {message.role for message in part.sidecar.messages or ()}
     decision = _shown(part, context).if_probe
     is_probed = query.probe is None or (decision is not None and decision.probe == query.probe)
     return is_probed and query.site in (None, *part.sidecar.sites) and query.role in (None, *roles)
 
 
-def _entry(unit: _Unit, number: int, part: StoredPart, context: ReportContext) -> dict[str, Any]:
+def _entry(unit: _Unit, number: int, part: StoredStage, context: ReportContext) -> dict[str, Any]:
     sidecar, sites = _shown(part, context), _sites(part, context)
     messages = sidecar.messages
     return {

@@ -21,7 +21,7 @@ from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestEr
 from headgate.capture.schema.positions import parts_of
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.consumers.filesystem.formats.layout import Decision, Pool
+from headgate.consumers.filesystem.formats.layout import Decision, RowPooling
 
 IF_PROBE = "if_probe"
 """Field of a request's spec, option of a resolved one, and parameter."""
@@ -49,7 +49,7 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
     probe: str
     sha256: str
     above: float
-    pool: Pool
+    pool: RowPooling
 
 
 def read_probes(paths: Mapping[str, str]) -> dict[str, Probe]:
@@ -94,15 +94,15 @@ def parse_condition(raw: object, probes: Mapping[str, Probe], where: str) -> Con
         raise RequestError(f"{where}.probe", f"no such probe {shown(name)}; configured: {known}")
     probe = probes[name]
     for key in ("pool", "above"):
-        if probe.pooling not in get_args(Pool) and key not in raw:
+        if probe.pooling not in get_args(RowPooling) and key not in raw:
             raise RequestError(
                 f"{where}.{key}",
                 f"required: the probe {shown(name)} was made for the pooling {probe.pooling}, and a condition is on "
                 "single rows: give pool and above",
             )
     pool = raw.get("pool", probe.pooling)
-    if pool not in get_args(Pool):
-        raise RequestError(f"{where}.pool", f"expected {' or '.join(get_args(Pool))}, got {shown(pool)}")
+    if pool not in get_args(RowPooling):
+        raise RequestError(f"{where}.pool", f"expected {' or '.join(get_args(RowPooling))}, got {shown(pool)}")
     return Condition(probe=name, sha256=probe.sha256, above=_above(raw, probe, f"{where}.above"), pool=pool)
 
 

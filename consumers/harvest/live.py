@@ -14,7 +14,7 @@ import numpy as np
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.sites import ITEM_SIZES
-from headgate.consumers.datasets.mixing import MixingPool, SinkFilter
+from headgate.consumers.datasets.mixing import ShuffleBuffer, SinkFilter
 from headgate.consumers.datasets.view import Bytes
 from headgate.consumers.harvest.engine import HarvestEngine, engine_of
 from headgate.consumers.harvest.prompts import Prompt, PromptSet, Record, Refusals, each_record
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 Batch = deque["CapturedRows"]
 _BATCHES = 2
-"""Batches of prompts at a time: one runs while the rows of the other go into the pool."""
-_INT64S = 2 * ITEM_SIZES["int64"]  # of a row in the pool, beside its values
+"""Batches of prompts at a time: one runs while the rows of the other go into the shuffle buffer."""
+_INT64S = 2 * ITEM_SIZES["int64"]  # of a row in the shuffle buffer, beside its values
 
 
 class LiveRows(Iterator[dict[str, "Tensor"]]):
     """Batches ``{site: [rows, hidden]}`` in the model's dtype, whose rows are the same tokens at every site.
 
-    A batch is drawn uniformly from a pool, which is filled up before each draw, so the same engine, prompts and seed
+    A batch is drawn uniformly from a shuffle buffer, filled up before each draw, so the same engine, prompts and seed
     give the same batches. Each row is returned once. A thread runs the prompts, batch after batch, while the caller
     trains; no other thread may use the engine meanwhile. If the trainer is slower, the thread waits.
 
@@ -47,7 +47,7 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
         prompts: Texts, chats or lists of token ids, also without end, or the name of a file or data set.
         sites: Such as ``"12.post_mlp"``; several separated by commas, or a list.
         batch_size: Rows in a batch; the last one may be smaller.
-        max_bytes: Bytes of rows in memory: half of it for the pool, a quarter for each of two batches of prompts.
+        max_bytes: Bytes of rows in memory: half of it for the buffer, a quarter for each of two batches of prompts.
             The engine's buffers are additional; the architecture page lists them.
         tokens: Rows of the prompt, of the tokens that were generated, or both: ``prompt``, ``generated``, ``all``.
         drop_first: Positions at the beginning whose rows are omitted, such as BOS and attention sinks.
@@ -97,10 +97,10 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
         if batch < 1:
             raise ConfigError(f"batch: must be at least 1, got {batch}")
         self._batch_size = batch_size
-        self._pool = MixingPool(self.sites, row_bytes, _pool_rows(max_bytes, cost, batch_size))
+        self._buffer = ShuffleBuffer(self.sites, row_bytes, _buffer_rows(max_bytes, cost, batch_size))
         self._random = np.random.default_rng(seed)
         self._rows: Batch = deque()
-        self._used = self._taken = self.num_sinks = 0  # used: rows of the first of `_rows` that are in the pool
+        self._used = self._taken = self.num_sinks = 0  # used: rows of the first of `_rows` that are in the buffer
         self._drops_sinks = drop_sinks
         self._filter: SinkFilter | None = None  # once there are rows
         self._error: BaseException | None = None  # of the thread
@@ -126,10 +126,10 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
         import torch
 
         self._fill()
-        if not self._pool.count:
+        if not self._buffer.count:
             self.close()
             raise StopIteration
-        _, data = self._pool.draw(self._random, self._batch_size)
+        _, data = self._buffer.draw(self._random, self._batch_size)
         dtype = getattr(torch, self._dtype)
         return {
             site: torch.from_numpy(rows).view(dtype).reshape(len(rows), self._hidden_size)
@@ -157,21 +157,21 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
     def close(self) -> None:
         """End the thread, after the prompts that run. No more batches come. May be called again."""
         self._is_over = True
-        self._pool.clear()
+        self._buffer.clear()
         self._rows.clear()
         self._finalizer()
         self._source.join()
 
     def _fill(self) -> None:
-        """Fill the pool, as long as there are rows."""
+        """Fill the shuffle buffer, as long as there are rows."""
         if self._error is not None:
             raise self._error
-        while self._pool.free and not self._is_over:
+        while self._buffer.free and not self._is_over:
             if not self._rows:
                 self._receive()
                 continue
             captured = self._rows[0]
-            count = min(self._pool.free, len(captured) - self._used)
+            count = min(self._buffer.free, len(captured) - self._used)
             span = slice(self._used, self._used + count)
             self._add({site: self._bytes_of(site, captured[site][span]) for site in self.sites}, count)
             self._used += count
@@ -199,7 +199,7 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
         if self._filter is not None:
             kept = self._filter.keeps(data)
             numbers, data = numbers[kept], {site: rows[kept] for site, rows in data.items()}
-        self._pool.add(numbers, data)
+        self._buffer.add(numbers, data)
         self._taken += count
         self.num_sinks += count - len(numbers)
 
@@ -220,13 +220,13 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
             self._source.give_back()
 
 
-def _pool_rows(max_bytes: int, cost: int, batch_size: int) -> int:
-    """Rows of the pool, at `cost` bytes each."""
+def _buffer_rows(max_bytes: int, cost: int, batch_size: int) -> int:
+    """Rows of the shuffle buffer, at `cost` bytes each."""
     rows = max_bytes // 2 // cost
     if not 1 <= batch_size <= rows:
         raise ConfigError(
-            f"batch_size: {batch_size} is not from 1 to {rows}, the rows of the pool: half of max_bytes ({max_bytes}), "
-            f"at {cost} bytes each"
+            f"batch_size: {batch_size} is not from 1 to {rows}, the rows of the shuffle buffer: half of max_bytes "
+            f"({max_bytes}), at {cost} bytes each"
         )
     return rows
 

@@ -339,7 +339,7 @@ def gated(
     decode = prefill if is_alike else made.decode if second is None else joined([second, made.decode])
     own = prefill, decode
     check_phases(static.brought.acting(own), limits, gates[0].where)
-    source, latches = GateSource.of(made.layout, own), keys or NO_LATCHES
+    source, latches = GateSource.of(made.columns, own), keys or NO_LATCHES
     made_of = static.spec, own, static.brought, num_prompt, source
     return _drafted(resolved_of(*made_of, takes_own=made.takes_own, latch_keys=latches), content, num_prompt)
 
@@ -354,7 +354,7 @@ def _lowered(
     made = lower_gates(known.gates, content, content.dtype, _NO_OWN, {})
     own = made.prefill, made.decode
     check_phases([[program] for program in own], limits, known.gates[0].where)
-    source, wire = GateSource.of(made.layout, own), programs_to_wire(*own)
+    source, wire = GateSource.of(made.columns, own), programs_to_wire(*own)
     alone = resolved_of(SteeringSpec(), own, NOTHING_BROUGHT, num_prompt, source, own_wire=wire)
     lowered = LoweredGates(registered, made, alone, num_prompt)
     if content.registered.is_same(registered):
@@ -371,7 +371,7 @@ def _drafted(resolved: Resolved, content: GateContent, num_prompt: int) -> Resol
     if not content.has_drafts or resolved.gates is None:
         return resolved
     early = resolved.gates.decode.early
-    for gate in [column.gate for column in resolved.gates.layout.gates if column.column in early]:
+    for gate in [column.gate for column in resolved.gates.columns.gates if column.column in early]:
         if not gate.is_constant_after_prompt:
             raise RequestError(
                 f"{gate.where}.scope",
@@ -408,7 +408,7 @@ def lowered_rule(
     for column in (first, 0):
         made = lower_gates([rule.gate], content, content.dtype, _NO_OWN, {}, column)
         pairs.append((made.prefill, made.decode))
-        if content.has_drafts and GateSource.of(made.layout, pairs[-1]).decode.early:
+        if content.has_drafts and GateSource.of(made.columns, pairs[-1]).decode.early:
             raise RequestError(
                 "then",
                 "writes at sites before the one where the rule is evaluated; this engine decodes speculatively, and "

@@ -58,8 +58,8 @@ from headgate.steering.gates.gate import (
     Then,
     check_reads,
     check_this_token,
+    columns_of,
     fields_of_rule,
-    layout_of,
     num_columns,
 )
 from headgate.steering.programs.codes import (
@@ -70,7 +70,7 @@ from headgate.steering.programs.codes import (
     Combine,
     GateScope,
     Mode,
-    Pool,
+    ScorePooling,
 )
 from headgate.steering.programs.operations import Float32Row, Method, ModuleVector, Operation
 from headgate.steering.vectors.dtypes import StoredType
@@ -104,7 +104,7 @@ _CONDITION_KEYS: dict[str, tuple[str, ...]] = {
 _KNOWN = frozenset(key for keys in _CONDITION_KEYS.values() for key in keys)
 _PHASES = {phase.value: phase for phase in GatePhase}
 _GROUPS = {"any": Combine.ANY, "all": Combine.ALL}
-_POOLS = {"token": Pool.TOKEN, "last_prompt": Pool.LAST_PROMPT, "prompt_mean": Pool.PROMPT_MEAN}
+_POOLINGS = {each.name.lower(): each for each in ScorePooling if each is not ScorePooling.EMA}
 _PROBE_KEYS = ("at", "weight", "bias")
 _REGISTERED_KEYS = ("kind", "hidden", "classes")
 
@@ -170,14 +170,14 @@ class ConditionReader:
         hysteresis = _number(document, "hysteresis", 0.0, where)
         if hysteresis < 0:
             raise RequestError(f"{where}.hysteresis", f"must not be negative, got {hysteresis:g}")
-        pool, alpha = _pool(document.get("pool"), f"{where}.pool")
+        pooling, alpha = _pooling(document.get("pool"), f"{where}.pool")
         read = {"probe": self._probe, "sae": self._feature, "cosine": self._cosine}[kind]
         return Leaf(
             reading=read(document, where),
             is_below=is_below,
             threshold=threshold,
             hysteresis=hysteresis,
-            pool=pool,
+            pooling=pooling,
             alpha=alpha,
             where=where,
         )
@@ -311,18 +311,18 @@ def _number(document: Mapping[Any, Any], key: str, default: float, where: str) -
     return default if value is None else check_scale(value, f"{where}.{key}")
 
 
-def _pool(value: object, where: str) -> tuple[Pool, float]:
-    """Return over which rows to pool, and the weight of a row in `Pool.EMA`."""
+def _pooling(value: object, where: str) -> tuple[ScorePooling, float]:
+    """Return over which rows to pool, and the weight of a row in `ScorePooling.EMA`."""
     if value is None:
-        return Pool.TOKEN, 0.0
-    if isinstance(value, str) and value in _POOLS:
-        return _POOLS[value], 0.0
+        return ScorePooling.TOKEN, 0.0
+    if isinstance(value, str) and value in _POOLINGS:
+        return _POOLINGS[value], 0.0
     if not isinstance(value, Mapping) or set(value) != {"ema"}:
-        raise RequestError(where, f'expected one of {", ".join(_POOLS)} or {{"ema": alpha}}; got {shown(value)}')
+        raise RequestError(where, f'expected one of {", ".join(_POOLINGS)} or {{"ema": alpha}}; got {shown(value)}')
     alpha = check_scale(value["ema"], f"{where}.ema")
     if not 0 < alpha <= 1:
         raise RequestError(f"{where}.ema", f"expected a weight above 0, and 1 at most; got {alpha:g}")
-    return Pool.EMA, alpha
+    return ScorePooling.EMA, alpha
 
 
 PREDECESSOR_FORM = (
@@ -602,11 +602,11 @@ def _additions(value: object, scale: float, steerable: Steerable, where: str) ->
 
 def _checked(gates: tuple[Gate, ...], steerable: Steerable, field: str) -> tuple[Gate, ...]:
     """Return gates whose columns, names in traces and order of sites are in order."""
-    layout = layout_of(gates)
-    check_columns(layout.num_columns, steerable, field)
+    columns = columns_of(gates)
+    check_columns(columns.num_columns, steerable, field)
     owners = {id(leaf.reading): gate for gate in gates for leaf in gate.leaves}
     first: dict[str, Reading] = {}
-    for score in layout.scores:
+    for score in columns.scores:
         other = first.setdefault(score.name, score.reading)
         if other is not score.reading:
             unnamed = other if isinstance(score.reading, NamedProbe) else score.reading
@@ -773,7 +773,7 @@ def read_rule(name: object, document: Mapping[Any, Any], steerable: Steerable) -
     gate = {key: document[key] for key in RULE_FIELDS[1:] if key in document}
     with fields_of_rule():
         (read,) = read_gates([{"name": name, **gate}], replace(steerable, max_gates=_ANY), FIELD)
-    count, limit = layout_of([read]).num_columns, COLUMNS_PER_GATE * steerable.max_rules
+    count, limit = columns_of([read]).num_columns, COLUMNS_PER_GATE * steerable.max_rules
     if count > limit:
         raise RequestError(
             "when",

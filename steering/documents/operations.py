@@ -302,8 +302,8 @@ _DEFAULTS: dict[Method, dict[str, float]] = {
 }
 """Numbers that are filled in, where it is not a scale of 1."""
 
-_PARTS = {Method.CLAMP: "scale", Method.SET: "scale", Method.REPLACE: "alpha"}
-"""The number of a method that is a part of its whole effect, from 0 to 1."""
+_FRACTIONS = {Method.CLAMP: "scale", Method.SET: "scale", Method.REPLACE: "alpha"}
+"""The number of a method that is a fraction of its whole effect, from 0 to 1."""
 
 MAX_SITE_NAME = 32
 """Characters of a site's name, at most."""
@@ -455,7 +455,7 @@ def read_operation(
             where=where,
             width=steerable.width(site),
             columns=columns,
-            part=steerable.part(site),
+            rank_width=steerable.rank_width(site),
             **flags,
         )
         for site, of_site in by_site.items()
@@ -581,9 +581,11 @@ def _own_key(key: object, method: Method) -> object:
 def _numbers(method: Method, given: Mapping[str, Any], where: str) -> dict[str, float]:
     found = {key: check_scale(given[key], f"{where}.{key}") for key in _NUMBERS if key in given}
     numbers = {**_DEFAULTS.get(method, {"scale": 1.0}), **found}
-    part = _PARTS.get(method)
-    if part is not None and not 0 <= numbers[part] <= 1:
-        raise RequestError(f"{where}.{part}", f"{part} of {method} lies between 0 and 1, got {numbers[part]}")
+    fraction = _FRACTIONS.get(method)
+    if fraction is not None and not 0 <= numbers[fraction] <= 1:
+        raise RequestError(
+            f"{where}.{fraction}", f"{fraction} of {method} lies between 0 and 1, got {numbers[fraction]}"
+        )
     if numbers.get("max_ratio", 1) <= 0:
         raise RequestError(f"{where}.max_ratio", f"must be above 0, got {numbers['max_ratio']}")
     if method is Method.CLAMP:

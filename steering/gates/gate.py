@@ -4,7 +4,7 @@ A condition is a tree of `Leaf`, `ConditionGroup`, `Negation` and `Always`. The 
 `Reading` reads a score off each row. Names of probes, modules and SAEs stand as they are: the engine core, which has
 them, looks them up when it lowers (`headgate.steering.gates.lowering`). Numpy only.
 
-The columns of a row's numbers (`layout_of`) follow from the gates alone, before any name in them is looked up, so the
+The columns of a row's numbers (`columns_of`) follow from the gates alone, before any name in them is looked up, so the
 front end that reads a trace and the engine core that lowers the gates need not exchange it.
 """
 
@@ -30,7 +30,7 @@ from headgate.steering.programs.codes import (
     Combine,
     GateScope,
     Mode,
-    Pool,
+    ScorePooling,
 )
 from headgate.steering.programs.feature_edits import FeatureEdit, sae_key
 from headgate.steering.programs.operations import ModuleVector, Operation, OperationVector, named_modules
@@ -81,8 +81,8 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag=True):
         is_below: Fires below the threshold instead of above.
         threshold: None stands for the probe's own.
         hysteresis: Not negative: once it fires, it does so until the score is that far on the other side.
-        pool: Over which rows the score is pooled.
-        alpha: Weight of a row in `Pool.EMA`, in (0, 1].
+        pooling: Over which rows the score is pooled.
+        alpha: Weight of a row in `ScorePooling.EMA`, in (0, 1].
         where: Path in the client's document.
     """
 
@@ -90,7 +90,7 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag=True):
     is_below: bool = False
     threshold: float | None = None
     hysteresis: float = 0.0
-    pool: Pool = Pool.TOKEN
+    pooling: ScorePooling = ScorePooling.TOKEN
     alpha: float = 0.0
     where: str = "steering_gates"
 
@@ -217,18 +217,19 @@ class Gate:
     @property
     def is_pooled_over_prompt(self) -> bool:
         """Whether it is decided at the end of the prompt."""
-        return any(leaf.pool in (Pool.LAST_PROMPT, Pool.PROMPT_MEAN) for leaf in self.leaves)
+        return any(leaf.pooling in (ScorePooling.LAST_PROMPT, ScorePooling.PROMPT_MEAN) for leaf in self.leaves)
 
     @property
     def is_constant_after_prompt(self) -> bool:
         """Whether all that it compares is known at the end of the prompt: its strength stays from there on."""
-        pools = [leaf.pool for leaf in self.leaves]
-        return self.pid is None and bool(pools) and {*pools} <= {Pool.LAST_PROMPT, Pool.PROMPT_MEAN}
+        poolings = [leaf.pooling for leaf in self.leaves]
+        of_prompt = {ScorePooling.LAST_PROMPT, ScorePooling.PROMPT_MEAN}
+        return self.pid is None and bool(poolings) and {*poolings} <= of_prompt
 
     @property
     def has_state(self) -> bool:
         """Whether its strength at a row depends on other rows: those must be computed, not read from a cache."""
-        remembers = any(leaf.pool is not Pool.TOKEN or leaf.hysteresis > 0 for leaf in self.leaves)
+        remembers = any(leaf.pooling is not ScorePooling.TOKEN or leaf.hysteresis > 0 for leaf in self.leaves)
         return self.scope is not GateScope.THIS or self.pid is not None or remembers
 
 
@@ -388,7 +389,7 @@ class GateColumn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class GateLayout:
+class GateColumns:
     """The columns of some gates.
 
     Attributes:
@@ -413,7 +414,7 @@ class GateLayout:
         raise AssertionError(f"no column for {reading}")
 
 
-def layout_of(gates: Sequence[Gate], first: int = 0) -> GateLayout:
+def columns_of(gates: Sequence[Gate], first: int = 0) -> GateColumns:
     """Lay out the columns of gates, from `first` on: all scores, then each gate's leaves, nodes and itself."""
     scores: list[ScoreColumn] = []
     at = first
@@ -428,7 +429,7 @@ def layout_of(gates: Sequence[Gate], first: int = 0) -> GateLayout:
         at += num_columns(gate.when)
         columns.append(GateColumn(gate, at, begins))
         at += GATE_COLUMNS
-    return GateLayout(tuple(scores), tuple(columns), at - first)
+    return GateColumns(tuple(scores), tuple(columns), at - first)
 
 
 def num_columns(condition: Condition) -> int:

@@ -27,7 +27,7 @@ from headgate.steering.gates.gate import (
     FeatureReading,
     Gate,
     GateColumn,
-    GateLayout,
+    GateColumns,
     GatePhase,
     InlineProbe,
     Leaf,
@@ -38,8 +38,8 @@ from headgate.steering.gates.gate import (
     Then,
     check_reads,
     check_this_token,
+    columns_of,
     is_reached,
-    layout_of,
     num_columns,
 )
 from headgate.steering.programs.codes import (
@@ -267,13 +267,13 @@ class GatedPrograms(NamedTuple):
         prefill: At prompt positions; also if nothing acts there, gates are evaluated.
         decode: At generated positions.
         takes_own: Whether the request's own vectors and operations are among them: a gate attenuates these.
-        layout: The columns of the gates.
+        columns: The columns of the gates.
     """
 
     prefill: Program
     decode: Program
     takes_own: bool
-    layout: GateLayout
+    columns: GateColumns
 
 
 def lower_gates(
@@ -298,17 +298,17 @@ def lower_gates(
         RequestError: Naming the field of a gate: a name that is not registered, a site that is not declared, a scope
             that cannot act where the gate writes, a vector that cannot be used, too large a change.
     """
-    layout = layout_of(gates, first)
+    columns = columns_of(gates, first)
     operations = [operation for gate in gates for operation in gate.then.operations]
     vectors = StoredVectors([*weights_of(gates), *vectors_of(operations)], dtype)
-    scores = {score.column: read_score(score.reading, content, vectors) for score in layout.scores}
+    scores = {score.column: read_score(score.reading, content, vectors) for score in columns.scores}
     made, zeros = _Entries(), np.zeros(1, STORAGE[dtype])
     for column, score in scores.items():
         for entry in score.at(column):
             made.add(entry)
     attenuating: list[_Placed] = []
-    for gated in layout.gates:
-        placed = _Placed(gated, _reads(gated.gate, layout, scores))
+    for gated in columns.gates:
+        placed = _Placed(gated, _reads(gated.gate, columns, scores))
         effects = _effects(placed.gate.then, content, vectors)
         written = sort_sites({entry.site for effect in effects for entry in effect.entries})
         if placed.gate.then.attenuate is not None:
@@ -320,16 +320,16 @@ def lower_gates(
         if attenuating and attenuating[-1].gate is placed.gate:
             attenuating[-1] = placed
         kept = latched.get(placed.gate.name, math.nan)
-        evaluations = [_Evaluation(placed, layout, scores, phase).all(kept, zeros) for phase in (PREFILL, DECODE)]
+        evaluations = [_Evaluation(placed, columns, scores, phase).all(kept, zeros) for phase in (PREFILL, DECODE)]
         made.evaluate(*evaluations)
         made.write(placed, effects)
     if attenuating:
         made.attenuate(attenuating, own, dtype, content.width)
     prefill = Program.from_entries(_marked(made.phases[PREFILL].entries), dtype, made.phases[PREFILL].groups)
     if made.are_alike:
-        return GatedPrograms(prefill, prefill, bool(attenuating), layout)
+        return GatedPrograms(prefill, prefill, bool(attenuating), columns)
     decode = Program.from_entries(_marked(made.phases[DECODE].entries), dtype, made.phases[DECODE].groups)
-    return GatedPrograms(prefill, decode, bool(attenuating), layout)
+    return GatedPrograms(prefill, decode, bool(attenuating), columns)
 
 
 def _marked(entries: Sequence[Entry]) -> list[Entry]:
@@ -384,8 +384,8 @@ class _Placed:
         return not is_reached(site, self.site)
 
 
-def _reads(gate: Gate, layout: GateLayout, scores: Mapping[int, Score]) -> tuple[Site, ...]:
-    return sort_sites({scores[layout.score_column(leaf.reading)].site for leaf in gate.leaves})
+def _reads(gate: Gate, columns: GateColumns, scores: Mapping[int, Score]) -> tuple[Site, ...]:
+    return sort_sites({scores[columns.score_column(leaf.reading)].site for leaf in gate.leaves})
 
 
 def _check(placed: _Placed, written: Sequence[Site], op_sites: Sequence[Site]) -> None:
@@ -489,11 +489,11 @@ def _sites_of(vectors: PhaseVectors | None, program: Program | None) -> tuple[Si
 class _Evaluation:
     """Makes the entries that evaluate a gate in one phase at its decision site, in their order."""
 
-    def __init__(self, placed: _Placed, layout: GateLayout, scores: Mapping[int, Score], phase: int) -> None:
+    def __init__(self, placed: _Placed, columns: GateColumns, scores: Mapping[int, Score], phase: int) -> None:
         self.entries: list[Entry] = []
         self._phase = phase
         self._placed = placed
-        self._layout = layout
+        self._columns = columns
         self._scores = scores
         self._next = placed.column.first
 
@@ -504,7 +504,7 @@ class _Evaluation:
     def _put(self, condition: Condition) -> int:
         """Add the entries of a condition; return its first column."""
         if isinstance(condition, Leaf):
-            column, score = self._take(condition), self._layout.score_column(condition.reading)
+            column, score = self._take(condition), self._columns.score_column(condition.reading)
             entry = _leaf(self._placed.gate, condition, column, score, self._scores[score], self._placed.site)
             self.entries.append(entry)
             return column
@@ -573,11 +573,11 @@ def _leaf(gate: Gate, leaf: Leaf, column: int, score: int, read: Score, site: Si
         loop = gate.pid
         shape = loop.setpoint, loop.kp, loop.ki
         params: tuple[float, ...] = (loop.least, loop.largest, *shape, leaf.alpha, float(score), loop.kd)
-        return Entry(site, with_change(Code.LEAF | gate.mode | leaf.pool, column), None, None, params)
+        return Entry(site, with_change(Code.LEAF | gate.mode | leaf.pooling, column), None, None, params)
     threshold = leaf.threshold if leaf.threshold is not None else read.threshold
     if threshold is None:
         raise RequestError(leaf.where, "the probe has no threshold of its own; give 'above' or 'below'")
-    code = Code.LEAF | gate.mode | leaf.pool | (GateFlag.BELOW if leaf.is_below else 0)
+    code = Code.LEAF | gate.mode | leaf.pooling | (GateFlag.BELOW if leaf.is_below else 0)
     params = (0.0, 0.0, threshold, leaf.hysteresis, gate.amount, leaf.alpha, float(score))
     return Entry(site, with_change(code, column), None, None, params)
 

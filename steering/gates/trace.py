@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from headgate.capture.monitoring.notebook import HeatMap, TextTable, page
 from headgate.capture.schema.errors import read_flag
-from headgate.steering.gates.gate import GateLayout, layout_of
+from headgate.steering.gates.gate import GateColumns, columns_of
 from headgate.steering.programs.codes import EARLY, GROUP, gate_column
 from headgate.steering.programs.program import Program
 
@@ -96,32 +96,32 @@ class GateSource(NamedTuple):
     """Gates that come together: a request's own, or a rule.
 
     Attributes:
-        layout: Their columns.
+        columns: Their columns.
         prefill: Columns of the gates that turn something on at prompt positions.
         decode: Gates that turn something on at generated positions.
         key: Hash of their content and columns.
     """
 
-    layout: GateLayout
+    columns: GateColumns
     prefill: frozenset[int]
     decode: Writes
     key: bytes
 
     @classmethod
-    def of(cls, layout: GateLayout, programs: tuple[Program | None, Program | None]) -> GateSource:
+    def of(cls, columns: GateColumns, programs: tuple[Program | None, Program | None]) -> GateSource:
         """Make it of the columns and of the programs of both phases."""
         key = b"".join(program.key for program in programs if program is not None)
-        return cls(layout, writes_of(programs[0]).late, writes_of(programs[1]), key)
+        return cls(columns, writes_of(programs[0]).late, writes_of(programs[1]), key)
 
     @classmethod
     def nothing(cls) -> GateSource:
         """Return that of a request without gates."""
-        return cls.of(layout_of(()), (None, None))
+        return cls.of(columns_of(()), (None, None))
 
     @property
-    def columns(self) -> list[int]:
+    def strength_columns(self) -> list[int]:
         """The column of each gate's acting strength."""
-        return [gate.column for gate in self.layout.gates]
+        return [gate.column for gate in self.columns.gates]
 
     def whose(self, column: int) -> tuple[int, int]:
         """Return which row's signals have the strength that a gate writes on rows of the prompt, and on generated rows.

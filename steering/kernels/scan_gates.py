@@ -38,7 +38,7 @@ from headgate.steering.programs.codes import (
     GateFlag,
     GateScope,
     Mode,
-    Pool,
+    ScorePooling,
     TokenFlag,
 )
 
@@ -60,10 +60,10 @@ _MODE_MASK = tl.constexpr(program_codes.MODE_MASK)
 _PROPORTIONAL = tl.constexpr(int(Mode.PROPORTIONAL))
 _SIGMOID = tl.constexpr(int(Mode.SIGMOID))
 _PID = tl.constexpr(int(Mode.PID))
-_POOL_MASK = tl.constexpr(program_codes.POOL_MASK)
-_EMA = tl.constexpr(int(Pool.EMA))
-_LAST_PROMPT = tl.constexpr(int(Pool.LAST_PROMPT))
-_PROMPT_MEAN = tl.constexpr(int(Pool.PROMPT_MEAN))
+_POOLING_MASK = tl.constexpr(program_codes.POOLING_MASK)
+_EMA = tl.constexpr(int(ScorePooling.EMA))
+_LAST_PROMPT = tl.constexpr(int(ScorePooling.LAST_PROMPT))
+_PROMPT_MEAN = tl.constexpr(int(ScorePooling.PROMPT_MEAN))
 _COMBINE_MASK = tl.constexpr(program_codes.COMBINE_MASK)
 _ALWAYS = tl.constexpr(int(Combine.ALWAYS))
 _ANY = tl.constexpr(int(Combine.ANY))
@@ -115,13 +115,13 @@ def _leaf(
     fired, before, count = _load_states(states, resets)
     is_row = index < length
     score = tl.load(signals + tl.load(numbers + 4).to(tl.int32), mask=is_row, other=0.0)
-    pool, value = code & _POOL_MASK, score
+    pooling, value = code & _POOLING_MASK, score
     total = tl.where(is_row, before, 0.0)  # of each row
-    if pool == _EMA:
+    if pooling == _EMA:
         total = _moving_average(score, tl.load(numbers + 3), before, index, ROWS)
         value = total
-    elif pool != 0:
-        before, count = _of_prompt(pool, score, before, count, flags, is_row, ROWS)
+    elif pooling != 0:
+        before, count = _of_prompt(pooling, score, before, count, flags, is_row, ROWS)
         total = tl.where(is_row, before, 0.0)
         value = tl.where(flags & (_ENDS_PROMPT | _IS_GENERATED) != 0, total, float("nan"))
     if code & _MODE_MASK == _PID:
@@ -226,14 +226,14 @@ def _composed(keep, term, later_keep, later_term):
 
 
 @triton.jit
-def _of_prompt(pool, score, total, count, flags, is_row, ROWS: tl.constexpr):
+def _of_prompt(pooling, score, total, count, flags, is_row, ROWS: tl.constexpr):
     """Return the two states of a leaf that pools a prompt, after the rows."""
     is_last = is_row & (flags & _ENDS_PROMPT != 0)
-    is_counted = is_row & tl.where(pool == _PROMPT_MEAN, flags & _IS_GENERATED == 0, is_last)
+    is_counted = is_row & tl.where(pooling == _PROMPT_MEAN, flags & _IS_GENERATED == 0, is_last)
     added, number, ends = tl.where(is_counted, score, 0.0), is_counted.to(tl.float32), is_last.to(tl.int32)
     if ROWS > 1:
         added, number, ends = tl.sum(added), tl.sum(number), tl.sum(ends)
-    if pool == _PROMPT_MEAN:
+    if pooling == _PROMPT_MEAN:
         added += tl.where(total == total, total, 0.0)
         later = number + tl.where(count == count, count, 0.0)
         count = tl.where(number > 0, later, count)

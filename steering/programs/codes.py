@@ -47,10 +47,10 @@ They keep numbers for each row of the stream: signals ``s``, which later entries
   `ScoreKind.ACTIVATION` the activation of a feature, from the params of a feature. With `ScoreKind.UNIT` it writes
   nothing but adds ``p1 * f(y + p0)`` to a sum, where f is a `UnitFunction`; `UnitFunction.SUM` writes
   ``s[c] = sum + p0`` of the units before it, which are consecutive, and begins another sum.
-* `LEAF`: compares the score ``s[p4]``, pooled over rows of the request (`Pool`, `EMA` with the weight p3), with the
-  threshold p0 and the hysteresis p1, by a `Mode` with its number p2. ``s[c]`` is the strength, ``s[c + 1]`` whether it
-  fires, ``s[c + 2]`` the pooled score. ``m[c]`` is whether it fired, ``m[c + 1]`` the pooled score, ``m[c + 2]`` over
-  how many rows. With `Mode.PID` it has other numbers, and ``m[c]`` is the integral.
+* `LEAF`: compares the score ``s[p4]``, pooled over rows of the request (`ScorePooling`; p3 is the weight of `EMA`),
+  with the threshold p0 and the hysteresis p1, by a `Mode` with its number p2. ``s[c]`` is the strength, ``s[c + 1]``
+  whether it fires, ``s[c + 2]`` the pooled score. ``m[c]`` is whether it fired, ``m[c + 1]`` the pooled score,
+  ``m[c + 2]`` over how many rows. With `Mode.PID` it has other numbers, and ``m[c]`` is the integral.
 * `NODE`: ``s[c]`` and ``s[c + 1]`` as of a leaf, from those at p4 and p5, by `Combine`.
 * `GATE`: ``s[c]`` is the strength that acts on this row, ``s[c + 1]`` the one that a trace shows, from the condition at
   p4, by `GateScope`. ``m[c]`` is the strength that acts on the next row at earlier sites, and so is ``s[c + 2]``;
@@ -274,7 +274,7 @@ class Mode(IntEnum):
     `BINARY`: 1 where it fires. `PROPORTIONAL`: ``p2 * clip((v - (t - h)) / max(h, 1e-8), 0, 1)``; below,
     ``p2 * clip(((t + h) - v) / max(h, 1e-8), 0, 1)``. `SIGMOID`: of ``p2 * (v - t)``; below, of ``p2 * (t - v)``.
 
-    `PID`: a control loop, which pools by `Pool.TOKEN` or `Pool.EMA`. It begins with the last row of the prompt; on
+    `PID`: a control loop, which pools by `ScorePooling.TOKEN` or `EMA`. It begins with the last row of the prompt; on
     each row from there on, with the error ``e = p0 - v``, the integral ``i = m[c] + e``, and the change
     ``d = m[c + 1] - v`` since the row before, ``w = p1 * e + p2 * i + p5 * d``. The strength is `w`, cut to
     `read_scale` at least and `write_scale` at most. Where the cut takes away from `w` what ``p2 * e`` drove beyond
@@ -291,8 +291,8 @@ class Mode(IntEnum):
 MODE_MASK = 3 << 12
 
 
-class Pool(IntEnum):
-    """Over which rows `Code.LEAF` pools scores: bits 14 to 17 of the code; 4 to 15 are free for further pools."""
+class ScorePooling(IntEnum):
+    """Over which rows `Code.LEAF` pools scores: bits 14 to 17 of the code; 4 to 15 are free for others."""
 
     TOKEN = 0 << 14
     EMA = 1 << 14
@@ -300,7 +300,7 @@ class Pool(IntEnum):
     PROMPT_MEAN = 3 << 14
 
 
-POOL_MASK = 15 << 14
+POOLING_MASK = 15 << 14
 
 
 class Combine(IntEnum):

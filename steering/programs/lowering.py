@@ -208,7 +208,7 @@ def lower_entries(operations: Sequence[Operation], vectors: StoredVectors, looku
     for operation in operations:
         if last is None or not _are_alike(operation, last):
             parts = _flagged(_LOWER[operation.method](operation, rows), operation)
-            if operation.part:
+            if operation.rank_width:
                 _check_parts(parts, operation)
             group = groups.of(operation) if parts else EVERYWHERE
             last = operation
@@ -226,7 +226,7 @@ def _are_alike(one: Operation, other: Operation) -> bool:
         and one.positions is other.positions
         and one.only_if_positive == other.only_if_positive
         and one.preserve_norm == other.preserve_norm
-        and one.part == other.part
+        and one.rank_width == other.rank_width
         and one.where == other.where
         and not one.references
     )
@@ -244,7 +244,7 @@ def _check_parts(parts: Sequence[_UnplacedEntry], operation: Operation) -> None:
     Raises:
         RequestError: If a norm of the row is needed, or a projection on a direction that several ranks share.
     """
-    site, size = operation.site.name, operation.part
+    site, size = operation.site.name, operation.rank_width
     shared = f"{site} has its columns on several tensor-parallel ranks"
     otherwise = "the operator names the site in --steering-gather-sites"
     if operation.preserve_norm or any(part.code & CODE_MASK == Code.NORM_ADD for part in parts):

@@ -88,8 +88,8 @@ class Operation:
         where: Path in the client's document, for errors.
         width: Values of a row of the site; 0 if that is not known.
         columns: The columns that it acts on, and vectors of modules are cut to; empty for all.
-        part: Values of a row that certainly lie on one tensor-parallel rank together, where ranks share the site's
-            columns: those of a head; 0 where every rank has whole rows.
+        rank_width: Values of a row that certainly lie on one tensor-parallel rank together, where ranks share the
+            site's columns: those of a head; 0 where every rank has whole rows.
     """
 
     method: Method
@@ -103,7 +103,7 @@ class Operation:
     where: str = "steering_ops"
     width: int = 0
     columns: Columns = ()
-    part: int = 0
+    rank_width: int = 0
 
     @property
     def references(self) -> tuple[ModuleVector, ...]:

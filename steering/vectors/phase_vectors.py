@@ -147,14 +147,14 @@ class Steerable:
         """Return the shape of a site's rows."""
         return self.shapes.get(site) or SiteShape(self.hidden_size, self.dtype)
 
-    def part(self, site: Site) -> int:
+    def rank_width(self, site: Site) -> int:
         """Return the values of a row that certainly lie on one rank together; 0 where programs run on whole rows."""
         shape = self.shapes.get(site)
         return shape.head_size if shape is not None and shape.shard == "columns" and site not in self.gathered else 0
 
     def why_unread(self, site: Site) -> str | None:
         """Say why no probe, gate or SAE reads at a site; None if they do."""
-        if not self.part(site):
+        if not self.rank_width(site):
             return None
         return (
             f"{site.name} has its columns on several tensor-parallel ranks, and what reads rows needs whole ones; the "

@@ -26,7 +26,7 @@ from headgate.capture.engine.compiler.inductor_heuristics import exclude_buffers
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.capture.engine.site_action import SiteValue
-from headgate.capture.staging.column_parts import whole_rows
+from headgate.capture.staging.column_shards import whole_rows
 from headgate.steering.programs.codes import InputNorm
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference

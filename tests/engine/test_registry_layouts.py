@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
+from headgate.capture.engine.model.layer_structure import LayerStructure, analyse_layer
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import INNER_HOOKS, HookPoint
 
@@ -136,7 +136,7 @@ def in_short(cls: type[nn.Module]) -> str:
     return f"{layout.style}: {_offer(layout)}"
 
 
-def _offer(layout: LayerLayout) -> str:
+def _offer(layout: LayerStructure) -> str:
     missing = ALL - layout.hooks
     if len(missing) == len(ALL) - 2:
         return "boundaries"

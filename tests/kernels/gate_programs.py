@@ -20,8 +20,8 @@ from headgate.steering.programs.codes import (
     GateFlag,
     GateScope,
     Mode,
-    Pool,
     ScoreKind,
+    ScorePooling,
     TokenFlag,
     gate_field,
     with_change,
@@ -151,7 +151,9 @@ def leaf(column: int, reads: int, code: int = Mode.BINARY, numbers: Sequence[flo
     return Entry(with_change(Code.LEAF | code, column), 0, 0, (0.0, 0.0, *numbers, reads))
 
 
-def loop(column: int, reads: int, pool: Pool = Pool.TOKEN, gains: Sequence[float] = (0.5, 0.25, 0.3)) -> Entry:
+def loop(
+    column: int, reads: int, pool: ScorePooling = ScorePooling.TOKEN, gains: Sequence[float] = (0.5, 0.25, 0.3)
+) -> Entry:
     """A control loop around 0.2, between -0.6 and 0.9; `gains` are kp, ki and kd."""
     kp, ki, kd = gains
     return Entry(with_change(Code.LEAF | Mode.PID | pool, column), 0, 0, (-0.6, 0.9, 0.2, kp, ki, 0.3, reads, kd))
@@ -228,12 +230,17 @@ def draw_conditions(draw: st.DrawFn, number: Number) -> tuple[list[Entry], list[
         if mode == Mode.PID:
             gains = number(-1, 1), number(-1, 1), number(-1, 1)
             entries.append(
-                loop(at, draw(st.sampled_from(scores)), draw(st.sampled_from([Pool.TOKEN, Pool.EMA])), gains)
+                loop(
+                    at,
+                    draw(st.sampled_from(scores)),
+                    draw(st.sampled_from([ScorePooling.TOKEN, ScorePooling.EMA])),
+                    gains,
+                )
             )
             conditions.append(at)
             at += 3
             continue
-        code = mode | draw(st.sampled_from(Pool)) | draw(st.sampled_from([0, GateFlag.BELOW]))
+        code = mode | draw(st.sampled_from(ScorePooling)) | draw(st.sampled_from([0, GateFlag.BELOW]))
         numbers = number(-1, 1), draw(st.sampled_from([0.0, 0.3173])), number(0.3, 3), number(0.05, 1)
         entries.append(leaf(at, draw(st.sampled_from(scores)), code, numbers))
         conditions.append(at)

@@ -23,8 +23,8 @@ from headgate.steering.programs.codes import (
     GateFlag,
     GateScope,
     Mode,
-    Pool,
     ScoreKind,
+    ScorePooling,
     TokenFlag,
     UnitFunction,
     with_change,
@@ -110,11 +110,11 @@ def test_units_make_scores_together_with_others_between(before):
     in_steps([*program, gated(OPERATIONS["linear"], 33)])
 
 
-@pytest.mark.parametrize("pool", list(Pool), ids=lambda pool: pool.name)
+@pytest.mark.parametrize("pool", list(ScorePooling), ids=lambda pool: pool.name)
 def test_each_leaf_is_its_formula(pool):
     modes = [mode for mode in Mode if mode != Mode.PID]
     kinds = list(itertools.product(modes, [0, GateFlag.BELOW], [0.0, 0.4]))
-    if pool != Pool.TOKEN:
+    if pool != ScorePooling.TOKEN:
         kinds = [(Mode.BINARY, 0, 0.4), (Mode.PROPORTIONAL, GateFlag.BELOW, 0.4)]
     leaves = [
         leaf(1 + 3 * at, 0, pool | mode | below, (0.1, hysteresis, 1.7, 0.3))
@@ -123,7 +123,7 @@ def test_each_leaf_is_its_formula(pool):
     in_steps([score(0, params=(2.0, 0, 0.05)), *leaves])
 
 
-@pytest.mark.parametrize("pool", [Pool.TOKEN, Pool.EMA], ids=lambda pool: pool.name)
+@pytest.mark.parametrize("pool", [ScorePooling.TOKEN, ScorePooling.EMA], ids=lambda pool: pool.name)
 def test_each_control_loop_is_its_formula(pool):
     gains = [(0.5, 0.0, 0.0), (0.0, 0.4, 0.0), (0.0, 0.0, 0.7), (0.6, 0.3, -0.2), (-0.5, -0.3, 0.1)]
     program = [score(0, params=(2.0, 0, 0.05))]
@@ -270,9 +270,9 @@ def test_rejected_drafts_leave_the_states_of_the_last_row_that_counts(composed, 
 
 
 def test_rows_are_the_same_however_a_prompt_is_cut():
-    program = [score(0), *(leaf(1 + 3 * at, 0, pool, (0.1, 0.3, 1, 0.2)) for at, pool in enumerate(Pool))]
+    program = [score(0), *(leaf(1 + 3 * at, 0, pool, (0.1, 0.3, 1, 0.2)) for at, pool in enumerate(ScorePooling))]
     program += [gate(13 + 3 * at, 1 + 3 * at, scope) for at, scope in enumerate([*GateScope, GateScope.REST])]
-    program += [loop(25, 0), loop(28, 0, Pool.EMA), gate(31, 25), gate(34, 28, GateScope.NEXT)]
+    program += [loop(25, 0), loop(28, 0, ScorePooling.EMA), gate(31, 25), gate(34, 28, GateScope.NEXT)]
     program += [gated(OPERATIONS["linear"], column) for column in (13, 16, 19, 22, 31, 34)]
     request = Request(1, 3, 7, 1)
 
@@ -327,7 +327,10 @@ def test_a_step_of_one_row_each_needs_one_launch(monkeypatch):
 
 
 def test_a_program_may_change_within_the_rows_of_a_request():
-    programs = [[*STRENGTH, gated(OPERATIONS["add"], 4)], [score(0), leaf(1, 0, Pool.EMA), gate(4, 1, GateScope.REST)]]
+    programs = [
+        [*STRENGTH, gated(OPERATIONS["add"], 4)],
+        [score(0), leaf(1, 0, ScorePooling.EMA), gate(4, 1, GateScope.REST)],
+    ]
     rows, flags = [1, 1, 2, 2, 0, 2], int(TokenFlag.IS_SCANNED)
     example = Example(programs, rows, 24)
     states = torch.randn(1, NUM_COLUMNS, device=DEVICE)

@@ -20,7 +20,7 @@ from rich.table import Table
 from headgate.capture.engine import vllm_names
 from headgate.capture.engine.compiler.inductor import KERNELS, LOWERING, missing_symbols
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
-from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
+from headgate.capture.engine.model.layer_structure import LayerStructure, analyse_layer
 from headgate.capture.engine.setup.engine_settings import Refusal, Served, applying
 from headgate.capture.engine.setup.settings import OUR_KEY
 from headgate.capture.engine.setup.site_shapes import declared_shapes
@@ -174,20 +174,20 @@ def examine(model: str) -> ModelReport:
         dtype=config.model_config.dtype,
         max_tokens=config.scheduler_config.max_num_batched_tokens,
         hooks=tuple(_hooks(parent, analysed, stream, declared_shapes(config, len(layers), stream))),
-        absent={hook: why for _, layout in reversed(analysed) for hook, why in layout.absent.items()},
+        absent={hook: why for _, structure in reversed(analysed) for hook, why in structure.absent.items()},
     )
 
 
 def _hooks(
     parent: torch.nn.Module,
-    analysed: list[tuple[torch.nn.Module, LayerLayout]],
+    analysed: list[tuple[torch.nn.Module, LayerStructure]],
     stream: SiteShape,
     shapes: Mapping[Site, SiteShape],
 ) -> Iterator[HookReport]:
     found: dict[HookPoint, list[tuple[str, SiteShape]]] = {}
-    for index, (layer, layout) in enumerate(analysed):
-        places = submodule_places(layout, layer)
-        for hook in layout.hooks:
+    for index, (layer, structure) in enumerate(analysed):
+        places = submodule_places(structure, layer)
+        for hook in structure.hooks:
             at = f".{places[hook].module}" if hook in places else ""
             shape = shapes.get(Site(index, hook), stream)
             found.setdefault(hook, []).append((f"{type(layer).__name__}{at}", shape))

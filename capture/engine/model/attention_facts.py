@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headgate.capture.engine import vllm_names
-from headgate.capture.engine.model.layer_layout import analyse_layer
+from headgate.capture.engine.model.layer_structure import analyse_layer
 from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.engine.vllm_types import ModelConfig
 from headgate.capture.schema.consumer import AttentionFacts, ModelInfo

@@ -1,4 +1,4 @@
-"""The parts of a model that have hook points: its decoder layers, each with its `layer_layout`, and the last norm."""
+"""Modules of a model that have hook points: its decoder layers, each with its `layer_structure`, and the last norm."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import inspect
 from torch import nn
 
 from headgate.capture.engine import vllm_names
-from headgate.capture.engine.model.layer_layout import HIDDEN_NAMES, LayerLayout, analyse_layer
+from headgate.capture.engine.model.layer_structure import HIDDEN_NAMES, LayerStructure, analyse_layer
 from headgate.capture.engine.model.symbolic_forward import parse_function
 from headgate.capture.engine.model.symbols import Key, is_norm
 from headgate.capture.schema.errors import UnsupportedError
 
-__all__ = ["Key", "LayerLayout", "analyse_layer", "find_decoder_stack", "find_final_norm"]
+__all__ = ["Key", "LayerStructure", "analyse_layer", "find_decoder_stack", "find_final_norm"]
 
 
 def find_decoder_stack(model: nn.Module) -> tuple[nn.Module, str, list[tuple[int, nn.Module]]]:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headgate.capture.engine.model.inner_places import HookPlace
-from headgate.capture.engine.model.layer_layout import LayerLayout
+from headgate.capture.engine.model.layer_structure import LayerStructure
 from headgate.capture.engine.model.symbols import Key
 from headgate.capture.engine.site_action import SiteAction, SiteValue
 from headgate.capture.schema.errors import UnsupportedError
@@ -99,15 +99,15 @@ def chained(runs: Sequence[Run]) -> Run:
 
 
 def layer_forward(
-    layout: LayerLayout, runs: Runs, params: Sequence[str], repays: tuple[Run, ...] = ()
+    structure: LayerStructure, runs: Runs, params: Sequence[str], repays: tuple[Run, ...] = ()
 ) -> ForwardFactory:
     """Forward of a decoder layer with `pre_attn` at its input, and `mlp_out` and `post_mlp` at its output.
 
     What was done to the mid stream where only the MLP sees it is done to the stream by `repays`, before the output.
     """
     pre = runs.get(HookPoint.PRE_ATTN)
-    enter = _enter(layout, chained(pre), params) if pre else None
-    leave = _leave_pair(runs, repays) if layout.style == "pair" else _leave_single(runs, repays)
+    enter = _enter(structure, chained(pre), params) if pre else None
+    leave = _leave_pair(runs, repays) if structure.style == "pair" else _leave_single(runs, repays)
 
     def factory(base: type[nn.Module]) -> Forward:
         def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Output:
@@ -120,9 +120,9 @@ def layer_forward(
     return factory
 
 
-def _enter(layout: LayerLayout, run: Run, params: Sequence[str]) -> Enter:
+def _enter(structure: LayerStructure, run: Run, params: Sequence[str]) -> Enter:
     """The input of a layer. The first layer of a pair gets the stream alone, without a residual."""
-    hook, hidden_name, residual_name = HookPoint.PRE_ATTN.value, layout.hidden, layout.residual or ""
+    hook, hidden_name, residual_name = HookPoint.PRE_ATTN.value, structure.hidden, structure.residual or ""
     hidden_at, residual_at = (params.index(name) if name else -1 for name in (hidden_name, residual_name))
 
     def enter(self: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -37,7 +37,7 @@ from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.registry import load_configured, load_readouts
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.session import CaptureSession, open_session
-from headgate.capture.staging.column_parts import ColumnParts
+from headgate.capture.staging.column_shards import ColumnShards
 from headgate.capture.staging.readouts import BoundReadout, Function, bind, row_cost
 from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing, most_part_rows
 
@@ -119,7 +119,7 @@ def check_capture(
     sites: Sequence[Site],
     facts: WorkerFacts,
     run: Callable[[int], object],
-    columns: ColumnParts | None = None,
+    columns: ColumnShards | None = None,
 ) -> None:
     """Drive one dummy step of a few tokens and one of a single token, and check what arrived in the ring.
 
@@ -229,7 +229,7 @@ class CapturePart(WorkerHooks):
         self._sites: tuple[Site, ...] = ()
         self._readouts: tuple[ReadoutSite, ...] = ()
         self._staging: StagingRing | None = None
-        self._columns: ColumnParts | None = None
+        self._columns: ColumnShards | None = None
         self._session: CaptureSession | None = None
         self._run_counts: torch.Tensor | None = None
 
@@ -244,7 +244,7 @@ class CapturePart(WorkerHooks):
         split = {site: shape for site in self._sites if (shape := facts.model.shape(site)).shard == "columns"}
         if split:
             places = {site: index for index, site in enumerate(self._sites)}
-            self._columns = ColumnParts(
+            self._columns = ColumnShards(
                 split,
                 num_ranks=facts.tp_size,
                 max_tokens=facts.max_tokens,

@@ -23,7 +23,7 @@ from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.attention_facts import attention_facts
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.inner_places import HookPlace
-from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
+from headgate.capture.engine.model.layer_structure import LayerStructure, analyse_layer
 from headgate.capture.engine.setup.hosts import SETUP_RPC, action_target, network_keys, worker_setup
 from headgate.capture.engine.setup.settings import compiler_config, model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import refuse_unsupported_settings
@@ -228,16 +228,16 @@ _UNFUSED = INNER_HOOKS | {HookPoint.ATTN_IN, HookPoint.HOOK_Z}
 
 
 def _check_hooks(where: str, layer: nn.Module, wanted: Wanted, layers: Sequence[tuple[int, nn.Module]]) -> None:
-    layout = analyse_layer(type(layer), layer)
-    missing = next((hook for hook in wanted if hook not in layout.hooks), None)
+    structure = analyse_layer(type(layer), layer)
+    missing = next((hook for hook in wanted if hook not in structure.hooks), None)
     if missing is None:
         return
-    why = f": {layout.absent[missing]}" if missing in layout.absent else ""
+    why = f": {structure.absent[missing]}" if missing in structure.absent else ""
     others = list(_layers_with(missing, layers))
     elsewhere = f" Layers of this stage with {missing}: {others}." if others else ""
     raise UnsupportedError(
         f"{where} ({type(layer).__name__}) has no hook point {missing}{why}; it has "
-        f"{', '.join(sorted(layout.hooks))}.{elsewhere} Take {missing} out of the configured sites"
+        f"{', '.join(sorted(structure.hooks))}.{elsewhere} Take {missing} out of the configured sites"
     )
 
 
@@ -257,20 +257,20 @@ def _install_layer(
     is_first: bool,
     num_ranks: int,
 ) -> None:
-    layout = analyse_layer(type(layer), layer)
-    _check_shapes(f"{where} ({type(layer).__name__})", layout, shapes, num_ranks)
+    structure = analyse_layer(type(layer), layer)
+    _check_shapes(f"{where} ({type(layer).__name__})", structure, shapes, num_ranks)
     parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
     wanted = {**wanted} | {hook: _unfused(actions) for hook, actions in wanted.items() if hook in _UNFUSED}
-    wanted, early_places = _place_around_mid_norm(layout, wanted, is_first=is_first)
-    places = submodule_places(layout, layer) | early_places
+    wanted, early_places = _place_around_mid_norm(structure, wanted, is_first=is_first)
+    places = submodule_places(structure, layer) | early_places
     for name in dict.fromkeys(place.module for place in places.values()):
         taken = [(hook, place) for hook, place in places.items() if hook in wanted and place.module == name]
         if taken:
             _install_module(layer, name, taken, wanted)
     own = {hook: forward_wrappers.attach(layer, hook, wanted[hook]) for hook in wanted if hook not in places}
-    reapplied = reapplied_runs(layout, layer, wanted.get(HookPoint.POST_ATTN, ()))
+    reapplied = reapplied_runs(structure, layer, wanted.get(HookPoint.POST_ATTN, ()))
     if own or reapplied:
-        forward_wrappers.swap_class(layer, forward_wrappers.layer_forward(layout, own, parameters, reapplied))
+        forward_wrappers.swap_class(layer, forward_wrappers.layer_forward(structure, own, parameters, reapplied))
 
 
 def _install_module(layer: nn.Module, name: str, taken: Sequence[tuple[HookPoint, HookPlace]], wanted: Wanted) -> None:
@@ -290,14 +290,14 @@ def _install_module(layer: nn.Module, name: str, taken: Sequence[tuple[HookPoint
         )
 
 
-def _check_shapes(where: str, layout: LayerLayout, shapes: Mapping[HookPoint, SiteShape], num_ranks: int) -> None:
+def _check_shapes(where: str, structure: LayerStructure, shapes: Mapping[HookPoint, SiteShape], num_ranks: int) -> None:
     """Compare shapes that all processes share with what the layer's modules show.
 
     Raises:
         UnsupportedError: If they differ.
     """
     for hook, shape in shapes.items():
-        if (place := layout.inner.get(hook)) is None or not place.width:
+        if (place := structure.inner.get(hook)) is None or not place.width:
             continue
         is_split = bool(place.whole_width) and place.width != place.whole_width
         whole = place.whole_width or shape.width
@@ -311,10 +311,10 @@ def _check_shapes(where: str, layout: LayerLayout, shapes: Mapping[HookPoint, Si
 
 
 def _place_around_mid_norm(
-    layout: LayerLayout, wanted: Wanted, *, is_first: bool
+    structure: LayerStructure, wanted: Wanted, *, is_first: bool
 ) -> tuple[Wanted, dict[HookPoint, HookPlace]]:
     """Choose how actions around a fused mid norm run: before attention where all can, with the places; else unfused."""
-    if layout.mid_residual is None:
+    if structure.mid_residual is None:
         mid = [replace(action, run=action.run_and_keep or action.run) for action in wanted.get(HookPoint.POST_ATTN, ())]
         return {**wanted, HookPoint.POST_ATTN: mid} if mid else wanted, {}
     chosen, places = dict(wanted), {}
@@ -323,9 +323,9 @@ def _place_around_mid_norm(
         early = [
             replace(action, run=action.before_attention) for action in actions if action.before_attention is not None
         ]
-        if layout.first_norm is not None and not is_first and actions and len(early) == len(actions):
+        if structure.first_norm is not None and not is_first and actions and len(early) == len(actions):
             chosen[hook] = early
-            places[hook] = HookPlace(module=layout.first_norm, result=1)
+            places[hook] = HookPlace(module=structure.first_norm, result=1)
         elif actions:
             chosen[hook] = _unfused(actions)
     return chosen, places
@@ -336,10 +336,10 @@ def _unfused(actions: Sequence[SiteAction]) -> list[SiteAction]:
 
 
 def reapplied_runs(
-    layout: LayerLayout, layer: nn.Module, actions: Sequence[SiteAction]
+    structure: LayerStructure, layer: nn.Module, actions: Sequence[SiteAction]
 ) -> tuple[forward_wrappers.Run, ...]:
     """Attach the actions that must act on the stream again: a module reads the mid stream without passing it on."""
-    if layout.mid_residual is not None:
+    if structure.mid_residual is not None:
         return ()
     changing = sorted(
         (action for action in actions if action.reapply_to_residual is not None), key=lambda action: action.order
@@ -348,28 +348,30 @@ def reapplied_runs(
     return tuple(action.reapply_to_residual for action in changing if action.reapply_to_residual is not None)
 
 
-def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, HookPlace]:
+def submodule_places(structure: LayerStructure, layer: nn.Module) -> dict[HookPoint, HookPlace]:
     """Return the hook points that are taken at submodules of `layer` and not at `layer`, in the forward's order."""
     places: dict[HookPoint, HookPlace] = {}
-    is_pair = layout.style == "pair"
-    scale = float(getattr(layer, layout.branch_scale)) if layout.branch_scale else None
-    if layout.attn:
-        places[HookPoint.ATTN_IN] = HookPlace(module=layout.attn, value=layout.attn_input)
-    places |= layout.inner
-    if layout.attn_branch and not is_pair:
-        places[HookPoint.ATTN_OUT] = HookPlace(module=layout.attn_branch, scale=scale)
-    if layout.mid:
-        addend = layout.mid_residual if is_pair else None
+    is_pair = structure.style == "pair"
+    scale = float(getattr(layer, structure.branch_scale)) if structure.branch_scale else None
+    if structure.attn:
+        places[HookPoint.ATTN_IN] = HookPlace(module=structure.attn, value=structure.attn_input)
+    places |= structure.inner
+    if structure.attn_branch and not is_pair:
+        places[HookPoint.ATTN_OUT] = HookPlace(module=structure.attn_branch, scale=scale)
+    if structure.mid:
+        addend = structure.mid_residual if is_pair else None
         if is_pair:
-            places[HookPoint.ATTN_OUT] = HookPlace(module=layout.mid, value=layout.mid_input, carry=addend)
-        places[HookPoint.POST_ATTN] = HookPlace(module=layout.mid, value=layout.mid_input, addend=addend, carry=addend)
-    if layout.mlp_in_is_norm_output and layout.mid_norm:
-        places[HookPoint.MLP_IN] = HookPlace(module=layout.mid_norm)
-    elif layout.mlp:
-        places[HookPoint.MLP_IN] = HookPlace(module=layout.mlp, value=layout.mlp_input)
-    if layout.mlp_branch and not is_pair:
-        places[HookPoint.MLP_OUT] = HookPlace(module=layout.mlp_branch, scale=scale)
-    return {hook: place for hook, place in places.items() if hook in layout.hooks}
+            places[HookPoint.ATTN_OUT] = HookPlace(module=structure.mid, value=structure.mid_input, carry=addend)
+        places[HookPoint.POST_ATTN] = HookPlace(
+            module=structure.mid, value=structure.mid_input, addend=addend, carry=addend
+        )
+    if structure.mlp_in_is_norm_output and structure.mid_norm:
+        places[HookPoint.MLP_IN] = HookPlace(module=structure.mid_norm)
+    elif structure.mlp:
+        places[HookPoint.MLP_IN] = HookPlace(module=structure.mlp, value=structure.mlp_input)
+    if structure.mlp_branch and not is_pair:
+        places[HookPoint.MLP_OUT] = HookPlace(module=structure.mlp_branch, scale=scale)
+    return {hook: place for hook, place in places.items() if hook in structure.hooks}
 
 
 def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> None:

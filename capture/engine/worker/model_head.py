@@ -32,7 +32,7 @@ _PRECISION = "head_dtype"
 """Attribute of vLLM's `LogitsProcessor`: dtype of the head's product, of the model if None."""
 
 
-class HeadParts:
+class HeadShards:
     """All parts of a head that tensor-parallel ranks share, on the first of them.
 
     Every rank makes one at the same point of the start.
@@ -201,7 +201,7 @@ class VllmHead:
         model: The model that the runner has.
         norm: Its final norm.
         device: Where it is.
-        ranks: With tensor parallelism, the collective of `HeadParts`, the number of this rank, and the worker.
+        ranks: With tensor parallelism, the collective of `HeadShards`, the number of this rank, and the worker.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class VllmHead:
         processors = [module for module in model.modules() if isinstance(module, processor)]
         row = torch.ones(1, config.model_config.get_hidden_size(), dtype=self.dtype, device=device)
         if ranks is not None:
-            self._compute = partial(HeadParts(model, processors, self.norm(row), *ranks).compute, self._compute)
+            self._compute = partial(HeadShards(model, processors, self.norm(row), *ranks).compute, self._compute)
         if self.dtype is not torch.float32:
             self._wide = [module for module in processors if _PRECISION in vars(module)]
             reason = None if self._wide else "this vLLM computes heads in no other"
@@ -278,7 +278,7 @@ def find_head(
         model: The model that the runner has.
         parent: Owner of the list of decoder layers.
         device: Where the model is.
-        gather: Collective of the tensor-parallel ranks; see `HeadParts`.
+        gather: Collective of the tensor-parallel ranks; see `HeadShards`.
         rank: Of this worker among them.
         worker: vLLM's.
 

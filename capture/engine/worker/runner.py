@@ -98,8 +98,8 @@ def _completing(kind: type[AsyncRunnerOutput]) -> type[AsyncRunnerOutput]:
     return Completing
 
 
-class BatchLayout(Protocol):
-    """The layout of a step's batch in one generation of the model runner."""
+class BatchReader(Protocol):
+    """Reads how a step's batch is laid out, in one generation of the model runner."""
 
     method: str
     """Name of the runner's method that lays out a step's inputs."""
@@ -251,7 +251,7 @@ def dummy_rows_routed(runner: Any) -> Iterator[None]:
             batch.make_dummy = kept
 
 
-def layout_of(runner: ModelRunner) -> BatchLayout:
+def batch_reader_of(runner: ModelRunner) -> BatchReader:
     """Choose the layout reader for `runner`'s generation."""
     is_v2 = type(runner).__module__.startswith(V2_RUNNER_MODULES)
     return V2Layout() if is_v2 else V1Layout(cast("ModelRunnerV1", runner))
@@ -388,7 +388,7 @@ class RunnerAdapter:
         """Readings of the step that was launched last, until its output is there."""
         self._is_to_follow_up = False
         """Whether a step was launched that no part has followed up yet: its sampling comes first."""
-        self._layout, self._stages = layout_of(runner), StageMessages(parts)
+        self._layout, self._stages = batch_reader_of(runner), StageMessages(parts)
         self._live: set[str] = set()
         self._ended: set[str] = set()
         """Without further steps; how they ended is said later, since only the front end knows."""

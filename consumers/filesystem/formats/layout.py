@@ -49,7 +49,7 @@ class MessagePlace(msgspec.Struct, frozen=True):
     stop: int
 
 
-Pool = Literal["token", "last_prompt"]
+RowPooling = Literal["token", "last_prompt"]
 """Rows of a request whose scores decide whether it is recorded: each but that of position 0, whose token sees nothing
 before it and whose row is many times as long as others; or that of the prompt's last token."""
 
@@ -76,7 +76,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
     site: str
     above: float
-    pool: Pool
+    pool: RowPooling
     num_scored: int
     num_not_finite: int
     num_fired: int
@@ -444,7 +444,7 @@ class TensorRef:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredPart:
+class StoredStage:
     """One request as it lies in the files of one pipeline stage.
 
     Attributes:

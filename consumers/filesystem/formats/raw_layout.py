@@ -23,7 +23,7 @@ from headgate.consumers.filesystem.formats.layout import (
     Finished,
     Sidecar,
     Stored,
-    StoredPart,
+    StoredStage,
     TensorRef,
     payload_of,
     read_sidecar,
@@ -70,7 +70,7 @@ def _sidecar_file(finished: Finished, site: Site) -> Iterator[memoryview]:
     yield memoryview(msgspec.json.encode(document))
 
 
-def read_raw_folder(source: Source, folder: str) -> StoredPart | None:
+def read_raw_folder(source: Source, folder: str) -> StoredStage | None:
     """Read a folder of this layout; None if another program wrote it.
 
     Raises:
@@ -92,7 +92,7 @@ def read_raw_folder(source: Source, folder: str) -> StoredPart | None:
         raise CaptureFileError(f"{folder}: damaged: the sidecars of its sites contradict each other")
     columns = {key: _column(first, key, sidecar.num_rows, folder) for key in (POSITIONS, TOKEN_IDS)}
     tensors = {name: _tensor_ref(source, folder, sidecar, name) for name in sidecar.sites}
-    return StoredPart(
+    return StoredStage(
         layout="raw",
         sidecar=sidecar,
         paths=tuple(ref.path for ref in tensors.values()),

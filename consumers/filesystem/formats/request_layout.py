@@ -24,7 +24,7 @@ from headgate.consumers.filesystem.formats.layout import (
     TOKEN_IDS,
     Finished,
     Stored,
-    StoredPart,
+    StoredStage,
     TensorRef,
     payload_of,
     sidecar_from_strings,
@@ -74,7 +74,7 @@ def _buffers(finished: Finished) -> Iterator[memoryview]:
         yield from finished.rows.pieces[Site.parse(site)]
 
 
-def read_request_file(source: Source, path: str) -> StoredPart | None:
+def read_request_file(source: Source, path: str) -> StoredStage | None:
     """Read a file of this layout; None if it is a whole safetensors file of another program.
 
     Raises:
@@ -91,7 +91,7 @@ def read_request_file(source: Source, path: str) -> StoredPart | None:
     if found != expected:
         raise CaptureFileError(f"{path}: damaged: tensors {found}, metadata says {expected}")
     positions, token_ids = tensors.pop(POSITIONS), tensors.pop(TOKEN_IDS)
-    return StoredPart(
+    return StoredStage(
         layout="request", sidecar=sidecar, paths=(path,), tensors=tensors, positions=positions, token_ids=token_ids
     )
 

@@ -39,7 +39,7 @@ from headgate.consumers.filesystem.formats.layout import (
     Finished,
     Sidecar,
     Stored,
-    StoredPart,
+    StoredStage,
     TensorRef,
     payload_of,
     read_sidecar,
@@ -263,7 +263,7 @@ def index_line(sidecar: Sidecar, start: int, stop: int) -> bytes:
     return _CHECK_START + f"{zlib.crc32(rest):08x}".encode() + _CHECK_END + rest + b"\n"
 
 
-def read_shard(source: Source, folder: str) -> Iterator[StoredPart]:
+def read_shard(source: Source, folder: str) -> Iterator[StoredStage]:
     """Read the requests of a shard, those of a shard that still grows included; none of one that is being uploaded.
 
     Raises:
@@ -335,7 +335,7 @@ def _checked(line: bytes) -> dict[str, Any] | None:
 
 def _part(
     source: Source, folder: str, shared: Mapping[str, Any], entry: dict[str, Any], sizes: dict[str, int]
-) -> StoredPart:
+) -> StoredStage:
     with refusing(folder, CaptureFileError, "damaged: the index has no rows of a request"):
         start, stop = msgspec.convert(entry.pop("rows"), tuple[int, int])
         if not 0 <= start <= stop:
@@ -354,7 +354,7 @@ def _part(
             raise CaptureFileError(f"{path}: partial: {sizes[path]} bytes, the index speaks of more")
         return ref
 
-    return StoredPart(
+    return StoredStage(
         layout="shards",
         sidecar=sidecar,
         paths=(folder,),

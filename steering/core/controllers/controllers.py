@@ -42,7 +42,7 @@ from headgate.steering.core.controllers.coefficients import Actuation, Coefficie
 from headgate.steering.core.controllers.contents import FIELD, Contents, Drives, Static, demand_of_both
 from headgate.steering.core.gates import GateContent
 from headgate.steering.core.state import SteeringState
-from headgate.steering.gates.gate import AppliesTo, GateLayout, InlineProbe, ScoreColumn, Selection
+from headgate.steering.gates.gate import AppliesTo, GateColumns, InlineProbe, ScoreColumn, Selection
 from headgate.steering.gates.lowering import Score, check_site, probe_entries
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource, Note, Writes
@@ -147,7 +147,7 @@ def make_reader(
         reading = InlineProbe(site=probe.site, weight=probe.weight[0], bias=0.0, is_cosine=False, where=where)
         scores.append(ScoreColumn(f"{name}.{probe_name}", reading, column))
     program = Program.from_entries(entries, content.dtype)
-    source = GateSource(GateLayout(tuple(scores), (), len(scores)), frozenset(), _NOTHING, program.key)
+    source = GateSource(GateColumns(tuple(scores), (), len(scores)), frozenset(), _NOTHING, program.key)
     named = dict(zip(probes, (score.column for score in scores), strict=True))
     numbers = dict(zip(probes, range(first, columns.size), strict=False))
     return ControllerProbes(name, applies_to, named, numbers, program, source)
@@ -177,7 +177,7 @@ class RunningController(NamedTuple):
             "name": self.name,
             "entry_point": self.spec.name,
             "applies_to": self.spec.applies_to,
-            "probes": [score.name for score in self.reader.source.layout.scores],
+            "probes": [score.name for score in self.reader.source.columns.scores],
             "budget_ms": self.spec.budget_ms,
             "steps": figures.steps,
             "skipped": figures.skipped,

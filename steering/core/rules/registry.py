@@ -18,17 +18,17 @@ from headgate.steering.gates.gate import (
     ConditionGroup,
     FeatureReading,
     Gate,
-    GateLayout,
+    GateColumns,
     NamedProbe,
     Negation,
     Reading,
     Rule,
     Then,
-    layout_of,
+    columns_of,
     rule_key,
 )
 from headgate.steering.gates.trace import GateSource
-from headgate.steering.programs.codes import GateScope, Mode, Pool
+from headgate.steering.programs.codes import GateScope, Mode, ScorePooling
 from headgate.steering.programs.operations import ModuleVector
 from headgate.steering.programs.program import Program
 
@@ -57,9 +57,9 @@ class KeptRule:
     sha256: str
 
     @property
-    def layout(self) -> GateLayout:
+    def columns(self) -> GateColumns:
         """Its columns."""
-        return self.source.layout
+        return self.source.columns
 
     @property
     def name(self) -> str:
@@ -69,13 +69,13 @@ class KeptRule:
     @property
     def first(self) -> int:
         """The first of its columns."""
-        columns = [*(score.column for score in self.layout.scores), *(gate.first for gate in self.layout.gates)]
+        columns = [*(score.column for score in self.columns.scores), *(gate.first for gate in self.columns.gates)]
         return min(columns)
 
     @property
     def end(self) -> int:
         """The column after its last one."""
-        return self.first + self.layout.num_columns
+        return self.first + self.columns.num_columns
 
     @property
     def demand(self) -> Demand:
@@ -116,7 +116,7 @@ class KeptRule:
             "then": _then(gate.then),
             "scope": _SCOPES[gate.scope],
             "strength": _strength(gate),
-            "probes": [score.name for score in self.layout.scores],
+            "probes": [score.name for score in self.columns.scores],
             "sites": list(dict.fromkeys(site.name for site in self.decode.sites)),
             "observes": gate.then.observes,
             "sha256": self.sha256,
@@ -139,7 +139,7 @@ def kept_rule(rule: Rule, programs: tuple[Program, Program], bare: tuple[Program
         rule=rule,
         prefill=programs[0],
         decode=programs[1],
-        source=GateSource.of(layout_of([rule.gate], first), programs),
+        source=GateSource.of(columns_of([rule.gate], first), programs),
         sha256=digest.hexdigest(),
     )
 
@@ -228,7 +228,7 @@ class RuleRegistry:
                 "name",
                 f"{len(others)} rules are registered, the most that may; unregister one, or raise --max-steering-rules",
             )
-        count, at = layout_of([rule.gate]).num_columns, self._first
+        count, at = columns_of([rule.gate]).num_columns, self._first
         for other in others:
             if other.first - at >= count:
                 break
@@ -315,8 +315,9 @@ def _when(condition: Condition) -> Any:
         found["below" if condition.is_below else "above"] = condition.threshold
     if condition.hysteresis:
         found["hysteresis"] = condition.hysteresis
-    if condition.pool is not Pool.TOKEN:
-        found["pool"] = {"ema": condition.alpha} if condition.pool is Pool.EMA else condition.pool.name.lower()
+    if condition.pooling is not ScorePooling.TOKEN:
+        is_average = condition.pooling is ScorePooling.EMA
+        found["pool"] = {"ema": condition.alpha} if is_average else condition.pooling.name.lower()
     return found
 
 

@@ -90,12 +90,12 @@ class CountedRequest:
         self._may_be_counted = may_be_counted
         self.latches = {
             key: column.column
-            for column in self.source.layout.gates
+            for column in self.source.columns.gates
             if (key := latch_keys.get(column.gate.name)) is not None
         }
         self.num_prompt = num_prompt
-        self._columns = self.source.columns
-        self.counted = CountedGates([gate.gate.name for gate in source.layout.gates], self._columns)
+        self._columns = self.source.strength_columns
+        self.counted = CountedGates([gate.gate.name for gate in source.columns.gates], self._columns)
 
     @property
     def is_countable(self) -> bool:
@@ -511,13 +511,13 @@ class RequestReadings:
         scores = {name: value(*found) for name, found in _scores(sources).items()} if is_traced else {}
         shown: dict[str, RowValue] = {}
         written: list[RowValue] = []
-        for gate in own_gates.layout.gates:
+        for gate in own_gates.columns.gates:
             number = self._number(self._counts.name_of(gate.gate.name), is_rule=False)
             shown[gate.gate.name] = value(own_gates, gate.column + 1)
             written.append(value(own_gates, gate.column, own_gates.whose(gate.column), number))
         for rule in rules:
             number, observes = self._number(rule.name, is_rule=True), rule.rule.gate.then.observes
-            for gate in rule.source.layout.gates:
+            for gate in rule.source.columns.gates:
                 source, column, name = rule.source, gate.column, _unused(gate.gate.name, shown)
                 shown[name] = value(source, column + 1, name=number if observes else UNCOUNTED)
                 written.append(value(source, column, source.whose(column), UNCOUNTED if observes else number))
@@ -548,7 +548,7 @@ def _scores(sources: Iterable[GateSource]) -> dict[str, tuple[GateSource, int]]:
     readings: dict[str, Reading] = {}
     found: dict[str, tuple[GateSource, int]] = {}
     for source in sources:
-        for score in source.layout.scores:
+        for score in source.columns.scores:
             if isinstance(score.reading, NamedProbe) and isinstance(readings.get(score.name), NamedProbe):
                 continue
             name = _unused(score.name, found)

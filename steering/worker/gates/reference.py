@@ -31,7 +31,7 @@ from headgate.steering.programs.codes import (
     P3,
     P4,
     P5,
-    POOL_MASK,
+    POOLING_MASK,
     READ,
     READ_SCALE,
     SCOPE_MASK,
@@ -47,8 +47,8 @@ from headgate.steering.programs.codes import (
     GateScope,
     InputNorm,
     Mode,
-    Pool,
     ScoreKind,
+    ScorePooling,
     TokenFlag,
     UnitFunction,
     change_index,
@@ -205,7 +205,7 @@ def _columns_at_site(codes: Entries) -> list[int]:
 def _leaf(code: int, params: Sequence[float], s: Float32Rows, m: Float32Rows, flags: int) -> None:
     c = change_index(code)
     before = float(m[c + 1])
-    value = _pooled(code & POOL_MASK, float(s[int(params[P4])]), params[P3], m[c + 1 : c + 3], flags)
+    value = _pooled(code & POOLING_MASK, float(s[int(params[P4])]), params[P3], m[c + 1 : c + 3], flags)
     if code & MODE_MASK == Mode.PID:
         acts = bool(flags & (TokenFlag.ENDS_PROMPT | TokenFlag.IS_GENERATED)) and math.isfinite(value)
         s[c] = _controlled(params, value, before, m[c : c + 1]) if acts else 0.0
@@ -239,16 +239,16 @@ def _controlled(params: Sequence[float], value: float, before: float, integral: 
     return strength
 
 
-def _pooled(pool: int, score: float, alpha: float, kept: Float32Rows, flags: int) -> float:
+def _pooled(pooling: int, score: float, alpha: float, kept: Float32Rows, flags: int) -> float:
     """Return the pooled score of a row, NaN if there is none yet; `kept` are a leaf's sum and count, ``[2]``."""
     before, count = float(kept[0]), float(kept[1])
-    if pool == Pool.TOKEN:
+    if pooling == ScorePooling.TOKEN:
         return score
-    if pool == Pool.EMA:
+    if pooling == ScorePooling.EMA:
         kept[0] = score if math.isnan(before) else (1 - alpha) * before + alpha * score
         return float(kept[0])
     is_last, is_generated = bool(flags & TokenFlag.ENDS_PROMPT), bool(flags & TokenFlag.IS_GENERATED)
-    if pool == Pool.LAST_PROMPT:
+    if pooling == ScorePooling.LAST_PROMPT:
         if is_last:
             kept[0] = score
     elif not is_generated:

@@ -197,9 +197,9 @@ def test_operations_act_at_sites_of_any_width_and_saes_are_encoded_at_those_of_t
     site, facts = Site(1, HookPoint.HOOK_Z), {"num_layers": 2, "hidden_size": 8, "dtype": "float32"}
     wide, split = SiteShape(12, "float32"), SiteShape(8, "float32", "columns", 2)
 
-    for shape, part in ((wide, 0), (split, 2)):
+    for shape, rank_width in ((wide, 0), (split, 2)):
         found = SteeringConfig(op_sites={"hook_z": [1]}).steerable(**facts, shapes={site: shape})
-        assert (found.width(site), found.row_size, found.part(site)) == (shape.width, shape.width, part)
+        assert (found.width(site), found.row_size, found.rank_width(site)) == (shape.width, shape.width, rank_width)
         assert (found.why_unread(site) is None) == (shape is wide)
     config = encoded(tmp_path, TinySae(width=8), site=site.name)
     with pytest.raises(ConfigError, match=r"sae_encode .*1.hook_z has rows of 12 values; .* 8 values, the hidden size"):
@@ -220,10 +220,10 @@ def test_rows_are_gathered_at_sites_that_are_declared_or_read(tmp_path: Path) ->
 
     assert found.op_sites == (keys, Site(0, HookPoint.HOOK_Z), stream, heads, neurons)
     assert found.gathered == {heads, neurons, keys}
-    assert {found.part(site) for site in found.op_sites} == {0}
+    assert {found.rank_width(site) for site in found.op_sites} == {0}
     assert {found.why_unread(site) for site in found.op_sites} == {None}
     alone = SteeringConfig(op_sites={"k": [0]}).steerable(num_layers=2, hidden_size=8, dtype="float32", shapes=shapes)
-    assert (alone.gathered, alone.part(keys)) == (frozenset(), 2)
+    assert (alone.gathered, alone.rank_width(keys)) == (frozenset(), 2)
     assert "--steering-gather-sites" in str(alone.why_unread(keys))
 
 

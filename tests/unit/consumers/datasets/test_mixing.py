@@ -112,21 +112,22 @@ def test_epochs_differ_and_seeds_repeat(data: Dataset) -> None:
 
 
 def test_a_batch_is_of_as_many_rows_and_requests_as_stated(long_data: Dataset) -> None:
-    """Rows come from a pool of at least 2000 rows and 150 requests, which follows from where they were drawn."""
+    """Rows come from a buffer of at least 2000 rows and 150 requests, which follows from where they were drawn."""
     view = long_data.rows()
     mixed = long_data.mixed(batch_size=512, min_rows=2000, min_requests=150)
-    pool = mixed._pool
+    buffer = mixed._buffer
     left = len(view)
     seen: set[int] = set()
 
     for batch in mixed:
         left -= len(batch)
         seen.update(batch.numbers.tolist())
-        rows, requests = pool.count + len(batch), len(set(view.requests(pool.numbers)) | set(batch.requests.tolist()))
+        rows = buffer.count + len(batch)
+        requests = len(set(view.requests(buffer.numbers)) | set(batch.requests.tolist()))
         if left > 2000 + 512 and len(set(view.requests(np.setdiff1d(np.arange(len(view)), list(seen))))) > 150:
             assert rows >= 2000
             assert requests >= 150
-            assert pool.num_requests == len(set(view.requests(pool.numbers)))
+            assert buffer.num_requests == len(set(view.requests(buffer.numbers)))
 
     assert left == 0
 
@@ -136,7 +137,7 @@ def test_all_requests_that_there_are_can_be_mixed(long_data: Dataset) -> None:
 
     batch = next(mixed)
 
-    assert len({*batch.requests.tolist(), *mixed.view.requests(mixed._pool.numbers).tolist()}) == 400
+    assert len({*batch.requests.tolist(), *mixed.view.requests(mixed._buffer.numbers).tolist()}) == 400
 
 
 def test_the_order_has_no_memory_of_the_files(long_data: Dataset) -> None:

@@ -105,7 +105,7 @@ def test_the_same_seed_gives_the_same_batches_and_another_one_others() -> None:
     assert not all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
 
 
-def test_a_batch_is_drawn_from_a_full_pool() -> None:
+def test_a_batch_is_drawn_from_a_full_buffer() -> None:
     """Of a pool of 200 rows, a first batch of 100 has rows of nearly all the 20 prompts that fill it."""
     prompts = [[7] * 10 for _ in range(60)]
     place = {row: index for index, rows in enumerate(rows_by_prompt(prompts)) for row in rows}

@@ -25,12 +25,21 @@ from headgate.steering.gates.gate import (
     NamedProbe,
     Pid,
     Then,
-    layout_of,
+    columns_of,
     probe_key,
 )
 from headgate.steering.gates.lowering import lower_gates
 from headgate.steering.gates.trace import join_notes
-from headgate.steering.programs.codes import CODE, CODE_MASK, UNIT_MASK, Code, GateScope, Mode, Pool, UnitFunction
+from headgate.steering.programs.codes import (
+    CODE,
+    CODE_MASK,
+    UNIT_MASK,
+    Code,
+    GateScope,
+    Mode,
+    ScorePooling,
+    UnitFunction,
+)
 from headgate.steering.programs.operations import Method, ModuleVector, Operation
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import ModuleRef, SteeringSpec, from_wire, to_wire
@@ -87,7 +96,7 @@ def adding(site: Site = LATE) -> Then:
 
 def gate(reading: Any = None, **settings: Any) -> Gate:
     leaf = {"reading": reading or NamedProbe("anger", "steering_gates[0].when.probe"), "threshold": None}
-    leaf |= {name: settings.pop(name) for name in ("threshold", "pool") if name in settings}
+    leaf |= {name: settings.pop(name) for name in ("threshold", "pooling") if name in settings}
     return Gate(**{"name": "g", "when": Leaf(**leaf), "then": adding(), "where": "steering_gates[0]", **settings})
 
 
@@ -203,7 +212,10 @@ def keys(core: SteeringCore, req_id: str, *gates: Gate, num_prompt: int = 5) -> 
 def test_blocks_are_keyed_by_what_their_rows_depend_on():
     core = core_with()
     plain, longer = keys(core, "a", gate()), keys(core, "b", gate(), num_prompt=6)
-    pooled = keys(core, "c", gate(pool=Pool.LAST_PROMPT)), keys(core, "d", gate(pool=Pool.LAST_PROMPT), num_prompt=6)
+    pooled = (
+        keys(core, "c", gate(pooling=ScorePooling.LAST_PROMPT)),
+        keys(core, "d", gate(pooling=ScorePooling.LAST_PROMPT), num_prompt=6),
+    )
 
     assert keys(core, "e", gate(name="other")) == plain
     assert plain[0] == longer[0]
@@ -227,10 +239,10 @@ def readings(req_id: str, first: int, signals: np.ndarray) -> dict[str, Any]:
 def test_the_trace_of_a_request_that_wants_one_is_told():
     core = core_with()
     accepted(core, "a", gate(), trace=True)
-    layout = layout_of([gate()])
-    signals = np.zeros((2, layout.num_columns))
-    signals[:, layout.scores[0].column] = [0.5, -0.5]
-    signals[0, layout.gates[0].column : layout.gates[0].column + 2] = 1
+    columns = columns_of([gate()])
+    signals = np.zeros((2, columns.num_columns))
+    signals[:, columns.scores[0].column] = [0.5, -0.5]
+    signals[0, columns.gates[0].column : columns.gates[0].column + 2] = 1
 
     told = core.take_readings(readings("a", 3, signals), ())
     discarded = core.take_readings(readings("a", 5, signals), {"a"})
@@ -249,8 +261,8 @@ def test_the_trace_of_a_request_that_wants_one_is_told():
 def test_rows_of_drafts_behind_the_last_token_are_neither_told_nor_counted():
     core = core_with(steerable=DRAFTED)
     accepted(core, "a", gate(), trace=True)
-    layout = layout_of([gate()])
-    signals = np.ones((4, layout.num_columns))
+    columns = columns_of([gate()])
+    signals = np.ones((4, columns.num_columns))
 
     told = core.take_readings(readings("a", 5, signals), (), {"a": 7})
     none = core.take_readings(readings("a", 7, signals), (), {"a": 7})
@@ -280,7 +292,7 @@ def test_with_drafts_no_row_waits_for_the_one_before_it(scope: GateScope):
     late = NamedProbe("late", "steering_gates[0].when.probe")
     early = gate(late, scope=scope, then=adding(READ))
     accepted(core, "late", gate(scope=scope))
-    accepted(core, "pooled", gate(late, scope=scope, then=adding(READ), pool=Pool.PROMPT_MEAN))
+    accepted(core, "pooled", gate(late, scope=scope, then=adding(READ), pooling=ScorePooling.PROMPT_MEAN))
 
     with pytest.raises(RequestError, match=r"^steering_gates\[0\].scope: writes at sites before"):
         accepted(core, "early", early)
@@ -289,7 +301,7 @@ def test_with_drafts_no_row_waits_for_the_one_before_it(scope: GateScope):
 
 def test_with_drafts_a_loop_goes_on_from_row_to_row_whatever_it_reads():
     core = reading_late(core_with(steerable=DRAFTED))
-    loop = {"mode": Mode.PID, "pid": Pid(setpoint=0.2), "threshold": None, "pool": Pool.PROMPT_MEAN}
+    loop = {"mode": Mode.PID, "pid": Pid(setpoint=0.2), "threshold": None, "pooling": ScorePooling.PROMPT_MEAN}
     late = NamedProbe("late", "steering_gates[0].when.probe")
 
     with pytest.raises(RequestError, match=r"^steering_gates\[0\].scope: writes at sites before"):
@@ -301,7 +313,7 @@ def test_with_drafts_rows_beside_the_only_token_of_a_prompt_wait_for_nothing(has
     """Whether or not the gates were lowered before, for a longer prompt."""
     core = reading_late(core_with(steerable=DRAFTED))
     late = NamedProbe("late", "steering_gates[0].when.probe")
-    early = gate(late, scope=GateScope.REST, then=adding(READ), pool=Pool.LAST_PROMPT)
+    early = gate(late, scope=GateScope.REST, then=adding(READ), pooling=ScorePooling.LAST_PROMPT)
     spec = {"decode": {LATE: WEIGHT}} if has_more else {}
     wire = to_wire(SteeringSpec(gates=(early,), **{key: PhaseVectors.from_rows(rows) for key, rows in spec.items()}))
 
@@ -327,8 +339,8 @@ def test_a_request_that_captures_is_described_though_it_asks_for_nothing():
     for name in ("captured", "untouched"):
         core.describe(name, 4)
         core.offer(name, priority=0, is_session=False, is_offline=False)
-    layout = layout_of([gate()])
-    rows = [np.zeros((2, layout.num_columns)), np.ones((1, layout.num_columns)), np.ones((1, layout.num_columns))]
+    columns = columns_of([gate()])
+    rows = [np.zeros((2, columns.num_columns)), np.ones((1, columns.num_columns)), np.ones((1, columns.num_columns))]
 
     for name, shift in (("captured", 0), ("plain", 1)):
         for first, signals in zip((3, 5, 6), rows, strict=True):
@@ -361,8 +373,8 @@ def test_a_latch_goes_on_in_the_conversation_of_its_client_and_no_other():
     core = core_with()
     talk = {"scope": GateScope.REST, "conversation": "c"}
     first = accepted(core, "a", gate(**talk), owner="alice")
-    column = layout_of([gate()]).gates[0].column
-    signals = np.full((1, layout_of([gate()]).num_columns), np.nan)
+    column = columns_of([gate()]).gates[0].column
+    signals = np.full((1, columns_of([gate()]).num_columns), np.nan)
     before = core.take_readings(readings("a", 0, signals), ())
     unlatched = latched(accepted(core, "b", gate(**talk), owner="alice"))
     signals[0, column + FOLLOWING] = 0.75

@@ -9,7 +9,7 @@ import pytest
 
 from headgate.steering.core.rules import step_readings
 from headgate.steering.core.steering_core import SteeringCore
-from headgate.steering.gates.gate import COUNT, Gate, InlineProbe, ModuleThen, Then, layout_of
+from headgate.steering.gates.gate import COUNT, Gate, InlineProbe, ModuleThen, Then, columns_of
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code, GateFlag, GateScope
 from headgate.steering.programs.program import Program
@@ -66,9 +66,9 @@ def accept(core: SteeringCore, req_id: str, *gates: Gate, **wire: Any) -> bool:
 
 
 def states(gates: tuple[Gate, ...], *counts: float) -> np.ndarray:
-    layout = layout_of(gates)
-    found = np.full(layout.num_columns + 3, np.nan, np.float32)
-    found[[each.column + COUNT for each in layout.gates]] = counts
+    columns = columns_of(gates)
+    found = np.full(columns.num_columns + 3, np.nan, np.float32)
+    found[[each.column + COUNT for each in columns.gates]] = counts
     return found
 
 
@@ -135,7 +135,7 @@ def test_a_request_is_counted_by_its_own_names_also_after_another_had_its_id(cor
     ],
 )
 def test_of_others_rows_are_told(core, gates, wire):
-    assert GateSource.of(layout_of(gates), core.state.resolve("x", SteeringSpec(gates=gates), 5).own).columns
+    assert GateSource.of(columns_of(gates), core.state.resolve("x", SteeringSpec(gates=gates), 5).own).columns
     assert not accept(core, "a", *gates, **wire)
 
 

@@ -17,7 +17,7 @@ from headgate.steering.core.rules import step_readings
 from headgate.steering.core.rules.registry import MAX_SELECTIONS
 from headgate.steering.core.rules.step_readings import OTHERS, RequestReadings
 from headgate.steering.documents.gates import read_gates
-from headgate.steering.gates.gate import FOLLOWING, Gate, Leaf, NamedProbe, Then, layout_of
+from headgate.steering.gates.gate import FOLLOWING, Gate, Leaf, NamedProbe, Then, columns_of
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource, Writes, join_notes
 from headgate.steering.programs.codes import EVERYWHERE, Code, gate_field
@@ -67,7 +67,7 @@ def columns(rules: Rules, name: str) -> tuple[int, int]:
     """The columns of the score, and of the strength that acts; that which is shown follows."""
     found = rules.state.rules.find(name)
     assert found is not None
-    return found.layout.scores[0].column, found.layout.gates[0].column
+    return found.columns.scores[0].column, found.columns.gates[0].column
 
 
 def row(rules: Rules, name: str, score: float, applied: float, shown: float | None = None) -> dict[int, float]:
@@ -202,8 +202,8 @@ def test_steps_that_were_launched_before_a_rule_came_do_not_count(rules: Rules, 
 
 def test_a_trace_has_each_row_once_and_none_for_numbers_that_json_lacks(steps: RequestReadings) -> None:
     """The gate writes at once in the prompt; on generated rows what the row before handed on when it was reported."""
-    layout = layout_of([Gate(name="g", when=Leaf(reading=NamedProbe("anger"), threshold=0.0), then=Then())])
-    column, zeros = layout.gates[0].column, np.zeros(4, np.float32)
+    columns = columns_of([Gate(name="g", when=Leaf(reading=NamedProbe("anger"), threshold=0.0), then=Then())])
+    column, zeros = columns.gates[0].column, np.zeros(4, np.float32)
     late, early = (
         Program.from_entries(
             [Entry(SITE, Code.ADD, None, zeros, (), gate_field(EVERYWHERE, column, is_early=is_early))],
@@ -211,10 +211,10 @@ def test_a_trace_has_each_row_once_and_none_for_numbers_that_json_lacks(steps: R
         )
         for is_early in (False, True)
     )
-    source = GateSource.of(layout, (late, early))
+    source = GateSource.of(columns, (late, early))
     steps.add("a", resolved_of(SteeringSpec(), (late, early), NOTHING_BROUGHT, 5, source), 5, is_traced=True)
     signals = np.arange(4 * COLUMNS, dtype=np.float32).reshape(4, -1)
-    signals[1, layout.scores[0].column] = np.nan
+    signals[1, columns.scores[0].column] = np.nan
 
     def told(first: int, rows: Any) -> Any:
         note = steps.take(readings(("a", first, [dict(enumerate(each)) for each in rows])), ()).get("a")
@@ -328,7 +328,11 @@ def test_rows_are_counted_on_which_a_strength_acts_however_steps_divide_them(
     assert rule is not None
     for source, found in ((own.source, steps.counts.gates["gate0"]), (rule.source, steps.counts.rules["rule"])):
         applied = [
-            written(source.decode if position >= 4 else Writes(source.prefill, frozenset()), source.columns[0], *rows)
+            written(
+                source.decode if position >= 4 else Writes(source.prefill, frozenset()),
+                source.strength_columns[0],
+                *rows,
+            )
             for position, rows in enumerate(zip(signals, before, strict=True))
         ]
         assert found == np.count_nonzero(applied)
@@ -425,7 +429,7 @@ def test_a_row_after_a_preemption_writes_what_the_worker_hands_it(
     row before when the step began.
     """
     add_all(rules, (steps,), ["from before"])
-    own = steps._own["0"].source.columns[0] + FOLLOWING
+    own = steps._own["0"].source.strength_columns[0] + FOLLOWING
     notes = [steps.take(readings(("0", first, [{own: 1.0}] * count)), ()).get("0") for first, count in ((0, 5), (5, 1))]
 
     for value, (first, count) in enumerate(chunks, 2):

@@ -22,9 +22,9 @@ from headgate.steering.gates.gate import (
     Leaf,
     NamedProbe,
     Pid,
-    layout_of,
+    columns_of,
 )
-from headgate.steering.programs.codes import Edit, GateScope, Mode, Pool
+from headgate.steering.programs.codes import Edit, GateScope, Mode, ScorePooling
 from headgate.steering.programs.operations import Method, ModuleVector
 from headgate.steering.programs.wire import content_from_wire, content_to_wire
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
@@ -90,7 +90,8 @@ def test_a_gate_with_every_key_is_read() -> None:
 
     assert (found.name, found.mode, found.amount) == ("calm-down", Mode.PROPORTIONAL, 3.0)
     assert (found.scope, found.conversation) == (GateScope.REST, "chat 7")
-    assert (read.is_below, read.threshold, read.hysteresis, read.pool, read.alpha) == (True, -0.5, 0.1, Pool.EMA, 0.25)
+    assert (read.is_below, read.threshold, read.hysteresis) == (True, -0.5, 0.1)
+    assert (read.pooling, read.alpha) == (ScorePooling.EMA, 0.25)
     assert read.reading == NamedProbe("anger", "steering_gates[0].when.probe")
     assert read.where == "steering_gates[0].when"
     assert plain(found.then.module)[:2] == ["calm", 2.0]
@@ -118,17 +119,17 @@ def test_the_threshold_of_a_named_probe_may_be_its_own(when: Any, expected: tupl
 @pytest.mark.parametrize(
     ("pool", "expected"),
     [
-        (None, (Pool.TOKEN, 0.0)),
-        ("token", (Pool.TOKEN, 0.0)),
-        ("last_prompt", (Pool.LAST_PROMPT, 0.0)),
-        ("prompt_mean", (Pool.PROMPT_MEAN, 0.0)),
-        ({"ema": 1}, (Pool.EMA, 1.0)),
+        (None, (ScorePooling.TOKEN, 0.0)),
+        ("token", (ScorePooling.TOKEN, 0.0)),
+        ("last_prompt", (ScorePooling.LAST_PROMPT, 0.0)),
+        ("prompt_mean", (ScorePooling.PROMPT_MEAN, 0.0)),
+        ({"ema": 1}, (ScorePooling.EMA, 1.0)),
     ],
 )
-def test_every_pool_is_read(pool: Any, expected: tuple[Pool, float]) -> None:
+def test_every_pooling_is_read(pool: Any, expected: tuple[ScorePooling, float]) -> None:
     found = leaf({**PROBE, "pool": pool})
 
-    assert (found.pool, found.alpha) == expected
+    assert (found.pooling, found.alpha) == expected
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_conditions_are_eight_deep() -> None:
 def test_gates_fill_their_columns() -> None:
     listed = [{"probe": f"p{index}", "above": 1} for index in range(5)]  # 5 * (3 + 1) + 4 * 2 and 3 for the gate
 
-    assert layout_of(read_gates([gate(when={"any": listed})], gated(max_gates=4))).num_columns == 31
+    assert columns_of(read_gates([gate(when={"any": listed})], gated(max_gates=4))).num_columns == 31
     shared = [*listed, {"probe": "p0", "below": 0}]  # 5 more
     with pytest.raises(RequestError, match="take 36 numbers for each row, 32 fit") as refused:
         read_gates([gate(when={"any": shared})], gated(max_gates=4))
@@ -247,7 +248,7 @@ def test_a_control_loop_is_read() -> None:
     found = one(when={"probe": "anger", "pool": {"ema": 0.5}}, strength={"pid": pid}, scope="next_token")
 
     assert (found.mode, found.pid) == (Mode.PID, Pid(0.5, 1.0, 0.1, 0.0, -2.0, 0.0))
-    assert [(leaf.threshold, leaf.pool, leaf.alpha) for leaf in found.leaves] == [(None, Pool.EMA, 0.5)]
+    assert [(leaf.threshold, leaf.pooling, leaf.alpha) for leaf in found.leaves] == [(None, ScorePooling.EMA, 0.5)]
     assert (found.has_state, found.largest_strength) == (True, 2.0)
     (kept,) = content_from_wire(tuple[Gate, ...], content_to_wire([found]))
     assert kept.pid == found.pid
@@ -318,7 +319,7 @@ class TestPredecessor:
         (read,) = found.leaves
 
         assert (found.name, found.mode, found.amount, found.scope) == ("gate0", Mode.SIGMOID, 4.0, GateScope.THIS)
-        assert (read.threshold, read.is_below, read.hysteresis, read.pool) == (0.5, False, 0.0, Pool.TOKEN)
+        assert (read.threshold, read.is_below, read.hysteresis, read.pooling) == (0.5, False, 0.0, ScorePooling.TOKEN)
         assert isinstance(read.reading, InlineProbe)
         assert plain(read.reading) == ["InlineProbe", plain(SECOND), V, 0.0, False, "steering[0].when.probe"]
         assert found.then.attenuate == 0.25

@@ -50,8 +50,8 @@ def read(kernel: nn.Module, config: Mapping[str, Any] | None = None, **changes: 
 
 @pytest.fixture(autouse=True)
 def layers_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = SimpleNamespace(inner={HookPoint.K: HookPlace(module="attn")})
-    monkeypatch.setattr(reading, "analyse_layer", lambda *_: layout)
+    structure = SimpleNamespace(inner={HookPoint.K: HookPlace(module="attn")})
+    monkeypatch.setattr(reading, "analyse_layer", lambda *_: structure)
     monkeypatch.setattr(type(vllm_names.ATTENTION), "get", lambda _: Attention)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from headgate.capture.engine.model.layer_layout import analyse_layer
+from headgate.capture.engine.model.layer_structure import analyse_layer
 from headgate.capture.schema.sites import HookPoint
 
 
@@ -35,10 +35,10 @@ class WithinTheLayer(Layer):
 
 
 def test_attention_begins_where_all_ways_to_its_branch_pass() -> None:
-    layout = analyse_layer(WithinTheLayer)
+    structure = analyse_layer(WithinTheLayer)
 
-    assert (layout.attn, layout.attn_input) == ("qkv_proj", 0)
-    assert HookPoint.ATTN_IN in layout.hooks
+    assert (structure.attn, structure.attn_input) == ("qkv_proj", 0)
+    assert HookPoint.ATTN_IN in structure.hooks
 
 
 class SplitInput(Layer):
@@ -80,8 +80,8 @@ class Converted(Layer):
 
 @pytest.mark.parametrize("layer", [SplitInput, GatedByTheStream, ReadsBoth, NormedTwice, Converted])
 def test_attention_that_reads_the_stream_in_no_one_argument_has_no_input_of_its_own(layer: type[nn.Module]) -> None:
-    layout = analyse_layer(layer)
+    structure = analyse_layer(layer)
 
-    assert (layout.attn, layout.attn_input) == (None, None)
-    assert HookPoint.ATTN_IN not in layout.hooks
-    assert layout.hooks >= {HookPoint.POST_ATTN, HookPoint.MLP_IN}
+    assert (structure.attn, structure.attn_input) == (None, None)
+    assert HookPoint.ATTN_IN not in structure.hooks
+    assert structure.hooks >= {HookPoint.POST_ATTN, HookPoint.MLP_IN}

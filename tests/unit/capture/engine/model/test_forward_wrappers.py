@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headgate.capture.engine.model import forward_wrappers
-from headgate.capture.engine.model.layer_layout import LayerLayout
+from headgate.capture.engine.model.layer_structure import LayerStructure
 from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.engine.worker.install import install_actions, reapplied_runs
 from headgate.capture.schema.errors import UnsupportedError
@@ -40,8 +40,8 @@ class Block(nn.Module):
         return x + residual, residual
 
 
-PAIR = LayerLayout(style="pair", hidden="hidden_states", residual="residual")
-SINGLE = LayerLayout(style="single", hidden="hidden_states")
+PAIR = LayerStructure(style="pair", hidden="hidden_states", residual="residual")
+SINGLE = LayerStructure(style="single", hidden="hidden_states")
 
 
 def record(seen, name="seen", add=0.0):

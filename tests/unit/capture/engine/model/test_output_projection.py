@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 
 from headgate.capture.engine.model.inner_places import OutputProjection, find_output_projection
-from headgate.capture.engine.model.layer_layout import analyse_layer
+from headgate.capture.engine.model.layer_structure import analyse_layer
 from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.engine.worker.install import install_actions
 from headgate.capture.schema.consumer import ModelInfo
@@ -166,16 +166,16 @@ def test_heads_of_another_shape_than_the_configuration_says_are_refused(
     ids=["wide", "sharded"],
 )
 def test_heads_of_any_width_are_a_site(attention: nn.Module, shape: SiteShape) -> None:
-    layout = analyse_layer(Layer, Layer(attention))
+    structure = analyse_layer(Layer, Layer(attention))
 
-    assert HookPoint.HOOK_Z in layout.hooks
-    place = layout.inner[HookPoint.HOOK_Z]
+    assert HookPoint.HOOK_Z in structure.hooks
+    place = structure.inner[HookPoint.HOOK_Z]
     assert (place.width, place.whole_width) == (shape.part_width(2), shape.width)
 
 
 def test_what_the_projection_reads_is_seen_and_steered_alone() -> None:
     layer, seen = Layer(Heads()), []
-    layout = analyse_layer(Layer, layer)
+    structure = analyse_layer(Layer, layer)
     stream = torch.randn(3, HIDDEN)
 
     def run(module: nn.Module, hook: str, site: Any) -> Tensor:
@@ -192,7 +192,7 @@ def test_what_the_projection_reads_is_seen_and_steered_alone() -> None:
         )
         answer = layer(stream)
 
-    place = layout.inner[HookPoint.HOOK_Z]
+    place = structure.inner[HookPoint.HOOK_Z]
     assert (place.module, place.value) == ("self_attn.o_proj", 0)
     assert [hook for hook, _ in seen] == ["hook_z"]
     torch.testing.assert_close(seen[0][1], q * k + v)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headgate.capture.engine.contracts.worker_hooks import WorkerHooks, in_turn, overrides
-from headgate.capture.engine.worker.runner import RunnerAdapter, dummy_rows_routed, layout_of
+from headgate.capture.engine.worker.runner import RunnerAdapter, batch_reader_of, dummy_rows_routed
 from headgate.capture.schema.errors import UnsupportedError
 
 
@@ -438,8 +438,8 @@ def test_a_runner_without_the_expected_method_is_refused():
 
 
 def test_the_generation_is_told_by_the_module():
-    assert layout_of(V1Runner()).method == "_prepare_inputs"
-    assert layout_of(V2Runner()).method == "prepare_inputs"
+    assert batch_reader_of(V1Runner()).method == "_prepare_inputs"
+    assert batch_reader_of(V2Runner()).method == "prepare_inputs"
 
 
 class Follower(Recorder):

@@ -1,4 +1,4 @@
-"""Gates under speculative decoding, from a step's layout to traces and counts: as without drafts, to the bit.
+"""Gates under speculative decoding, from a step's columns to traces and counts: as without drafts, to the bit.
 
 Worker and engine core are real, and so are programs on rows; the rows of the stream are drawn. A reference run has a
 step for each token. The other one has drafts: some, all or none of them accepted, answers that end within drafts,
@@ -24,7 +24,7 @@ from headgate.steering.config import parse_config
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.gate import Gate, InlineProbe, Leaf, Pid, Then
 from headgate.steering.gates.trace import join_notes
-from headgate.steering.programs.codes import GateScope, Mode, Pool
+from headgate.steering.programs.codes import GateScope, Mode, ScorePooling
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.worker.program_reference import program_deltas_reference
@@ -50,18 +50,24 @@ def adding(site: Site) -> Then:
 def gate(name: str, then: Site = LATE, **settings: Any) -> Gate:
     reading = InlineProbe(site=READ, weight=np.array([1, 0.5, 0, 0], np.float32))
     leaf = {"reading": reading, "threshold": 0.1} | {
-        key: settings.pop(key) for key in ("pool", "alpha", "hysteresis", "threshold") if key in settings
+        key: settings.pop(key) for key in ("pooling", "alpha", "hysteresis", "threshold") if key in settings
     }
     return Gate(**{"name": name, "when": Leaf(**leaf), "then": adding(then), "where": "steering_gates[0]", **settings})
 
 
 GATES = [
     [gate("row"), gate("next", scope=GateScope.NEXT), gate("latch", scope=GateScope.REST, threshold=2.0)],
-    [gate("average", pool=Pool.EMA, alpha=0.25), gate("stays", hysteresis=0.8, mode=Mode.PROPORTIONAL, amount=0.7)],
-    [gate("mean", pool=Pool.PROMPT_MEAN), gate("last", EARLY, pool=Pool.LAST_PROMPT, scope=GateScope.NEXT)],
+    [
+        gate("average", pooling=ScorePooling.EMA, alpha=0.25),
+        gate("stays", hysteresis=0.8, mode=Mode.PROPORTIONAL, amount=0.7),
+    ],
+    [
+        gate("mean", pooling=ScorePooling.PROMPT_MEAN),
+        gate("last", EARLY, pooling=ScorePooling.LAST_PROMPT, scope=GateScope.NEXT),
+    ],
     [
         gate("loop", threshold=None, mode=Mode.PID, pid=Pid(setpoint=0.2, kp=0.5, ki=0.3, kd=0.2, least=-2, largest=2)),
-        gate("rest", EARLY, pool=Pool.PROMPT_MEAN, scope=GateScope.REST, threshold=-9.0),
+        gate("rest", EARLY, pooling=ScorePooling.PROMPT_MEAN, scope=GateScope.REST, threshold=-9.0),
     ],
 ]
 """Of each request in turn: rows alone, latches, averages, what the prompt decides, control loops."""

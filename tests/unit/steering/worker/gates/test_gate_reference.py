@@ -23,14 +23,14 @@ from headgate.steering.gates.gate import (
     Negation,
     Pid,
     Then,
-    layout_of,
+    columns_of,
 )
 from headgate.steering.gates.lowering import lower_gates
 from headgate.steering.programs.codes import (
     Combine,
     GateScope,
     Mode,
-    Pool,
+    ScorePooling,
     TokenFlag,
 )
 from headgate.steering.programs.operations import Method, Operation
@@ -84,7 +84,7 @@ def run(gates: Sequence[Gate], scores: Sequence[float], num_prompt: int, chunks:
 def run_and_count(gates: Sequence[Gate], scores: Sequence[float], num_prompt: int, chunks: Sequence[int], own=NO_OWN):
     """The same, and how many rows each gate wrote at sites where it is evaluated, as its states count them."""
     made = lower_gates(gates, NoNames(), "float32", own, {})
-    columns = layout_of(gates).num_columns
+    columns = columns_of(gates).num_columns
     added, states, start = [], torch.full((2, columns), math.nan), 0
     for count in chunks:
         positions = np.arange(start, start + count)
@@ -101,7 +101,7 @@ def run_and_count(gates: Sequence[Gate], scores: Sequence[float], num_prompt: in
         is_decode = torch.from_numpy(positions >= num_prompt).int()
         added.append(torch.stack([_at(site, made, rows, is_decode, tensors) for site in SITES]))
         start += count
-    counts = [states[1, gate.column + COUNT].nan_to_num(0.0).item() for gate in layout_of(gates).gates]
+    counts = [states[1, gate.column + COUNT].nan_to_num(0.0).item() for gate in columns_of(gates).gates]
     return torch.cat(added, dim=1), counts
 
 
@@ -126,14 +126,14 @@ def _at(site: Site, made, rows, is_decode, tensors) -> torch.Tensor:
     return program_deltas_reference(rows, None, *tables, dtype=torch.float32)[:, 3]
 
 
-pools = st.sampled_from([*Pool])
+pools = st.sampled_from([*ScorePooling])
 numbers = st.floats(-2, 2, width=16)
 leaves = st.builds(
     leaf,
     numbers,
     is_below=st.booleans(),
     hysteresis=st.sampled_from([0.0, 0.5]),
-    pool=pools,
+    pooling=pools,
     alpha=st.just(0.25),
 )
 conditions = (
@@ -169,7 +169,7 @@ def test_a_prompt_gives_the_same_however_it_is_cut(when, mode, scope, data):
 loops = st.builds(
     lambda kp, ki, kd, pool: (Pid(0.5, kp, ki, kd, -0.75, 1.5), pool),
     *[st.sampled_from([0.0, 0.25, -1.0, 2.0])] * 3,
-    st.sampled_from([Pool.TOKEN, Pool.EMA]),
+    st.sampled_from([ScorePooling.TOKEN, ScorePooling.EMA]),
 )
 
 
@@ -178,7 +178,7 @@ loops = st.builds(
 def test_a_loop_gives_the_same_however_its_prompt_is_cut(loop, scope, data):
     (pid, pool), num_prompt, num_rows = loop, data.draw(st.integers(1, 4)), 9
     scores = data.draw(st.lists(numbers, min_size=num_rows, max_size=num_rows))
-    when = leaf(pool=pool, alpha=0.25)
+    when = leaf(pooling=pool, alpha=0.25)
     gates = [Gate(name="g", when=when, then=adding(READ, LATE), mode=Mode.PID, pid=pid, scope=scope)]
 
     whole, _ = run_and_count(gates, scores, num_prompt, [num_rows])
@@ -219,16 +219,16 @@ def test_each_scope_acts_where_it_says(scope, sites, early, late):
 
 
 @pytest.mark.parametrize(
-    ("pool", "scores", "late"),
+    ("pooling", "scores", "late"),
     [
-        (Pool.LAST_PROMPT, [5.0, 1.0, -9.0], [0, 1, 1]),
-        (Pool.LAST_PROMPT, [5.0, -1.0, 9.0], [0, 0, 0]),
-        (Pool.PROMPT_MEAN, [5.0, -1.0, -9.0], [0, 1, 1]),
-        (Pool.PROMPT_MEAN, [1.0, -3.0, 9.0], [0, 0, 0]),
+        (ScorePooling.LAST_PROMPT, [5.0, 1.0, -9.0], [0, 1, 1]),
+        (ScorePooling.LAST_PROMPT, [5.0, -1.0, 9.0], [0, 0, 0]),
+        (ScorePooling.PROMPT_MEAN, [5.0, -1.0, -9.0], [0, 1, 1]),
+        (ScorePooling.PROMPT_MEAN, [1.0, -3.0, 9.0], [0, 0, 0]),
     ],
 )
-def test_a_pooled_prompt_decides_at_its_last_row(pool, scores, late):
-    gate = Gate(name="g", when=Negation(Negation(leaf(pool=pool))), then=adding(LATE))
+def test_a_pooled_prompt_decides_at_its_last_row(pooling, scores, late):
+    gate = Gate(name="g", when=Negation(Negation(leaf(pooling=pooling))), then=adding(LATE))
 
     assert run([gate], scores, 2, [1, 1, 1])[2].tolist() == late
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headgate.capture.engine.model.layer_layout import analyse_layer
+from headgate.capture.engine.model.layer_structure import analyse_layer
 from headgate.capture.schema.errors import UnsupportedError
 
 
@@ -122,7 +122,7 @@ class Undecided(nn.Module):
     ],
 )
 def test_refused_by_name(layer: type[nn.Module], reason: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"test_layout_refusals\.{layer.__name__}: .*{reason}"):
+    with pytest.raises(UnsupportedError, match=rf"test_structure_refusals\.{layer.__name__}: .*{reason}"):
         analyse_layer(layer)
 
 

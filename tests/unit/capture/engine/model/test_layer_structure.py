@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
+from headgate.capture.engine.model.layer_structure import LayerStructure, analyse_layer
 from headgate.capture.schema.sites import INNER_HOOKS, HookPoint
 
 ALL = frozenset(HookPoint) - INNER_HOOKS - {HookPoint.FINAL_NORM, HookPoint.HOOK_Z}
@@ -42,7 +42,7 @@ class Pair(Layer):
 
 
 def test_a_pair_of_branch_and_residual() -> None:
-    assert analyse_layer(Pair) == LayerLayout(
+    assert analyse_layer(Pair) == LayerStructure(
         style="pair",
         hidden="hidden_states",
         residual="residual",
@@ -73,12 +73,12 @@ class Sandwich(Layer):
 
 
 def test_post_norms_belong_to_the_branch() -> None:
-    layout = analyse_layer(Sandwich)
+    structure = analyse_layer(Sandwich)
 
-    assert (layout.mid, layout.mid_input, layout.mid_residual) == ("pre_feedforward_layernorm", 0, "residual")
-    assert (layout.mlp, layout.mlp_input) == ("mlp", "x")
-    assert layout.first_norm == "input_layernorm"
-    assert layout.hooks == ALL | BEFORE_POST_NORMS
+    assert (structure.mid, structure.mid_input, structure.mid_residual) == ("pre_feedforward_layernorm", 0, "residual")
+    assert (structure.mlp, structure.mlp_input) == ("mlp", "x")
+    assert structure.first_norm == "input_layernorm"
+    assert structure.hooks == ALL | BEFORE_POST_NORMS
 
 
 class Rescaled(Layer):
@@ -116,10 +116,10 @@ class AddedBefore(Layer):
 
 @pytest.mark.parametrize("cls", [Rescaled, Gated, AddedBefore])
 def test_the_first_norm_is_told_only_if_it_hands_the_mid_norm_its_residual_unread(cls: type[nn.Module]) -> None:
-    layout = analyse_layer(cls)
+    structure = analyse_layer(cls)
 
-    assert (layout.mid, layout.mid_residual) == ("post_attention_layernorm", 1)
-    assert layout.first_norm is None
+    assert (structure.mid, structure.mid_residual) == ("post_attention_layernorm", 1)
+    assert structure.first_norm is None
 
 
 class Single(Layer):
@@ -135,7 +135,7 @@ class Single(Layer):
 
 
 def test_a_single_stream_with_a_multiplier() -> None:
-    assert analyse_layer(Single) == LayerLayout(
+    assert analyse_layer(Single) == LayerStructure(
         style="single",
         hidden="hidden_states",
         mid="post_attention_layernorm",
@@ -160,10 +160,10 @@ class ComputedMultiplier(Layer):
 
 
 def test_branches_with_a_computed_multiplier_are_not_offered() -> None:
-    layout = analyse_layer(ComputedMultiplier)
+    structure = analyse_layer(ComputedMultiplier)
 
-    assert (layout.attn_branch, layout.mlp_branch, layout.branch_scale) == (None, None, None)
-    assert layout.hooks == ALL - {HookPoint.ATTN_OUT, HookPoint.MLP_OUT}
+    assert (structure.attn_branch, structure.mlp_branch, structure.branch_scale) == (None, None, None)
+    assert structure.hooks == ALL - {HookPoint.ATTN_OUT, HookPoint.MLP_OUT}
 
 
 class PostNormOnly(Layer):
@@ -173,13 +173,14 @@ class PostNormOnly(Layer):
 
 
 def test_without_a_norm_the_mlp_reads_the_mid_stream() -> None:
-    layout = analyse_layer(PostNormOnly)
+    structure = analyse_layer(PostNormOnly)
 
-    assert (layout.mid, layout.mid_norm, layout.mlp, layout.mlp_in_is_norm_output) == ("mlp", None, "mlp", False)
-    assert (layout.attn_branch, layout.mlp_branch) == ("post_attention_layernorm", "post_feedforward_layernorm")
-    assert (layout.attn, layout.attn_input) == ("self_attn", 0)
-    assert layout.hooks == ALL | BEFORE_POST_NORMS
-    places = {hook.value: (place.module, place.value) for hook, place in layout.inner.items()}
+    assert (structure.mid, structure.mid_norm) == ("mlp", None)
+    assert (structure.mlp, structure.mlp_in_is_norm_output) == ("mlp", False)
+    assert (structure.attn_branch, structure.mlp_branch) == ("post_attention_layernorm", "post_feedforward_layernorm")
+    assert (structure.attn, structure.attn_input) == ("self_attn", 0)
+    assert structure.hooks == ALL | BEFORE_POST_NORMS
+    places = {hook.value: (place.module, place.value) for hook, place in structure.inner.items()}
     assert places == {
         "attn_out_pre": ("post_attention_layernorm", 0),
         "mlp_out_pre": ("post_feedforward_layernorm", 0),
@@ -195,11 +196,12 @@ class Parallel(Layer):
 
 
 def test_parallel_attention_has_no_mid_stream() -> None:
-    layout = analyse_layer(Parallel)
+    structure = analyse_layer(Parallel)
 
-    assert (layout.mid, layout.attn_branch, layout.mlp_branch, layout.mlp) == (None, "self_attn", "mlp", "mlp")
-    assert (layout.attn, layout.attn_input) == ("self_attn", 0)
-    assert layout.hooks == ALL - {HookPoint.POST_ATTN}
+    assert (structure.mid, structure.attn_branch) == (None, "self_attn")
+    assert (structure.mlp_branch, structure.mlp) == ("mlp", "mlp")
+    assert (structure.attn, structure.attn_input) == ("self_attn", 0)
+    assert structure.hooks == ALL - {HookPoint.POST_ATTN}
 
 
 class InPlace(Layer):
@@ -212,10 +214,10 @@ class InPlace(Layer):
 
 
 def test_in_place_addition_is_seen_through_every_name() -> None:
-    layout = analyse_layer(InPlace)
+    structure = analyse_layer(InPlace)
 
-    assert (layout.mid, layout.mid_norm) == ("post_attention_layernorm", "post_attention_layernorm")
-    assert HookPoint.ATTN_OUT not in layout.hooks, "the module's output is scaled after it was returned"
+    assert (structure.mid, structure.mid_norm) == ("post_attention_layernorm", "post_attention_layernorm")
+    assert HookPoint.ATTN_OUT not in structure.hooks, "the module's output is scaled after it was returned"
 
 
 class IgnoresResidual(Layer):
@@ -229,10 +231,10 @@ class IgnoresResidual(Layer):
 
 
 def test_a_residual_that_is_handed_through_is_no_pair() -> None:
-    layout = analyse_layer(IgnoresResidual)
+    structure = analyse_layer(IgnoresResidual)
 
-    assert (layout.style, layout.residual) == ("single", None)
-    assert layout.hooks == ALL - {HookPoint.POST_ATTN}
+    assert (structure.style, structure.residual) == ("single", None)
+    assert structure.hooks == ALL - {HookPoint.POST_ATTN}
 
 
 class Conditional(Layer):
@@ -312,10 +314,10 @@ class Experts(Layer):
 
 
 def test_methods_of_the_layer_are_followed() -> None:
-    layout = analyse_layer(Experts)
+    structure = analyse_layer(Experts)
 
-    assert (layout.mlp, layout.mlp_branch, layout.mlp_in_is_norm_output) == ("experts", "experts", True)
-    assert layout.hooks == ALL
+    assert (structure.mlp, structure.mlp_branch, structure.mlp_in_is_norm_output) == ("experts", "experts", True)
+    assert structure.hooks == ALL
 
 
 class TwoBranches(Layer):
@@ -327,10 +329,10 @@ class TwoBranches(Layer):
 
 
 def test_a_branch_of_two_modules_has_no_one_output() -> None:
-    layout = analyse_layer(TwoBranches)
+    structure = analyse_layer(TwoBranches)
 
-    assert layout.mid == "pre_ff_layernorm"
-    assert layout.hooks == ALL - {HookPoint.ATTN_IN, HookPoint.ATTN_OUT, HookPoint.MLP_OUT}
+    assert structure.mid == "pre_ff_layernorm"
+    assert structure.hooks == ALL - {HookPoint.ATTN_IN, HookPoint.ATTN_OUT, HookPoint.MLP_OUT}
 
 
 class TwoAttentions(Layer):
@@ -357,7 +359,7 @@ class MixerOnly(Layer):
 
 @pytest.mark.parametrize("layer", [TwoAttentions, MixerOnly])
 def test_layers_of_another_make_offer_their_boundaries(layer: type[nn.Module]) -> None:
-    layout = analyse_layer(layer)
+    structure = analyse_layer(layer)
 
-    assert layout.hooks == BOUNDARIES
-    assert layout.mid is None
+    assert structure.hooks == BOUNDARIES
+    assert structure.mid is None

@@ -2,7 +2,7 @@
 
 A layer's ``forward`` is walked with symbols (`symbolic_forward`). Its result must hold its input stream and branches. A
 branch that was computed from the input stream alone is attention's; one that was computed from the stream with that
-branch added is the MLP's; that sum is the *mid stream*. What follows from it is a `LayerLayout`.
+branch added is the MLP's; that sum is the *mid stream*. What follows from it is a `LayerStructure`.
 
 Within attention, the argument through which it reads the stream is found; `inner_places` has what follows.
 """
@@ -74,7 +74,7 @@ BOUNDARIES = frozenset({HookPoint.PRE_ATTN, HookPoint.POST_MLP})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerLayout:
+class LayerStructure:
     """The places of the hook points' values in a decoder layer. Modules are dotted paths below the layer.
 
     Attributes:
@@ -124,7 +124,7 @@ class LayerLayout:
     hooks: frozenset[HookPoint] = field(default=BOUNDARIES)
 
 
-def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerLayout:
+def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerStructure:
     """Find the hook points of a decoder layer.
 
     Args:
@@ -144,30 +144,30 @@ def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerLay
         raise UnsupportedError(f"{where}: none of forward's parameters is known to be the stream: {names[1:]}")
     inputs = {hidden: True} | ({residual: True} if residual else {})
     try:
-        layouts = [_PathReader(path, hidden, residual, None).layout() for path in walk_paths(cls, layer, inputs)]
-        if residual and {layout.style for layout in layouts} == {"pair"}:
+        structures = [_PathReader(path, hidden, residual, None).structure() for path in walk_paths(cls, layer, inputs)]
+        if residual and {structure.style for structure in structures} == {"pair"}:
             first_layer = walk_paths(cls, layer, {hidden: True, residual: False})
             # without a residual, nothing is known of the norm that hands it on
-            reported = layouts[0].first_norm
-            layouts += [
-                replace(_PathReader(path, hidden, residual, "pair").layout(), first_norm=reported)
+            reported = structures[0].first_norm
+            structures += [
+                replace(_PathReader(path, hidden, residual, "pair").structure(), first_norm=reported)
                 for path in first_layer
             ]
     except NotUnderstoodError as error:
         raise UnsupportedError(f"{where}: the residual stream cannot be followed: {error}") from error
-    agreed = _agreed(layouts, where)
+    agreed = _agreed(structures, where)
     return _with_inner_places(agreed, layer) if isinstance(layer, nn.Module) else agreed
 
 
-def _with_inner_places(layout: LayerLayout, layer: nn.Module) -> LayerLayout:
+def _with_inner_places(structure: LayerStructure, layer: nn.Module) -> LayerStructure:
     """Add the places within the layer's attention and MLP, or why they can be no sites."""
-    found = inner_places(layer, layout.attn, layout.attn_input)
-    plain = {HookPoint.ATTN_OUT_PRE, HookPoint.MLP_OUT_PRE} - layout.inner.keys()
+    found = inner_places(layer, structure.attn, structure.attn_input)
+    plain = {HookPoint.ATTN_OUT_PRE, HookPoint.MLP_OUT_PRE} - structure.inner.keys()
     return replace(
-        layout,
-        inner={**layout.inner, **found.places},
+        structure,
+        inner={**structure.inner, **found.places},
         absent={**found.absent, **dict.fromkeys(plain, "no norm is behind that branch")},
-        hooks=layout.hooks | frozenset(found.places),
+        hooks=structure.hooks | frozenset(found.places),
     )
 
 
@@ -194,27 +194,27 @@ class _PathReader:
         if not self._is_pair and carried in self._total.numbers:
             raise NotUnderstoodError(f"{residual} is added to what forward returns, but is not carried on")
 
-    def layout(self) -> LayerLayout:
-        """Read the layout that this path shows.
+    def structure(self) -> LayerStructure:
+        """Read the structure that this path shows.
 
         Raises:
             NotUnderstoodError: If what is returned is not the input stream plus branches.
         """
-        layout = LayerLayout(
+        structure = LayerStructure(
             style="pair" if self._is_pair else "single",
             hidden=self._hidden,
             residual=self._residual if self._is_pair else None,
         )
         last = self._total.atom
         if last is not None and is_norm(last.module) and not self._is_pair:
-            return layout  # the norm comes after the addition: the stream itself is normed, and has no branches
+            return structure  # the norm comes after the addition: the stream itself is normed, and has no branches
         if self._total.has_repeats or not self._base <= self._total.numbers:
             texts = sorted({atom.text or atom.module for atom, _ in self._total.terms if atom.number not in self._base})
             raise NotUnderstoodError(f"forward returns {', '.join(texts)} without its input stream, or with it twice")
         mid = self._find_mid()
         if mid is None:
-            return self._parallel(layout)
-        return self._sequential(layout, *mid)
+            return self._parallel(structure)
+        return self._sequential(structure, *mid)
 
     def _find_mid(self) -> tuple[SymbolicCall, frozenset[int]] | None:
         """Return the first call that reads the stream with a branch added, and the atoms of that sum."""
@@ -224,28 +224,28 @@ class _PathReader:
                     return call, reads
         return None
 
-    def _sequential(self, layout: LayerLayout, call: SymbolicCall, mid: frozenset[int]) -> LayerLayout:
+    def _sequential(self, structure: LayerStructure, call: SymbolicCall, mid: frozenset[int]) -> LayerStructure:
         branches = [atom for atom, _ in self._total.terms if atom.number not in self._base]
         attention = [atom for atom in branches if atom.number in mid]
         rest = [atom for atom in branches if atom.number not in mid]
         mlp = [atom for atom in rest if atom.reads and max(atom.reads, key=len) == mid]
         if any(atom.reads != {self._base} for atom in attention) or not mlp:
-            return layout
+            return structure
         if any(self._is_attention(atom) for atom in rest):
-            return layout  # a second attention block: "the" mid stream would be a guess
+            return structure  # a second attention block: "the" mid stream would be a guess
         keys = _stream_keys(call, mid)
         if keys is None or not self._is_called_once(call.module):
-            return layout
+            return structure
         norm = call.module if is_norm(call.module) else None
-        layout = replace(layout, mid=call.module, mid_input=keys[0], mid_residual=keys[1], mid_norm=norm)
-        layout = replace(layout, hooks=layout.hooks | {HookPoint.POST_ATTN})
-        layout = self._with_mlp_input(self._with_attention_input(layout, attention), mlp[0])
-        layout = self._with_post_norms(layout, attention, rest)
+        structure = replace(structure, mid=call.module, mid_input=keys[0], mid_residual=keys[1], mid_norm=norm)
+        structure = replace(structure, hooks=structure.hooks | {HookPoint.POST_ATTN})
+        structure = self._with_mlp_input(self._with_attention_input(structure, attention), mlp[0])
+        structure = self._with_post_norms(structure, attention, rest)
         is_whole = len(mlp) == len(rest) and (self._carry is None or self._carry.numbers == mid)
         if self._is_pair:
-            layout = replace(layout, first_norm=self._first_norm(call, keys[1], mid))
-            return self._pair_branches(layout, call, {atom.number for atom in attention}, is_whole)
-        return self._single_branches(layout, attention, mlp if is_whole else [])
+            structure = replace(structure, first_norm=self._first_norm(call, keys[1], mid))
+            return self._pair_branches(structure, call, {atom.number for atom in attention}, is_whole)
+        return self._single_branches(structure, attention, mlp if is_whole else [])
 
     def _first_norm(self, mid_call: SymbolicCall, mid_residual: Key | None, mid: frozenset[int]) -> str | None:
         """Return the fused norm that hands `mid_call` its residual, if all else reads the stream before or after."""
@@ -262,33 +262,33 @@ class _PathReader:
         is_read |= any(not value.numbers.isdisjoint(self._base) for value in others)
         return None if is_read or not self._is_called_once(first.module) else first.module
 
-    def _parallel(self, layout: LayerLayout) -> LayerLayout:
+    def _parallel(self, structure: LayerStructure) -> LayerStructure:
         branches = [atom for atom, _ in self._total.terms if atom.number not in self._base]
         attention = [atom for atom in branches if self._is_attention(atom)]
         mlp = [atom for atom in branches if atom not in attention]
         if self._is_pair or len(attention) != 1 or len(mlp) != 1:
-            return layout
-        layout = self._with_mlp_input(self._with_attention_input(layout, attention), mlp[0])
-        return self._single_branches(layout, attention, mlp)
+            return structure
+        structure = self._with_mlp_input(self._with_attention_input(structure, attention), mlp[0])
+        return self._single_branches(structure, attention, mlp)
 
-    def _with_attention_input(self, layout: LayerLayout, branches: list[Atom]) -> LayerLayout:
+    def _with_attention_input(self, structure: LayerStructure, branches: list[Atom]) -> LayerStructure:
         """Add the one argument through which the one attention branch reads the stream, if that is so."""
         found = find_attention_input(branches[0], self._base, self._by_output) if len(branches) == 1 else None
         if found is None or not self._is_called_once(found[0]):
-            return layout
-        return replace(layout, attn=found[0], attn_input=found[1], hooks=layout.hooks | {HookPoint.ATTN_IN})
+            return structure
+        return replace(structure, attn=found[0], attn_input=found[1], hooks=structure.hooks | {HookPoint.ATTN_IN})
 
-    def _with_mlp_input(self, layout: LayerLayout, branch: Atom) -> LayerLayout:
+    def _with_mlp_input(self, structure: LayerStructure, branch: Atom) -> LayerStructure:
         found = self._start(branch)
         if found is None or not self._is_called_once(found[0].module):
-            return layout
+            return structure
         call, key = found
         source = call.inputs[key].atom
-        is_output = bool(source and source.module and source.element == 0 and source.module == layout.mid_norm)
-        layout = replace(layout, mlp=call.module, mlp_input=key, mlp_in_is_norm_output=is_output)
-        return replace(layout, hooks=layout.hooks | {HookPoint.MLP_IN})
+        is_output = bool(source and source.module and source.element == 0 and source.module == structure.mid_norm)
+        structure = replace(structure, mlp=call.module, mlp_input=key, mlp_in_is_norm_output=is_output)
+        return replace(structure, hooks=structure.hooks | {HookPoint.MLP_IN})
 
-    def _with_post_norms(self, layout: LayerLayout, attention: list[Atom], mlp: list[Atom]) -> LayerLayout:
+    def _with_post_norms(self, structure: LayerStructure, attention: list[Atom], mlp: list[Atom]) -> LayerStructure:
         """Add the inputs of the norms whose results are the branches."""
         found = {}
         for hook, branches in ((HookPoint.ATTN_OUT_PRE, attention), (HookPoint.MLP_OUT_PRE, mlp)):
@@ -297,33 +297,33 @@ class _PathReader:
                 continue
             if len(call.inputs) == 1:
                 found[hook] = HookPlace(module=call.module, value=next(iter(call.inputs)))
-        return replace(layout, inner=found, hooks=layout.hooks | frozenset(found))
+        return replace(structure, inner=found, hooks=structure.hooks | frozenset(found))
 
     def _pair_branches(
-        self, layout: LayerLayout, call: SymbolicCall, attention: set[int], is_whole: bool
-    ) -> LayerLayout:
-        first = call.inputs[layout.mid_input] if layout.mid_input is not None else None
-        hooks = set(layout.hooks)
-        if layout.mid_residual is not None and first is not None and first.numbers == attention:
+        self, structure: LayerStructure, call: SymbolicCall, attention: set[int], is_whole: bool
+    ) -> LayerStructure:
+        first = call.inputs[structure.mid_input] if structure.mid_input is not None else None
+        hooks = set(structure.hooks)
+        if structure.mid_residual is not None and first is not None and first.numbers == attention:
             hooks.add(HookPoint.ATTN_OUT)
         if is_whole:
             hooks.add(HookPoint.MLP_OUT)
-        return replace(layout, hooks=frozenset(hooks))
+        return replace(structure, hooks=frozenset(hooks))
 
-    def _single_branches(self, layout: LayerLayout, attention: list[Atom], mlp: list[Atom]) -> LayerLayout:
+    def _single_branches(self, structure: LayerStructure, attention: list[Atom], mlp: list[Atom]) -> LayerStructure:
         factors = {atom.number: factors for atom, factors in self._total.terms}
         sides = [side[0] if len(side) == 1 else None for side in (attention, mlp)]
         used = {factors[atom.number] for atom in sides if atom is not None}
         if len(used) != 1 or not _is_attribute(scale := used.pop()):
-            return layout
+            return structure
         names = [atom.module if atom is not None and self._is_output(atom) else None for atom in sides]
         points = [HookPoint.ATTN_OUT, HookPoint.MLP_OUT]
         return replace(
-            layout,
+            structure,
             attn_branch=names[0],
             mlp_branch=names[1],
             branch_scale=scale[0].removeprefix("self.") if scale else None,
-            hooks=layout.hooks | {point for point, name in zip(points, names, strict=True) if name},
+            hooks=structure.hooks | {point for point, name in zip(points, names, strict=True) if name},
         )
 
     def _start(self, atom: Atom) -> tuple[SymbolicCall, Key] | None:
@@ -377,37 +377,37 @@ def _is_attribute(factors: tuple[str, ...]) -> bool:
     return not factors or (len(factors) == 1 and factors[0].startswith("self.") and factors[0][5:].isidentifier())
 
 
-def _agreed(layouts: Sequence[LayerLayout], where: str) -> LayerLayout:
-    """Join the layouts of all paths; a hook point that is elsewhere on another path cannot be taken."""
-    if not layouts:
+def _agreed(structures: Sequence[LayerStructure], where: str) -> LayerStructure:
+    """Join the structures of all paths; a hook point that is elsewhere on another path cannot be taken."""
+    if not structures:
         raise UnsupportedError(f"{where}: no path through forward returns")
-    agreed = layouts[0]
-    if any((layout.style, layout.residual) != (agreed.style, agreed.residual) for layout in layouts):
+    agreed = structures[0]
+    if any((structure.style, structure.residual) != (agreed.style, agreed.residual) for structure in structures):
         raise UnsupportedError(f"{where}: forward carries the stream in one way on one path, otherwise on another")
-    hooks = frozenset.intersection(*(layout.hooks for layout in layouts))
-    is_output = all(layout.mlp_in_is_norm_output for layout in layouts)
-    if _differ(layouts, "mid", "mid_input", "mid_residual", "mid_norm"):
+    hooks = frozenset.intersection(*(structure.hooks for structure in structures))
+    is_output = all(structure.mlp_in_is_norm_output for structure in structures)
+    if _differ(structures, "mid", "mid_input", "mid_residual", "mid_norm"):
         agreed = replace(agreed, mid=None, mid_input=None, mid_residual=None, mid_norm=None)
         hooks -= {HookPoint.POST_ATTN} | ({HookPoint.ATTN_OUT} if agreed.style == "pair" else set())
         is_output = False
-    if agreed.mid is None or _differ(layouts, "first_norm"):
+    if agreed.mid is None or _differ(structures, "first_norm"):
         agreed = replace(agreed, first_norm=None)
-    if _differ(layouts, "attn", "attn_input"):
+    if _differ(structures, "attn", "attn_input"):
         agreed = replace(agreed, attn=None, attn_input=None)
         hooks -= {HookPoint.ATTN_IN}
-    if _differ(layouts, "mlp", "mlp_input"):
+    if _differ(structures, "mlp", "mlp_input"):
         agreed = replace(agreed, mlp=None, mlp_input=None)
         hooks -= set() if is_output else {HookPoint.MLP_IN}
-    if _differ(layouts, "attn_branch", "mlp_branch", "branch_scale"):
+    if _differ(structures, "attn_branch", "mlp_branch", "branch_scale"):
         agreed = replace(agreed, attn_branch=None, mlp_branch=None, branch_scale=None)
         hooks -= {HookPoint.ATTN_OUT, HookPoint.MLP_OUT}
     inner = dict(agreed.inner)
     for hook, place in agreed.inner.items():
-        if any(layout.inner.get(hook) != place for layout in layouts):
+        if any(structure.inner.get(hook) != place for structure in structures):
             del inner[hook]
     hooks -= agreed.inner.keys() - inner.keys()
     return replace(agreed, mlp_in_is_norm_output=is_output, inner=inner, hooks=hooks)
 
 
-def _differ(layouts: Sequence[LayerLayout], *names: str) -> bool:
-    return len({tuple(getattr(layout, name) for name in names) for layout in layouts}) > 1
+def _differ(structures: Sequence[LayerStructure], *names: str) -> bool:
+    return len({tuple(getattr(structure, name) for name in names) for structure in structures}) > 1

@@ -18,7 +18,7 @@ from headgate.steering.gates.gate import (
     NamedProbe,
     Negation,
     Then,
-    layout_of,
+    columns_of,
     num_columns,
 )
 from headgate.steering.gates.step_table import StepTable
@@ -55,21 +55,21 @@ conditions = st.recursive(
 def test_no_two_numbers_share_a_column(given_conditions, first):
     gates = [gate(f"g{at}", when) for at, when in enumerate(given_conditions)]
 
-    layout = layout_of(gates, first)
+    columns = columns_of(gates, first)
 
-    taken = [score.column for score in layout.scores]
-    for column in layout.gates:
+    taken = [score.column for score in columns.scores]
+    for column in columns.gates:
         taken += range(column.first, column.first + num_columns(column.gate.when))
         taken += range(column.column, column.column + 3)
-    assert sorted(taken) == list(range(first, first + layout.num_columns))
+    assert sorted(taken) == list(range(first, first + columns.num_columns))
 
 
 def test_a_named_probe_has_one_score_and_inline_ones_are_named_after_their_gate():
     two = ConditionGroup(Combine.ANY, (leaf(), leaf("anger"), leaf()))
 
-    layout = layout_of([gate("a", two), gate("b", ConditionGroup(Combine.ALL, (leaf("anger"), leaf())))])
+    columns = columns_of([gate("a", two), gate("b", ConditionGroup(Combine.ALL, (leaf("anger"), leaf())))])
 
-    assert [score.name for score in layout.scores] == ["a", "anger", "a.1", "b"]
+    assert [score.name for score in columns.scores] == ["a", "anger", "a.1", "b"]
 
 
 def test_readings_are_parted_by_request():

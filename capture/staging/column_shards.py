@@ -29,7 +29,7 @@ Gather = Callable[[Tensor], Tensor]
 """A collective: from the tensor of each rank, ``[...]``, to those of all ranks, ``[R, ...]``."""
 
 
-class ColumnParts:
+class ColumnShards:
     """The parts of rows that one rank computes. Step thread only.
 
     Every rank makes the same calls in the same steps, since each gathers with all others. So what is gathered follows

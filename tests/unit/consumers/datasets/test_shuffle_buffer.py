@@ -1,4 +1,4 @@
-"""The pool of rows that are mixed: each row that was put in comes out once, with its bytes."""
+"""The shuffle buffer of rows that are mixed: each row that was put in comes out once, with its bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.consumers.datasets.mixing import MixingPool, Numbers
+from headgate.consumers.datasets.mixing import Numbers, ShuffleBuffer
 
 SITES = ("1.post_mlp", "2.post_mlp")
 
@@ -20,16 +20,16 @@ def bytes_of(numbers: Numbers, site: str) -> npt.NDArray[np.uint8]:
 class _Refill:
     """Rows that are reserved, and arrive later; the last of them are dropped."""
 
-    def __init__(self, pool: MixingPool, first: int, count: int, num_dropped: int, spared: int) -> None:
+    def __init__(self, buffer: ShuffleBuffer, first: int, count: int, num_dropped: int, spared: int) -> None:
         self._numbers = np.arange(first, first + count, dtype=np.int64)
-        self._memory = pool.reserve(count, spared=spared)
+        self._memory = buffer.reserve(count, spared=spared)
         self._kept = self._numbers[: max(count - num_dropped, 0)]
-        self._pool = pool
+        self._buffer = buffer
 
     def arrive(self) -> Numbers:
         for site, slots in self._memory.items():
             slots.put(bytes_of(self._numbers, site))
-        self._pool.commit(self._kept)
+        self._buffer.commit(self._kept)
         return self._kept
 
 
@@ -41,36 +41,36 @@ class _Refill:
 def test_each_row_comes_once_with_its_bytes(capacity: int, steps: list[tuple[int, int, int, bool]], seed: int) -> None:
     """Refills overlap with draws: one is reserved behind a draw, and its rows arrive before that draw is copied."""
     random = np.random.default_rng(seed)
-    pool = MixingPool(SITES, 8, capacity)
+    buffer = ShuffleBuffer(SITES, 8, capacity)
     given_rows, found, first = 0, list[int](), 0
     refill: _Refill | None = None
 
     for num_taken, num_read, num_dropped, arrives in steps:
-        numbers, slots = pool.take(random, num_taken)
+        numbers, slots = buffer.take(random, num_taken)
         if refill is None:
-            refill = _Refill(pool, first, num_read, num_dropped, spared=len(slots))
+            refill = _Refill(buffer, first, num_read, num_dropped, spared=len(slots))
             first += num_read
-        for site, rows in pool.copies(slots).items():
+        for site, rows in buffer.copies(slots).items():
             assert np.array_equal(rows, bytes_of(numbers, site))
         found += numbers.tolist()
         if arrives:
             given_rows += len(refill.arrive())
             refill = None
-    last, _ = pool.draw(random, len(steps) * 10)
+    last, _ = buffer.draw(random, len(steps) * 10)
 
     found += last.tolist()
     assert len(found) == len(set(found)) == given_rows
-    assert pool.count == 0
+    assert buffer.count == 0
 
 
 def test_what_is_reserved_is_none_of_what_was_taken_out_last() -> None:
-    pool = MixingPool(SITES, 8, 10)
-    pool.add(np.arange(10), {site: bytes_of(np.arange(10), site) for site in SITES})
-    numbers, slots = pool.take(np.random.default_rng(0), 10)
+    buffer = ShuffleBuffer(SITES, 8, 10)
+    buffer.add(np.arange(10), {site: bytes_of(np.arange(10), site) for site in SITES})
+    numbers, slots = buffer.take(np.random.default_rng(0), 10)
 
-    memory = pool.reserve(10, spared=10)
+    memory = buffer.reserve(10, spared=10)
     for site in SITES:
         memory[site].put(bytes_of(np.arange(10, 20), site))
 
-    for site, rows in pool.copies(slots).items():
+    for site, rows in buffer.copies(slots).items():
         assert np.array_equal(rows, bytes_of(numbers, site))
