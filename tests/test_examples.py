@@ -12,8 +12,11 @@ import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import PathDistribution
+from itertools import islice
+from operator import eq
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -24,6 +27,7 @@ from headgate.consumers.reader import open_captures
 from headgate.steering import load
 from headgate.steering.features.importing import open_coder
 from tests.engine.byte_tokenizer import with_tokenizer
+from tests.engine.hf_reference import own_process
 from tests.engine.tiny_models import tiny_model
 from tests.fakes.saes import TinySae
 from tests.fresh_python import run_python
@@ -204,15 +208,37 @@ def test_what_the_training_examples_print_becomes_a_picture(tmp_path: Path, prin
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.extended  # the guide, which `make test` runs, does the same
 @pytest.mark.engine
-def test_a_lens_shows_when_a_token_rises_and_steers_toward_another(model_dir: Path) -> None:
-    printed = run_example("examples/lens.py", str(model_dir))
+def test_a_jacobian_lens_is_drawn_and_steers_toward_a_token(model_dir: Path, tmp_path: Path) -> None:
+    """The grid is the lens' on Hugging Face's rows, the picture has the same tokens, and the direction acts."""
+    from tests.engine.jacobian_lens import fit_and_read  # imports models, which other tests of this file need not
 
-    ranks = [int(found) for found in re.findall(r"' Tokyo' is number (\d+)", printed)]
-    assert (len(ranks), ranks[-1]) == (11, 1)
-    assert "as it is:              ' Tokyo" in printed
-    assert "steered toward Paris:  ' Paris" in printed
+    file, picture = tmp_path / "j.safetensors", tmp_path / "grid.svg"
+    texts = README, "Fact: the capital of Japan is", " Tokyo"
+    with own_process() as executor:  # whose threads would keep programs from being forked here
+        expected = executor.submit(fit_and_read, model_dir, file, (23, 26), texts).result()
+
+    printed = run_example("examples/lens.py", str(model_dir), str(file), str(picture))
+
+    rows = re.findall(r"^ +(\d+)  (.*)  log-probability of ' Tokyo' (-[0-9.]+)$", printed, re.MULTILINE)
+    assert [int(layer) for layer, _, _ in rows] == [23, 26]
+    shown = [each.text for each in ElementTree.parse(picture).iter() if each.tag.endswith("}text")]
+    cells = iter(shown[shown.index("layer") + 1 :])
+    num_equal = 0
+    for layer, cells_of_row, logprob in reversed(rows):  # the last layer is above
+        read = expected[int(layer)]
+        drawn = list(islice(cells, len(read.strongest) + 3))  # and of the answer but for its last token
+        written = " ".join(f"'{text}'"[:10].ljust(10) for text in drawn)
+        assert written.replace('"', "'") == cells_of_row.replace('"', "'")  # Python chooses its quotes by the text
+        num_equal += sum(map(eq, read.strongest, drawn))
+        assert float(logprob) == pytest.approx(read.logprob, abs=0.3)
+    assert num_equal >= 12  # of 14: the server's rows are bfloat16
+    found = re.findall(r"^(.+): log-probability of ' Paris' (-[0-9.]+), answer '(.*)'$", printed, re.MULTILINE)
+    (plain, before, answer), (steered, after, other) = found
+    assert (plain, steered) == ("as it is", "steered toward ' Paris' at layer 23")
+    assert float(after) > float(before) + 3
+    assert answer.startswith(" Tokyo")
+    assert other != answer
     assert len((ROOT / "examples/lens.py").read_text().splitlines()) < 80
 
 

@@ -35,13 +35,13 @@ URL = "http://localhost:8000"
 
 FLAGS = "--enforce-eager --block-size 32 --max-model-len 1024 --max-num-batched-tokens 256 --max-num-seqs 8"
 
-EVERY_TIME: tuple[str, ...] = ("attention", "capture", "sites", "consumers", "lenses", "steering")
+EVERY_TIME: tuple[str, ...] = ("attention", "capture", "sites", "consumers", "steering")
 """Guides that `make test` runs; those below run in `make test-extended`."""
 
 EXTENDED: tuple[str, ...] = (
     "../index",
     *("chats", "server", "datasets", "harvest", "moments", "reward", "stream", "studio"),
-    *("controllers", "dynamic", "operations", "probes", "saes", "train_sae"),
+    *("controllers", "dynamic", "lenses", "operations", "probes", "saes", "train_sae"),
 )
 
 pages = pytest.mark.parametrize(
