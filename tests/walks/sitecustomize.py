@@ -43,13 +43,14 @@ class Tracer:
         file = frame.f_code.co_filename
         if event != "call" or file in self._others:
             return
-        if not file.startswith(PACKAGES):
+        path = file.replace("/.types/headgate/", "/")  # a git work tree imports its own files from there
+        if not path.startswith(PACKAGES):
             self._others.add(file)
             return
         entry = os.getpid(), self._board[0], file
         if entry not in self._seen and frame.f_code.co_name != "<module>":
             self._seen.add(entry)
-            os.write(self._file, f"{_process()}\t{entry[1]}\t{file.removeprefix(ROOT + '/')}\n".encode())
+            os.write(self._file, f"{_process()}\t{entry[1]}\t{path.removeprefix(ROOT + '/')}\n".encode())
 
 
 def _process() -> str:
