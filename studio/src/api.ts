@@ -23,6 +23,15 @@ export interface StoredOne extends Stored { metadata: Json; positions: number[];
 export interface Message { role: string; content: string }
 export type Json = Record<string, unknown>;
 
+/** JSON whose objects have no prototype: a name of somebody's choice, such as "constructor", is found in none of them. */
+export function bare<T>(value: T): T {
+  if (Array.isArray(value)) return value.map(bare) as T;
+  if (value === null || typeof value !== "object") return value;
+  const found = Object.create(null) as Record<string, unknown>;
+  for (const [name, each] of Object.entries(value)) found[name] = bare(each);
+  return found as T;
+}
+
 export interface CaptureResult { status: string; error: string | null; payload: unknown; num_rows: number; num_bytes: number; dropped_rows: number }
 export interface Trace { positions: number[]; scores: Record<string, (number | null)[]>; gates: Record<string, { strength: (number | null)[]; applied: (number | null)[] }> }
 export interface TokenLogprob { token: string; logprob: number | null; bytes: number[] | null; top_logprobs?: { token: string; logprob: number | null; bytes: number[] | null }[] }

@@ -177,7 +177,7 @@ export function isSteering(): boolean {
 // ---- answers
 
 export function newRun(kind: Run["kind"], body: Json): Run {
-  return { kind, status: "waiting", error: "", notice: "", path: "/v1/chat/completions", body, prompt: [], answer: [], text: "", series: {}, gates: Object.create(null) as Run["gates"], grid: null, features: null, attention: null, meanNorms: {}, streamRows: null, recorded: null, seconds: 0 };
+  return { kind, status: "waiting", error: "", notice: "", path: "/v1/chat/completions", body, prompt: [], answer: [], text: "", series: Object.create(null) as Run["series"], gates: Object.create(null) as Run["gates"], grid: null, features: null, attention: null, meanNorms: Object.create(null) as Run["meanNorms"], streamRows: null, recorded: null, seconds: 0 };
 }
 
 let stopping = new AbortController();
@@ -516,7 +516,10 @@ function probesIn(trace: Trace | undefined, hook: string, total: number): ProbeS
   return readableProbes().filter((probe) => trace?.scores[probe.name] && splitSite(probe.at)[1] === hook).map((probe) => ({ name: probe.name, layer: splitSite(probe.at)[0], values: placed(trace!.scores[probe.name]!.map((score) => score ?? NaN), trace!.positions, total) }));
 }
 
-/** Reads tokens again at all layers, without steering: the body, for the page and for its code. */
+/**
+ * Reads tokens again at all layers, without steering: the body, for the page and for its code. The server computes the
+ * whole prompt for each part of it: so it ends with the part, which asks for rows alone.
+ */
 export function readBody(ids: number[], start: number, stop: number): Json {
   const { readHook, lens, lensToken } = settings.value;
   const positions = { start, stop };
@@ -525,8 +528,9 @@ export function readBody(ids: number[], start: number, stop: number): Json {
   if (lensName.value && lens) {
     capture[lensName.value] = { lens, layers: "all", positions, top: 5, ...(lensToken ? { tokens: [lensToken] } : {}) };
   }
-  const scores = start === 0 ? probeGates(readableProbes().slice(0, PROBES_AT_ONCE)) : {};
-  return { model: facts.value?.model ?? "", prompt: ids, max_tokens: 1, temperature: 0, prompt_logprobs: 0, capture, capture_wait: true, ...scores };
+  const isWhole = start === 0 && stop === ids.length;
+  const scores = isWhole ? { prompt_logprobs: 0, ...probeGates(readableProbes().slice(0, PROBES_AT_ONCE)) } : {};
+  return { model: facts.value?.model ?? "", prompt: ids.slice(0, stop), max_tokens: 1, temperature: 0, capture, capture_wait: true, ...scores };
 }
 
 /** The scores of further probes than one request reads. */
@@ -556,13 +560,18 @@ export async function readGrid(run: Run, progress: (text: string) => void): Prom
     const stopAt = Math.min(total, start + step);
     progress(`reading tokens ${start + 1} to ${stopAt} of ${total}`);
     const body = readBody(ids as number[], start, stopAt);
-    const found = await api.value.post<{ capture_results: Record<string, CaptureResult>; choices: { steering_trace?: Trace; prompt_logprobs: (Record<string, { logprob: number }> | null)[] }[] }>("/v1/completions", body);
+    const found = await api.value.post<{ capture_results: Record<string, CaptureResult>; choices: { steering_trace?: Trace; prompt_logprobs?: (Record<string, { logprob: number }> | null)[] | null }[] }>("/v1/completions", body);
+    if (step === total) {
+      // Its rows may be refused; this is of the whole prompt all the same.
+      takePromptLogprobs(run, found.choices[0]?.prompt_logprobs ?? []);
+      grid.probes = [...probesIn(found.choices[0]?.steering_trace, readHook, total), ...(await moreProbes(ids as number[], readHook))];
+    }
     const result = inlineName.value ? found.capture_results[inlineName.value] : undefined;
     if (result) {
       const tensors = rowsOf(result);
       if (typeof tensors === "string") {
         const limit = LIMIT.exec(tensors);
-        const perToken = (layers.length * (facts.value?.layers?.hidden_size ?? 4096) * 4) || 1;
+        const perToken = (layers.length * (facts.value?.layers?.hidden_size ?? 4096) * (facts.value?.layers?.dtype === "float32" ? 4 : 2)) || 1;
         const next = limit ? Math.max(1, Math.min(Math.floor(Number(limit[1]) / perToken), Math.floor(step / 2))) : 0;
         if (!next || step === 1) throw new ApiError(tensors, null);
         step = next;
@@ -571,8 +580,6 @@ export async function readGrid(run: Run, progress: (text: string) => void): Prom
       mergeGrid(grid, gridOf(tensors, readHook, total), start, stopAt);
     }
     grid.lens = mergeLens(grid.lens, lensName.value ? found.capture_results[lensName.value] : undefined);
-    takePromptLogprobs(run, found.choices[0]?.prompt_logprobs ?? []);
-    if (start === 0) grid.probes = [...probesIn(found.choices[0]?.steering_trace, readHook, total), ...(await moreProbes(ids as number[], readHook))];
     start = stopAt;
   }
   run.grid = grid;

@@ -2,8 +2,8 @@
 
 import { signal } from "@preact/signals";
 import type { Json } from "./api";
-import { BASE } from "./api";
-import { branches, facts, followed, gates, type GateSpec, type Ids, type Item, items, keys, type Phase, settings, type Turn, turns, type View, view, want, watched } from "./state";
+import { BASE, bare } from "./api";
+import { branches, facts, followed, gates, type GateSpec, type Ids, type Item, items, keys, type Phase, settings, type Turn, turns, type View, view, VIEWS, want, watched } from "./state";
 import { fromBase64, toBase64 } from "./tensors";
 
 // ---- code
@@ -236,7 +236,7 @@ function gateOf({ name, isOn, reads, compare, threshold, phase = "both", pool, t
   check([name, reads.name, reads.site, then.name].every((each) => typeof each === "string") && [threshold, then.scale].every(Number.isFinite) && isOneOf(phase, PHASES), "gates");
   check(isOneOf(reads.kind, ["probe", "cosine", "always"]) && isOneOf(then.kind, ["module", "observe"]) && isOneOf(compare, ["above", "below"]), "gates");
   check(isOneOf(pool, ["token", "ema", "last_prompt", "prompt_mean"]) && isOneOf(scope, ["this_token", "next_token", "rest_of_request"]), "gates");
-  return { name, isOn: !!isOn, reads, compare, threshold, phase, pool, then, scope };
+  return { name, isOn: !!isOn, reads: { kind: reads.kind, name: reads.name, site: reads.site }, compare, threshold, phase, pool, then: { kind: then.kind, name: then.name, scale: then.scale }, scope };
 }
 
 /** Turns of a link: a parent has a smaller number than its children, so that each way through them ends. */
@@ -246,6 +246,12 @@ function turnsOf(list: Linked["t"]): Turn[] {
     check(Number.isInteger(id) && Number.isInteger(parent) && 0 <= parent && parent < id && typeof text === "string" && isOneOf(role, ["system", "user", "assistant"]), "conversation");
     return { id, parent, role, text, runs: [], chosen: 0, ...(areIds(ids) ? { ids } : {}) };
   });
+}
+
+/** The chosen turn by its parent's number. */
+function branchesOf(given: Linked["b"]): Linked["b"] {
+  check(Object.entries(given).every(([parent, id]) => /^\d{1,15}$/.test(parent) && Number.isInteger(id)), "conversation");
+  return { ...given };
 }
 
 function settingsOf(given: Partial<Linked["s"]>): Linked["s"] {
@@ -266,13 +272,17 @@ export function restore(hash: string): boolean {
   if (hash.length < 2) return false;
   try {
     const found = decode(hash.slice(1)) as Linked;
-    check(typeof found === "object", "content");
+    check(typeof found === "object" && found !== null && isOneOf(found.v ?? "chat", VIEWS), "content");
     const all = (found.i ?? []).map(itemOf);
     const restored = {
       settings: settingsOf(found.s ?? {}),
       gates: (found.g ?? []).map(gateOf),
       turns: turnsOf(found.t ?? []),
-      watched: (found.w ?? []).filter((each) => typeof each.name === "string"),
+      watched: (found.w ?? []).map(({ kind, name }) => {
+        check(isOneOf(kind, ["probe", "cosine"]) && typeof name === "string", "watched vectors");
+        return { kind, name };
+      }),
+      branches: branchesOf(found.b ?? {}),
       followed: (found.f ?? []).filter((each) => typeof each.sae === "string" && Number.isInteger(each.id)).map(({ sae, id, label }) => ({ sae, id, label: String(label) })),
     };
     settings.value = restored.settings;
@@ -280,10 +290,10 @@ export function restore(hash: string): boolean {
     turns.value = restored.turns;
     watched.value = restored.watched;
     followed.value = restored.followed;
-    branches.value = found.b ?? {};
+    branches.value = restored.branches;
     items.value = all.filter((item) => item.kind !== "module");
     want(all.filter((item) => item.kind === "module"));
-    view.value = found.v;
+    view.value = found.v ?? "chat";
     return true;
   } catch {
     isDamaged.value = true;
@@ -338,7 +348,7 @@ export async function recording(): Promise<string> {
 export function openRecording(): boolean {
   const text = document.getElementById(RECORDING)?.textContent;
   if (!text) return false;
-  const found = JSON.parse(text, (_, value: unknown) => (value === NOT_A_NUMBER ? NaN : value)) as Recording;
+  const found = bare(JSON.parse(text, (_, value: unknown) => (value === NOT_A_NUMBER ? NaN : value)) as Recording);
   facts.value = found.facts;
   settings.value = found.settings;
   turns.value = found.turns;

@@ -2,7 +2,7 @@
 
 import { computed, signal } from "@preact/signals";
 import type { Tensor } from "./tensors";
-import { Api, ApiError, type Capturable, type Decision, type Dynamic, type Layers, type Message, type Probe, type Rule, type Sae, type Status, storedKeys, storeKeys, type Keys, UNREACHABLE, whenLost } from "./api";
+import { Api, ApiError, bare, type Capturable, type Decision, type Dynamic, type Layers, type Message, type Probe, type Rule, type Sae, type Status, storedKeys, storeKeys, type Keys, UNREACHABLE, whenLost } from "./api";
 
 export interface Facts {
   model: string;
@@ -95,7 +95,8 @@ export interface GateSpec {
   scope: "this_token" | "next_token" | "rest_of_request";
 }
 
-export type View = "chat" | "grid" | "attention" | "features" | "steer" | "dynamic" | "captures" | "server";
+export const VIEWS = ["chat", "grid", "attention", "features", "steer", "dynamic", "captures", "server"] as const;
+export type View = (typeof VIEWS)[number];
 
 export const keys = signal<Keys>(storedKeys());
 export const api = computed(() => new Api(keys.value));
@@ -263,7 +264,7 @@ export async function loadFacts(): Promise<void> {
   } else unreachable.value = "";
   const got = <T,>(result: PromiseSettledResult<T>): T | null => (result.status === "fulfilled" ? result.value : null);
   const model = got(models)?.data[0];
-  facts.value = {
+  facts.value = bare({
     model: model?.id ?? "",
     maxLength: model?.max_model_len ?? 0,
     capture: got(capture),
@@ -276,7 +277,7 @@ export async function loadFacts(): Promise<void> {
     rules: got(rules)?.rules ?? [],
     dynamic: got(dynamic),
     dynamicRefused: reasonOf(dynamic),
-  };
+  });
   settle();
 }
 

@@ -296,6 +296,35 @@ def test_the_grid_shows_norms_and_cosines_of_all_layers(page: Page, server: Serv
             assert float(shown["cosine"] or "nan") == pytest.approx(cosine, abs=1e-4)
 
 
+def test_a_long_grid_is_read_in_parts_that_end_their_prompts(page: Page, server: Server) -> None:
+    """The server computes each prompt anew; log-probabilities are asked for once."""
+    text = " ".join(["sea"] * 180)
+    bodies: list[Any] = []
+    page.on(
+        "request", lambda sent: bodies.append(sent.post_data_json) if sent.url.endswith("/v1/completions") else None
+    )
+    prepare(page, tokens=2)
+    ask(page, text)
+    page.get_by_role("button", name="Layer by layer").click()
+    page.get_by_role("button", name="Read all layers").click()
+    canvas = page.get_by_role("application")
+    expect(canvas).to_be_visible(timeout=patience(60) * 1000)
+
+    first, *parts = bodies
+    bounds = [tuple(part["capture"]["inline"]["positions"].values()) for part in parts]
+    assert len(parts) > 1
+    assert ["prompt_logprobs" in body for body in bodies] == [True] + [False] * len(parts)
+    assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
+    assert [part["prompt"] for part in parts] == [first["prompt"][:stop] for _, stop in bounds]
+    answer = chat(server, text, max_tokens=1, capture={"inline": {"hooks": {"post_mlp": [0]}, "positions": "all"}})
+    column = bounds[1][0] + 1
+    canvas.focus()
+    for _ in range(column + 1):
+        canvas.press("ArrowRight")
+    shown = page.locator('.cell [data-value="norm"] td').get_attribute("data-value")
+    assert float(shown or "nan") == pytest.approx(float(rows_of(answer)["0.post_mlp"][column].norm()), rel=1e-3)
+
+
 @pytest.mark.parametrize("name", ["logit", "j"])
 def test_the_lens_shows_what_its_consumer_answers(page: Page, server: Server, name: str) -> None:
     prepare(page, tokens=4)
@@ -1358,6 +1387,10 @@ def turn(number: int, parent: int, **fields: Any) -> dict[str, Any]:
         {"g": [{"name": "a", "reads": {"kind": "probe", "name": "mood", "site": ""}, "then": {}}]},
         {"s": {"seed": "9" * 40}},
         {"w": 3},
+        {"w": [{"kind": "constructor", "name": "mood"}]},
+        {"b": {"0": EVIL}},
+        {"b": {EVIL: 1}},
+        {"v": "constructor"},
         "text",
         None,
     ],
@@ -1368,6 +1401,23 @@ def test_a_damaged_or_hostile_link_restores_nothing_and_the_page_says_so(page: P
     expect(page.get_by_role("button", name=QUESTION)).to_be_enabled()
     show(page, "Steer")
     expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_link_that_names_what_every_object_has_blanks_no_view(page: Page, server: Server) -> None:
+    name = "constructor"  # of JavaScript's objects, a function
+    vector = base64.b64encode(np.ones(SIZE, np.float32).tobytes()).decode()
+    items = [
+        {"name": "own", "isOn": True, "scale": 1, "kind": "local", "site": f"3.{name}", "row": vector},
+        {"name": name, "isOn": True, "scale": 1, "kind": "module"},
+    ]
+    followed = [{"sae": name, "id": 1, "label": ""}]
+    go_to_link(page, {"s": {"colourBy": name, "readHook": name, "lens": name, "sae": name}, "i": items, "f": followed})
+    expect(page.get_by_role("alert")).to_have_count(0)
+    for view in VIEWS:
+        show(page, view)
+    show(page, "Chat")
+    ask(page)
+    expect(page.locator(".token").first).to_be_visible()
 
 
 def test_a_bound_is_typed_with_its_sign(page: Page) -> None:
