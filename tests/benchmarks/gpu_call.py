@@ -216,7 +216,10 @@ ANY_MODEL = {
     "attention": [
         http("attention", ["chat"], LIMIT_S, "--servers", *ATTENTION_SERVERS, "--modes", *ATTENTION_MODES),
     ],
-    "parallel": [pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16)],
+    "parallel": [
+        pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16),
+        pytest_step("experts", 330, "tests/gpu/test_experts_gpu.py", lines=16),
+    ],
     "parallel-cost": [suite("tensor", 280, "--tp", "2", *ON_TWO), suite("pipeline", 280, "--pp", "2", *ON_TWO)],
 }
 """Calls whose steps do not depend on the model."""

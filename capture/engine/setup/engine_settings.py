@@ -341,13 +341,19 @@ SERVED = (
     Served(
         "parallel_config.enable_expert_parallel",
         "expert parallelism (--enable-expert-parallel)",
-        note="vLLM 0.32 itself fails with it on a CPU: with tensor parallelism in the kernel of the experts, with data "
-        "parallelism because its ranks cannot exchange tokens there. `headgate verify` tells on your GPUs",
+        NEXT,
+        ("gpu/test_experts_gpu.py",),
+        "two H200",
+        "With data parallelism there is no site `experts`, as routers get tokens of all ranks; with both data and "
+        "tensor parallelism it is refused",
     ),
     Served(
         "parallel_config.enable_eplb",
         "balancing of experts over ranks (--enable-eplb)",
-        note="vLLM has it on GPUs alone. `experts` are read before their numbers are mapped to copies",
+        NEXT,
+        ("gpu/test_experts_gpu.py",),
+        "two H200",
+        "`experts` are read before their numbers are mapped to copies",
     ),
     Served(
         "parallel_config.nnodes",
@@ -369,7 +375,7 @@ SERVED = (
         NEXT,
         ("engine/test_drafts.py", "gpu/test_drafts_gpu.py"),
         "a CPU (ngram, eagle, draft_model, mtp of DeepSeek without async_scheduling); an H100 (ngram, "
-        "eagle, eagle3; gates with eagle)",
+        "eagle, eagle3; gates with eagle); an H200 (mtp of DeepSeek)",
         "Rows of accepted tokens alone; no controllers",
     ),
     Served(

@@ -238,7 +238,7 @@ def test_a_request_that_says_nothing_gets_twenty_or_what_there_is(params: dict[s
     [
         ({}, "sae", "got None; known: a, b, c"),
         ({"sae": "x"}, "sae", "known: a, b, c"),
-        ({"sae": "a", "hooks": {}}, "hooks", "known: sae, positions, top, features, above"),
+        ({"sae": "a", "hooks": {}}, "hooks", "has sae, positions, top, features, above"),
         ({"sae": "a", "top": 9}, "top", r"from 1 to 8 \(parameter top\), got 9"),
         ({"sae": "a", "top": True}, "top", "got True"),
         ({"sae": "a", "above": -1}, "above", "at least 0"),
@@ -440,9 +440,9 @@ def test_files_hold_what_answers_have(params: dict[str, Any], tmp_path: Path, la
         ({"sae": "a", "above": 0.5}, "above", "files hold all that was read"),
         ({"sae": "a", "encoding": "binary"}, "encoding", "files hold all that was read"),
         ({"sae": "x"}, "sae", "known: a, b, c"),
-        ({"sae": "a", "hooks": {}}, "hooks", "known: sae, positions, top, features, above"),
+        ({"sae": "a", "hooks": {}}, "hooks", "has sae, positions, top, features, above"),
         ({"sae": "a", "tag": "a/b"}, "tag", "a/b"),
-        ({"sae": "a", "if_probe": {}}, "if_probe", "unknown field"),
+        ({"sae": "a", "if_probe": {}}, "if_probe", "unknown key; the consumer .files. has sae"),
     ],
 )
 def test_requests_for_files_are_refused_by_field(
