@@ -139,8 +139,8 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         gather_sites: ``{hook point: layers}`` of op sites whose rows are gathered with tensor parallelism, where ranks
             have the columns of their own heads or neurons: gates, probes and SAEs read whole rows there, and every
             operation acts. They become op sites. Sites that `probes` and `saes` read are gathered, too. On a GPU each
-            gathers the rows of every forward, in use or not, and takes ``max_num_batched_tokens * width`` elements of
-            the model's dtype, and as many of float32, while it runs.
+            gathers the rows of every forward, in use or not, and takes ``2 * max_num_batched_tokens * width`` elements
+            of the model's dtype (more where several ranks hold one head), and half as many of float32, while it runs.
         max_ops_per_site: Operations of one request at one site in one phase, those of its modules included, and as many
             global ones.
         saes: ``{name: "PATH" or "PATH@SITE"}`` of SAEs and transcoders whose features requests may change. All their

@@ -32,6 +32,9 @@ MAX_FIRED = 64
 SCORED_VALUES = 1 << 15
 """Values that are widened to float64 at a time: so few that torch and BLAS do not wake their threads for them."""
 
+MOST_TRIED = 64
+"""Positions of each part of a selection that are tried as the last one of a prompt."""
+
 _FIELDS = ("probe", "above", "pool")
 _MAX_ABOVE = float(np.finfo(np.float32).max)
 
@@ -167,7 +170,8 @@ def check_pool(spec: CaptureSpec, num_prompt: int, field: str) -> None:
 def check_any_prompt(spec: CaptureSpec, context_length: int, field: str) -> None:
     """Refuse the operator's condition if no prompt has a row that could decide.
 
-    The shortest prompts are tried, of 2 tokens, the longest, and prompts that end with a selected position.
+    The shortest prompts are tried, of 2 tokens, the longest, and prompts that end with one of the first `MOST_TRIED`
+    selected positions.
 
     Args:
         spec: As the operator wrote it; messages of a chat, which only a request has, are not judged.
@@ -186,8 +190,8 @@ def check_any_prompt(spec: CaptureSpec, context_length: int, field: str) -> None
         except RequestError:  # of messages, or of a longer prompt
             continue
         if num_prompt == context_length:
-            firsts = {int(part.wanted(num_prompt)[0]) for part in parts_of(selected) if len(part.wanted(num_prompt))}
-            lengths += [first + 1 for first in firsts if 1 < first + 1 < context_length]
+            tried = {int(at) for part in parts_of(selected) for at in part.wanted(num_prompt)[:MOST_TRIED]}
+            lengths += [at + 1 for at in tried if 2 < at + 1 < context_length]
         try:
             check_pool(replace(spec, positions=selected), num_prompt, field)
         except RequestError as error:

@@ -683,6 +683,8 @@ def _old_condition(document: Mapping[Any, Any], steerable: Steerable, where: str
         raise RequestError(inner, f"expected one row, which reads at its site; got {count}")
     (site,) = vectors.sites
     Sites(steerable.op_sites, steerable.max_ops_per_site).check((site,), inner)
+    if why := steerable.why_unread(site):
+        raise RequestError(inner, why)
     return Leaf(
         reading=InlineProbe(site=site, weight=vectors.float32()[0], where=place), threshold=threshold, where=where
     )

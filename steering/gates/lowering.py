@@ -84,6 +84,10 @@ class Content(Protocol):
         """Whether some op sites lie on one pipeline stage."""
         ...
 
+    def why_unread(self, site: Site) -> str | None:
+        """Say why no gate reads at a site, although it is an op site; None if gates do."""
+        ...
+
     def probe(self, reading: NamedProbe) -> Probe:
         """Return a registered probe.
 
@@ -157,14 +161,14 @@ def read_score(reading: Reading, content: Content, vectors: StoredVectors) -> Sc
     if isinstance(reading, NamedProbe):
         probe = content.probe(reading)
         _check_probe(probe, reading)
-        check_site(probe.site, content.op_sites, reading.where)
+        check_site(probe.site, content, reading.where)
         return Score(probe_entries(probe, vectors.dtype), probe.threshold)
     if isinstance(reading, InlineProbe):
-        check_site(reading.site, content.op_sites, reading.where)
+        check_site(reading.site, content, reading.where)
         weight = vectors.of(_weight(reading, content))
         return Score((_score(reading.site, weight, reading.bias, reading.is_cosine),), None)
     coder, site = content.coder(reading)
-    check_site(site, content.op_sites, reading.where)
+    check_site(site, content, reading.where)
     try:
         entry = reading_entry(coder, site, reading.feature, vectors.dtype)
     except (FeatureFileError, OSError) as error:
@@ -211,19 +215,21 @@ def _check_probe(probe: Probe, reading: NamedProbe) -> None:
         )
 
 
-def check_site(site: Site, op_sites: Sequence[Site], where: str) -> None:
+def check_site(site: Site, content: Content, where: str) -> None:
     """Refuse a site where no gate can read.
 
     Raises:
         RequestError: Naming `where`.
     """
-    if site not in op_sites:
-        declared = ", ".join(each.name for each in op_sites) or "none"
+    if site not in content.op_sites:
+        declared = ", ".join(each.name for each in content.op_sites) or "none"
         raise RequestError(
             where,
             f"no gate can read at {site.name}; declared sites: {declared}; the operator declares them with "
             "--steering-op-sites, or by --probes NAME=PATH",
         )
+    if why := content.why_unread(site):
+        raise RequestError(where, why)
 
 
 def _weight(reading: InlineProbe, content: Content) -> Float32Row:

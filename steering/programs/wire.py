@@ -36,6 +36,10 @@ def content_to_wire(content: object) -> ContentWire:
     def write(value: Any) -> Any:
         if isinstance(value, Mapping):  # one that cannot be written
             return dict(value)
+        if isinstance(value, np.generic):
+            return value.item()
+        if not isinstance(value, np.ndarray):
+            raise NotImplementedError(f"content of an unknown type: {type(value).__name__}")
         return arrays.setdefault(id(value), (len(arrays), value))[0]
 
     plain = msgspec.to_builtins(content, builtin_types=(bytes,), enc_hook=write)
@@ -51,6 +55,8 @@ def content_from_wire(kind: type[T], wire: ContentWire) -> T:
             return msgspec.convert(value, Selector, dec_hook=read)
         if declared is OperationVector and not isinstance(value, int):
             return msgspec.convert(value, ModuleVector)
+        if not 0 <= value < len(wire["arrays"]):
+            raise ValueError(f"array {value} of {len(wire['arrays'])}")
         dtype, shape, data = wire["arrays"][value]
         return np.frombuffer(data, dtype).reshape(shape)
 

@@ -68,8 +68,8 @@ ROUTED = ("mixtral", "qwen3_moe")
 EVERY_EXPERT = ("mixtral_all", "qwen3_moe_all")
 """All experts take every token: where a router chooses, a rounding of bf16 can choose another expert."""
 
-ELSEWHERE = ("idefics3", "qwen3_one_kv", "qwen2_moe", "deepseek_v3")
-"""Families that `test_multimodal`, `test_widths` and `test_inner_sites` compare."""
+ELSEWHERE = ("idefics3", "qwen3_one_kv", "qwen2_moe", "deepseek_v3", "deepseek_v3_all")
+"""Families that `test_multimodal`, `test_widths`, `test_inner_sites` and, on a GPU, `test_drafts_gpu` compare."""
 
 ALIKE = ("mistral", "phi")
 """Built as others that CI compares."""

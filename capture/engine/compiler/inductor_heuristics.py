@@ -109,10 +109,11 @@ def unroll_sum(source: str) -> str:
     """Return `source` with the first of two passes over a row unrolled, where that pass goes over two blocks.
 
     Stock's passes are short enough for LLVM to unroll them in this form, by the Triton of torch 2.11 and of 2.14 for a
-    row of 2 to 4 thousand values. Gemma's, with a third pass, are not, nor are ours in their place.
+    row of 2049 to 4096 values in blocks of 2048. Gemma's, with a third pass, are not, nor are ours in their place. Of
+    three or four blocks some of stock's are and others are not, so idle bits of wider rows may differ.
 
     Args:
-        source: Of one kernel: the first pass makes the sum of squares, the second the normed row.
+        source: Of one kernel: the first pass makes a norm's sums, the second the normed row.
     """
     width = _WIDTH.search(source)
     if width is None or len(_PASS.findall(source)) != 2:

@@ -133,12 +133,10 @@ def make_reader(
     for number, (probe_name, probe) in enumerate(probes.items(), first):
         column = columns.first + number
         where = f"controller {name!r}: probe {probe_name!r}"
-        if why := content.why_unread(probe.site):
-            raise ConfigError(f"{where}: {why}")
         if probe.hidden_size != (width := content.width(probe.site)):
             raise ConfigError(f"{where}: has the width {probe.hidden_size}, rows of {probe.site.name} have {width}")
         try:
-            check_site(probe.site, content.op_sites, where)
+            check_site(probe.site, content, where)
         except RequestError as error:
             raise ConfigError(str(error)) from error
         score = Score(probe_entries(probe, content.dtype), None)

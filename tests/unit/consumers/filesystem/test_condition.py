@@ -415,6 +415,7 @@ COLUMNS = {"post_mlp": {"layers": [2], "columns": [0, 8]}}
         (HOOKS, {"start": -4, "stop": -1}, "last_prompt", "if_probe.pool: is last_prompt"),
         (HOOKS, [-3, 5], "last_prompt", None),
         (HOOKS, [5], "last_prompt", None),
+        (HOOKS, [1, 3, -4], "last_prompt", None),
         (HOOKS, {"start": 5, "stop": 7}, "last_prompt", None),
         (HOOKS, [0], "token", "if_probe.pool: is token, .* position 0 alone"),
         (HOOKS, [-3], "token", None),

@@ -14,10 +14,15 @@ from torch import Tensor
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Columns, HookPoint, Site, SiteShape, parse_columns
 from headgate.steering import ops
-from headgate.steering.documents.gates import ConditionReader
+from headgate.steering.core.gates import GateContent
+from headgate.steering.core.probes import ProbeRegistry
+from headgate.steering.core.saes import SaeRegistry
+from headgate.steering.documents.gates import ConditionReader, read_predecessor
 from headgate.steering.documents.operations import KeptRows, VectorReader, read_ops
 from headgate.steering.documents.request import MODULE_FIELDS, read_tier
-from headgate.steering.programs.lowering import lower
+from headgate.steering.gates.gate import InlineProbe
+from headgate.steering.gates.lowering import read_score
+from headgate.steering.programs.lowering import StoredVectors, lower
 from headgate.steering.programs.operations import Operation
 from headgate.steering.programs.program import Program, joined
 from headgate.steering.programs.wire import content_from_wire, content_to_wire
@@ -198,6 +203,32 @@ def test_gates_read_rows_of_any_width_but_of_whole_rows_alone() -> None:
         ConditionReader(SPLIT, VectorReader(KeptRows())).read(condition, "when")
     again = ConditionReader(GATHERED, VectorReader(KeptRows())).read(condition, "when")
     np.testing.assert_array_equal(again.reading.weight, ROW.astype(np.float32))  # type: ignore[union-attr]
+
+
+def test_gates_of_the_field_steering_read_whole_rows_alone() -> None:
+    packed = {"dtype": "float32", "shape": [1, 8], "layer_indices": [1], "data": ROW.astype(np.float32).tobytes()}
+    when = {"kind": "probe", "probe": {"kind": "inline", "packed": {"hook_z": packed}}, "threshold": 0.5}
+    gate = {"when": when, "scope": "this_token", "apply": {"kind": "attenuate", "strength": 0.25}}
+
+    with pytest.raises(RequestError, match=r"packed: 1.hook_z has its columns on several tensor-parallel ranks"):
+        read_predecessor([gate], SPLIT)
+    (found,) = read_predecessor([gate], GATHERED)
+
+    np.testing.assert_array_equal(found.leaves[0].reading.weight, ROW.astype(np.float32))  # type: ignore[union-attr]
+
+
+def test_the_engine_core_reads_whole_rows_alone_whoever_asks() -> None:
+    weight = ROW.astype(np.float32)
+    reading, stored = InlineProbe(site=HEADS, weight=weight, where="when.at"), StoredVectors([weight], "float32")
+
+    with pytest.raises(RequestError, match=r"when.at: 1.hook_z has its columns on several tensor-parallel ranks"):
+        read_score(reading, content_of(SPLIT), stored)
+    assert read_score(reading, content_of(GATHERED), stored).site == HEADS
+
+
+def content_of(model: Steerable) -> GateContent:
+    """What names stand for in an engine core that has none."""
+    return GateContent(model, ProbeRegistry(), SaeRegistry("float32", 16), {})
 
 
 def test_a_steering_vector_may_be_of_some_heads_alone() -> None:

@@ -59,6 +59,9 @@ class NoNames:
     def is_in_one_stage(self, sites) -> bool:
         return True
 
+    def why_unread(self, site: Site) -> None:
+        return None
+
     def vectors(self, phase: int):
         return lambda name, site: None
 
