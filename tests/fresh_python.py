@@ -83,7 +83,7 @@ def _forked_elsewhere(arguments: Sequence[str], cwd: Path, environment: Mapping[
         try:
             status = process.wait()
         except BaseException:  # pytest's timeout, for one
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # with what it started: it leads a session
             process.wait()
             raise
         out.seek(0)

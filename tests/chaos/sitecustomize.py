@@ -11,7 +11,6 @@ import datetime
 import errno
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -48,10 +47,7 @@ def _shift_clock(control: _Control) -> None:
         def now(cls, tz: datetime.tzinfo | None = None) -> Moved:
             return cls.fromtimestamp(time.time(), tz)
 
-    real_class, datetime.datetime = datetime.datetime, Moved  # type: ignore[misc]
-    for name, module in [*sys.modules.items()]:  # a fork has imported them already
-        if name.startswith("headgate.") and getattr(module, "datetime", None) is real_class:
-            module.datetime = Moved  # type: ignore[attr-defined]
+    datetime.datetime = Moved  # type: ignore[misc]
 
 
 def _fill_disk(control: _Control) -> None:

@@ -201,6 +201,8 @@ def finish(call: Callable[[], int]) -> NoReturn:
         atexit._run_exitfuncs()
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)  # as an interpreter does
     except BaseException:  # noqa: BLE001 whatever it is, it is printed, and the status tells
         traceback.print_exc()
         status = status or 1
