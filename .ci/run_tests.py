@@ -128,8 +128,8 @@ def unit_jobs() -> list[Job]:
     rest = [str(path) for path in sorted((ROOT / "tests").iterdir()) if path.name not in others]
     rest = [path for path in rest if Path(path).is_dir() or Path(path).name.startswith("test_")]
     return [
-        Job("unit", (*marker, "tests/unit"), {"TESTS_EXAMPLES": "50"}, is_forked=True, is_light=True),
-        Job("the rest without engines", (*marker, *rest), is_forked=True, is_light=True),
+        Job("unit", (*marker, "tests/unit"), {"TESTS_EXAMPLES": "50"}, is_light=True),
+        Job("the rest without engines", (*marker, *rest), is_light=True),
         Job("kernels", (*marker, "tests/kernels"), {"TRITON_INTERPRET": "1"}, is_light=True),
     ]
 
