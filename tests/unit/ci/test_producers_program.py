@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,12 @@ def test_a_model_that_cannot_be_made_is_said_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(CI)
-    program: Any = importlib.import_module("test_producers")
+    # By its path: tests have a module of this name, too.
+    spec = importlib.util.spec_from_file_location("producers_program", CI / "test_producers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    program: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
     monkeypatch.setattr(program, "install", lambda: None)
     monkeypatch.setattr(program.setup_env, "run", lambda *_, **__: None)
     monkeypatch.setattr(program.sys, "argv", ["test_producers.py"])
