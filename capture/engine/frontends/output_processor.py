@@ -58,13 +58,19 @@ def take_notes(processor: OutputProcessor, outputs: Iterable[EngineCoreOutput]) 
     if not getattr(processor, _IS_NOTED, False):  # `vars` would make its attributes slower to find
         return
     for output in outputs:
-        carrier = output.kv_transfer_params
-        if carrier is None or NOTES_KEY not in carrier:
+        if (found := _taken(output, NOTES_KEY)) is None:
             continue
-        found = cast("dict[str, list[object]]", carrier[NOTES_KEY])
-        output.kv_transfer_params = {key: value for key, value in carrier.items() if key != NOTES_KEY} or None
         if (state := processor.request_states.get(output.request_id)) is not None:
-            vars(state).setdefault(_NOTES, Notes()).add(found)
+            vars(state).setdefault(_NOTES, Notes()).add(cast("dict[str, list[object]]", found))
+
+
+def _taken(output: EngineCoreOutput, key: str) -> object:
+    """Take what an output of the engine core carries under a key of ours out of it; None if there is nothing."""
+    carrier = output.kv_transfer_params
+    if carrier is None or key not in carrier:
+        return None
+    output.kv_transfer_params = {name: value for name, value in carrier.items() if name != key} or None
+    return carrier[key]
 
 
 def _follow(state: RequestState) -> None:
@@ -226,9 +232,7 @@ def outdated_of(processor: OutputProcessor) -> set[str]:
 def _take_marks(processor: OutputProcessor, outputs: Iterable[EngineCoreOutput]) -> None:
     """Take the marks of outdated prompts out of the engine core's outputs."""
     for output in outputs:
-        carrier = output.kv_transfer_params
-        if carrier is not None and OUTDATED_KEY in carrier:
-            output.kv_transfer_params = {key: value for key, value in carrier.items() if key != OUTDATED_KEY} or None
+        if _taken(output, OUTDATED_KEY):
             watched: _Watched | None = vars(processor)[_WATCHED].get(output.request_id)
             keys: set[str] | None = vars(processor).get(_OUTDATED)
             if watched is not None and keys is not None:  # else it is that of an `LLM`, which streams nothing
