@@ -53,6 +53,18 @@ MODES = {
     "mtp": Mode("deepseek_mtp", is_v2=True, is_eager=False, family="deepseek_v3_all"),
     "mtp v1": Mode("deepseek_mtp", family="deepseek_v3_all"),
 }
+SMALL = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 30,
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 1 << 28,  # fixed, so that several engines start on one GPU at once
+    "enable_prefix_caching": True,
+    "block_size": 16,
+}
+"""An engine with few KV blocks, so that requests are preempted, and steps of few tokens."""
 STEERED = sites_of(HookPoint.POST_MLP)
 TIERS = Tiers(prefill=vectors(STEERED, 2, 0.5), decode=vectors(STEERED, 3, 0.5))
 
@@ -113,17 +125,9 @@ def open_engine(name: str) -> Any:
     sites = {"post_mlp": "all"}
     steering = {"steering": {"sites": sites, "op_sites": sites}} if mode.steers or mode.is_gated else {}
     settings: dict[str, Any] = {
+        **SMALL,
         "dtype": "float32" if mode.family == "llama" else "bfloat16",  # MLA has no kernel for float32 on a GPU
-        "skip_tokenizer_init": True,
-        "max_model_len": 256,
-        "max_num_batched_tokens": 64,
-        "max_num_seqs": 8,
         "enforce_eager": mode.is_eager,
-        "num_gpu_blocks_override": 30,
-        "gpu_memory_utilization": 0.05,
-        "kv_cache_memory_bytes": 1 << 28,  # fixed, so that several engines start on one GPU at once
-        "enable_prefix_caching": True,
-        "block_size": 16,
         "disable_log_stats": False,
         "in_process": True,  # drafts are dictated from here
         "speculative_config": drafts_of(mode.method),
@@ -146,6 +150,18 @@ def fields_of(mode: Mode, asked: Asked, scores: Scores) -> dict[str, Any]:
     return {**found, **TIERS.fields()} if mode.steers else found
 
 
+def entry_of(output: Any, *, is_captured: bool = True) -> dict[str, Any]:
+    """What came of a request: its tokens, and what was captured of it."""
+    entry: dict[str, Any] = {"tokens": list(output.outputs[0].token_ids)}
+    if is_captured:
+        result = output.capture_results["memory"]
+        entry |= {"status": result.status, "error": result.error}
+        if (captured := result.payload) is not None:
+            entry["rows"] = dict(captured.rows)
+            entry["positions"], entry["token_ids"] = captured.positions.copy(), captured.token_ids.copy()
+    return entry
+
+
 def main(name: str, out: str) -> None:
     """Have all requests answered, some times, and save what came."""
     mode, is_stock = MODES[name], name.endswith("stock")
@@ -162,13 +178,7 @@ def main(name: str, out: str) -> None:
     for _ in range(ROUNDS):
         found = []
         for output in llm.generate([{"prompt_token_ids": list(each.prompt)} for each in asked], params, use_tqdm=False):
-            entry: dict[str, Any] = {"tokens": list(output.outputs[0].token_ids)}
-            if not is_stock:
-                result = output.capture_results["memory"]
-                entry |= {"status": result.status, "error": result.error}
-                if (captured := result.payload) is not None:
-                    entry["rows"] = dict(captured.rows)
-                    entry["positions"], entry["token_ids"] = captured.positions.copy(), captured.token_ids.copy()
+            entry = entry_of(output, is_captured=not is_stock)
             if mode.is_gated:
                 entry["trace"] = output.outputs[0].steering_trace
             found.append(entry)

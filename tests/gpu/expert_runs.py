@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from draft_runs import TIERS
+from draft_runs import SMALL, TIERS, entry_of
 
 from tests.engine.drafting import CONSUMERS, SITES, Asked, requests
 from tests.engine.tiny_models import tiny_model
@@ -61,16 +61,8 @@ def open_engine(mode: str) -> Any:
     }
     settings: dict[str, Any] = {
         "model": str(tiny_model(FAMILY)),
+        **SMALL,
         "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "max_model_len": 256,
-        "max_num_batched_tokens": 64,
-        "max_num_seqs": 8,
-        "num_gpu_blocks_override": 30,
-        "gpu_memory_utilization": 0.05,
-        "kv_cache_memory_bytes": 1 << 28,  # fixed, so that several engines start on one GPU at once
-        "enable_prefix_caching": True,
-        "block_size": 16,
         "additional_config": {"headgate": headgate},
         **MODES[mode],
     }
@@ -83,16 +75,7 @@ async def answer(engine: Any, index: int, each: Asked, name: str, sites: dict[st
     params = each.params([], capture=each.capture(sites), capture_wait=True, **fields)
     async for found in engine.generate({"prompt_token_ids": list(each.prompt)}, params, request_id=f"{name}-{index}"):
         output = found
-    result = output.capture_results["memory"]
-    entry: dict[str, Any] = {
-        "tokens": list(output.outputs[0].token_ids),
-        "status": result.status,
-        "error": result.error,
-    }
-    if (captured := result.payload) is not None:
-        entry["rows"] = dict(captured.rows)
-        entry["positions"], entry["token_ids"] = captured.positions.copy(), captured.token_ids.copy()
-    return entry
+    return entry_of(output)
 
 
 async def serve(mode: str, given: Sequence[Asked]) -> dict[str, Any]:

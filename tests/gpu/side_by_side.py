@@ -9,7 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+needs_two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs two GPUs, found {torch.cuda.device_count()}"
+)
 
 ROOT = Path(__file__).parents[2]
 

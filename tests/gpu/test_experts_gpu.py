@@ -14,22 +14,17 @@ import pytest
 import torch
 from draft_runs import TIERS
 from expert_runs import FAMILY, MODES, NUM_ALONE, asked, is_steered
-from side_by_side import run_modes
+from side_by_side import needs_two_gpus, run_modes
 
 from tests.engine.drafting import check
 from tests.engine.hf_reference import HFReference
 from tests.engine.tiny_models import tiny_model
 
+pytestmark = needs_two_gpus
 WANTED = [name for name in os.environ.get("EXPERT_MODES", "").split(",") if name] or list(MODES)
 MAX_ERROR = 1e-2
 """Relative, of fp32 on a GPU, where attention multiplies with the ten bits of TF32, against fp32 on its host (0.0056 on
 an H200); rows of neighbouring positions differ by their whole size."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two GPUs, found {torch.cuda.device_count()}")
 
 
 @pytest.fixture(scope="module")

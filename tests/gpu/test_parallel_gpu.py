@@ -16,21 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from side_by_side import needs_two_gpus
 from steering_runs import SEEN, base, is_steered
 
 from headgate.capture.engine.commands.verify import RANDOM_WEIGHTS
 
+pytestmark = needs_two_gpus
 RUNS = Path(__file__).with_name("steering_runs.py")
 MIN_COSINE = 0.999
 TIMEOUT_S = 280
 KINDS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_gpus() -> None:
-    """Skip where there are fewer."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two GPUs, found {torch.cuda.device_count()}")
 
 
 class Run:
