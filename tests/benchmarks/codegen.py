@@ -11,6 +11,9 @@ stream where the kernel before attention stores the stream; `both` is that, and 
 and `ops_end` have an op site at the mid stream, and at the layer's end; `across` has both, for features that are read
 at the first and written at the second.
 
+With ``--squares`` kernels are compiled, and how they add up squares is shown: see `unroll_sum` of
+`headgate.capture.engine.compiler.inductor_heuristics`.
+
 Ways to add: see `headgate.steering.worker.site_action` and `program_action`.
 """
 
@@ -18,7 +21,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import runpy
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +53,8 @@ from headgate.steering.worker.site_action import (
 NUM_TOKENS, NUM_SLOTS = 64, 100
 EPS = 1e-6
 HIDDEN = {"gemma": 2560, "llama": 4096}
+HEAD = "import triton, triton.language as tl\nfrom triton.language.extra.cuda import libdevice\n"
+"""What inductor's kernels of norms need beside their text."""
 WIDE = 1024
 """Of the product between the norms: any will do."""
 
@@ -217,11 +225,33 @@ def show(family: str, way: str, code: str) -> None:
     print(f"{family} {way:10} {counts}: {cut:7} {fate:7} late {late} fetched {fetched} {kernel[1][11:70]}")
 
 
+def squares(code: str) -> int:
+    """Return how many squares a kernel multiplies by themselves, compiled for blocks of 2048; others are in an FMA."""
+    from triton import JITFunction, compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, configs = re.search(r"'signature': (\{.*?\})", code), re.search(r"'configs': (\[\{.*?\}\])", code)
+    assert signature is not None
+    assert configs is not None
+    types, (attrs,) = eval(signature[1]), eval(configs[1])
+    names = list(types)
+    blocks = {(names.index(name),): size for name, size in (("XBLOCK", 1), ("R0_BLOCK", 2048))}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.py"  # Triton reads the text of a function from its file
+        path.write_text(f"{HEAD}{code[code.index('@triton.jit') :]}")
+        [kernel] = [value for value in runpy.run_path(str(path)).values() if isinstance(value, JITFunction)]
+        source = ASTSource(fn=kernel, signature=types, constexprs=blocks, attrs=attrs)
+        ptx: str = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
+    return len(re.findall(r"mul\.f32\s+%\w+, (%\w+), \1;", ptx))
+
+
 def main() -> None:
     """Print the counts of the kernels of each way, or the code of the ways that are named."""
     parser = argparse.ArgumentParser(prog="codegen", description=main.__doc__)
     parser.add_argument("ways", nargs="*", metavar="way", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--counts", action="store_true", help="the counts of those that are named, too")
+    parser.add_argument("--squares", action="store_true", help="of kernels with two passes alone: see `squares`")
     parser.add_argument("--no-rewrites", action="store_true", help="as with the setting compiler.rewrites off")
     options = parser.parse_args()
     REWRITES.is_on = not options.no_rewrites
@@ -233,7 +263,10 @@ def main() -> None:
         for name in options.ways or WAYS:
             torch._dynamo.reset()
             for code in generated(family, name):
-                if options.ways and not options.counts:
+                if options.squares:
+                    if code.count("for r0_offset in") == 2:
+                        print(family, name, "squares", squares(code))
+                elif options.ways and not options.counts:
                     print(code)
                 else:
                     show(family, name, code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -95,45 +94,16 @@ def test_the_first_of_two_passes_over_two_blocks_is_unrolled() -> None:
     assert [unroll_sum(each) for each in (KERNEL, three)] == [KERNEL, three]  # of unknown width, and Gemma's form
 
 
-PTX_OF_SUMS = """
-import importlib.util, re, sys
-import tests.benchmarks.codegen as codegen
-from triton import JITFunction, compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-for register in (*codegen.REGISTERED, codegen.register_exclusion):
-    register()
-for way in ("stock", "ahead", "both", "ops_end"):
-    for number, code in enumerate(codegen.generated("llama", way)):
-        if code.count("for r0_offset in") != 2:
-            continue
-        path = f"{sys.argv[1]}/{way}_{number}.py"
-        head = "import triton, triton.language as tl\\nfrom triton.language.extra.cuda import libdevice\\n"
-        open(path, "w").write(head + code[code.index("@triton.jit") :])
-        spec = importlib.util.spec_from_file_location(way, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        [kernel] = [value for value in vars(module).values() if isinstance(value, JITFunction)]
-        types = eval(re.search(r"'signature': (\\{.*?\\})", code)[1])
-        names, [attrs] = list(types), eval(re.search(r"'configs': (\\[\\{.*?\\}\\])", code)[1])
-        blocks = {(names.index(name),): size for name, size in (("XBLOCK", 1), ("R0_BLOCK", 2048))}
-        source = ASTSource(fn=kernel, signature=types, constexprs=blocks, attrs=attrs)
-        ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
-        print(way, "squares", len(re.findall(r"mul\\.f32\\s+%\\w+, (%\\w+), \\1;", ptx)))
-"""
-
-
 @pytest.mark.extended
-def test_squares_are_added_up_as_in_stocks_kernels(tmp_path: Path) -> None:
+def test_squares_are_added_up_as_in_stocks_kernels() -> None:
     """An unrolled loop multiplies the squares of one block and adds those of the other; no GPU is needed."""
-    done = run_python(["-c", PTX_OF_SUMS, str(tmp_path)], environment={}, may_fork=False)
+    ways = ["stock", "ahead", "both", "ops_end"]
+    done = run_python(["-m", "tests.benchmarks.codegen", "--squares", *ways], environment={}, may_fork=False)
 
-    found = [line.split() for line in done.stdout.splitlines() if " squares " in line]
-    squares = {way: [int(number) for name, _, number in found if name == way] for way, _, _ in found}
+    found = [line.split() for line in done.stdout.splitlines() if line.startswith("llama ")]
+    squares = {way: [int(number) for _, name, _, number in found if name == way] for way in ways}
     assert squares["stock"] == [4, 4], done.stderr
     assert all(numbers == [4, 4] for numbers in squares.values()), squares
-    assert squares.keys() == {"stock", "ahead", "both", "ops_end"}
 
 
 def test_the_section_is_checked() -> None:
