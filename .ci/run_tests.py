@@ -7,9 +7,9 @@ an engine leaves patched classes, process groups and sockets behind in the proce
 tests/frontend stand in for vLLM's worker there. Importing vLLM takes 13 s of a core, so it is imported once, here, and
 these processes are forked from there. What a process printed is shown when it fails; otherwise its last line, and the
 whole is kept in .pytest_cache/logs. Their engine cores, workers, servers and headgate's own processes are forked as
-well (`tests.fakes.forks`); what tests run as a user does, README's scripts and server, the demo and traced servers,
-begins in a new Python. Tests without engines wait for half of their time, so one process of them runs beside as many
-with engines as there may be at a time.
+well (`tests.fakes.forks`); what tests run as a user does, README's scripts and server, the demo, traced servers and
+the chaos run, begins in a new Python. Tests without engines wait for half of their time, so one process of them runs
+beside as many with engines as there may be at a time.
 
 Every minute it says what runs. A process is begun only where the machine has the memory that the largest one takes, of
 24 GiB in all, and the most that they took together is printed at the end. Whatever was started ends with this process:

@@ -34,7 +34,7 @@ def content_to_wire(content: object) -> ContentWire:
     arrays: dict[int, tuple[int, np.ndarray[Any, Any]]] = {}
 
     def write(value: Any) -> Any:
-        if isinstance(value, Mapping):  # one that cannot be written
+        if isinstance(value, Mapping):  # a read-only view of one, which msgspec does not know
             return dict(value)
         if isinstance(value, np.generic):
             return value.item()

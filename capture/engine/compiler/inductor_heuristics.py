@@ -164,7 +164,7 @@ def _writing(names: set[str], written: Iterable[str], buffers: Mapping[str, Sche
 
 
 def _keep_blocks(kernel_class: type[TritonKernel], config: ModuleType) -> None:
-    """Keep stock's blocks for kernels that read excluded buffers, and rewrite their loads where that is switched on."""
+    """Keep stock's blocks and sums for kernels that read excluded buffers, and rewrite their loads where that is on."""
     generate = kernel_class.codegen_kernel
     if hasattr(generate, _NAMES):
         return
