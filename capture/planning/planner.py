@@ -474,7 +474,8 @@ class StepPlanner:
         """Return the batch rows of a step that may be wanted, before it is known which of its rows count.
 
         Nothing counts as taken: `settle` or `plan` does that, with the step's outcome. The answer depends on the
-        requests and on `view` alone, so that all ranks have the same one. None if no row may be wanted.
+        requests and on `view` alone, so that all ranks have the same one. None if no row may be wanted; such a step is
+        not settled, so rows below it that a preempted request computes later, for the first time, may be taken.
         """
         slots = self._table.slots_of(view.req_ids)
         return None if slots is None else self._table.candidates(slots, view)
