@@ -158,6 +158,10 @@ RING = tuple(
     f"tests/gpu/test_{name}_cuda.py" for name in ("staging", "staging_stress", "readouts", "signals", "value_upload")
 )
 ON_TWO = ("--variants", "stock", "both", *FEW)
+GATHERED = (
+    *("--variants", "stock", "ops", "gathered", "--modes", "stock", "ops idle", "gathered idle"),
+    *("--columns", "bs1", "bs16", "bs64", "prefill"),
+)
 ANY_MODEL = {
     "check": [
         pytest_step("staging", 120, *RING),
@@ -220,6 +224,7 @@ ANY_MODEL = {
         pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16),
         pytest_step("experts", 330, "tests/gpu/test_experts_gpu.py", lines=16),
     ],
+    "gathered-cost": [suite("gathered", LIMIT_S, "--tp", "2", *GATHERED)],
     "parallel-cost": [suite("tensor", 280, "--tp", "2", *ON_TWO), suite("pipeline", 280, "--pp", "2", *ON_TWO)],
 }
 """Calls whose steps do not depend on the model."""

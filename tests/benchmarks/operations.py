@@ -24,6 +24,11 @@ def op_sites(size: ModelSize) -> dict[str, list[int]]:
     return {HOOK: [(2 * index + 1) * size.num_layers // (2 * count) for index in range(count)]}
 
 
+def gathered_sites(size: ModelSize) -> dict[str, list[int]]:
+    """Sites at the same layers whose rows tensor-parallel ranks share and gather."""
+    return {"hook_z": op_sites(size)[HOOK]}
+
+
 def operations(config: int, size: ModelSize, count: int, *, as_text: bool = False) -> list[dict[str, Any]]:
     """The operations of one configuration, at every op site: `count` methods in turns, each with vectors of its own."""
     rng, made = np.random.default_rng(config), []

@@ -23,7 +23,7 @@ import psutil
 from tests.benchmarks import step_clocks
 from tests.benchmarks.machine import Cpus, keep_on, slots_for
 from tests.benchmarks.models import ModelSize
-from tests.benchmarks.operations import controller_flags, op_sites
+from tests.benchmarks.operations import controller_flags, gathered_sites, op_sites
 from tests.benchmarks.saes import SIZES, reading_consumer, sae_flags
 
 READY = "Application startup complete"
@@ -36,6 +36,7 @@ FEATURES: Mapping[str, frozenset[str]] = {
     "both": frozenset({"steering", "capture"}),
     "wide": frozenset({"steering", "capture", "wide"}),
     "ops": frozenset({"steering", "ops", "gates"}),
+    "gathered": frozenset({"steering", "ops", "gates", "gathered"}),
     "no gates": frozenset({"steering", "ops", "no gates"}),
     "controllers": frozenset({"steering", "ops", "gates", "controllers"}),
     "defaults": frozenset({"steering", "ops", "gates", "capture", "defaults"}),
@@ -44,7 +45,8 @@ FEATURES: Mapping[str, frozenset[str]] = {
     **{f"read {name}": frozenset({f"read {name}"}) for name in SIZES},
 }
 """What each server is configured for. ``stock`` loads no plugin at all, ``installed`` loads headgate unconfigured,
-``ops``, ``no gates`` and ``controllers`` have `operations.op_sites`, ``wide`` has room for bursts of prompts
+``ops``, ``no gates`` and ``controllers`` have `operations.op_sites`, ``gathered`` has
+`operations.gathered_sites` beside them, ``wide`` has room for bursts of prompts
 (`wide_section`), ``defaults`` has every size as headgate chooses it, and the others have an SAE of `saes`."""
 
 SINKS = {"forget": "tests.benchmarks.sinks:ForgettingConsumer", "cut": "tests.benchmarks.sinks:CuttingConsumer"}
@@ -341,6 +343,8 @@ def steering_flags(name: str, folder: Path, size: ModelSize, most: int) -> list[
         flags += [] if "defaults" in has else ["--max-steering-slots", str(slots_for(size, most))]
     if "ops" in has:
         flags += ["--steering-op-sites", json.dumps(op_sites(size))]
+    if "gathered" in has:
+        flags += ["--steering-gather-sites", json.dumps(gathered_sites(size))]
     if "no gates" in has:
         flags += ["--max-steering-gates", "0", "--max-steering-rules", "0"]
     if "controllers" in has:

@@ -30,7 +30,7 @@ from tests.benchmarks.chart import draw
 from tests.benchmarks.figures import Round, summary, tables
 from tests.benchmarks.machine import hardware, slots_for, versions
 from tests.benchmarks.models import size_of
-from tests.benchmarks.operations import op_sites, operations
+from tests.benchmarks.operations import gathered_sites, op_sites, operations
 from tests.benchmarks.servers import FEATURES, gpu_mib_of, start_facts
 from tests.benchmarks.turns import (
     BATCHES,
@@ -77,6 +77,8 @@ class Configured(Served):
             ours["steering"] = {"max_steering_slots": slots_for(self._size, NUM_RUNNING)}
         if "ops" in has:
             ours["steering"]["op_sites"] = op_sites(self._size)
+        if "gathered" in has:
+            ours["steering"]["gather_sites"] = gathered_sites(self._size)
         if "capture" in has:
             consumers = [{"name": "filesystem", "params": {"root": str(self._root)}}]
             ours["capture"] = {"consumers": consumers, "result_timeout_s": TIMEOUT_S}

@@ -199,6 +199,7 @@ MODES: Mapping[str, Mode] = {
     "16 msgpack": Mode(_STEERING, configs=16, form="msgpack"),
     "256 msgpack": Mode(_STEERING, configs=256, form="msgpack"),
     "ops idle": Mode(_OPS),
+    "gathered idle": Mode(_OPS | {"gathered"}),
     "4 ops": Mode(_OPS, configs=256, ops=4),
     "ops idle, no gates": Mode(_NO_GATES),
     "1 vector": Mode(_OPS, configs=256, is_at_one_site=True),
