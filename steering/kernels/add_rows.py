@@ -59,8 +59,13 @@ def add_rows(
         raise ValueError(f"add_rows: expected {num_tokens} slots, got {tuple(slot_T.shape)}")
     if (delta_TD is None) != (active_T is None):
         raise ValueError("add_rows: deltas and the rows that they are for are given together, or neither")
-    if delta_TD is not None and (delta_TD.shape[0] < num_tokens or delta_TD.stride() != (hidden_size, 1)):
-        raise ValueError(f"add_rows: expected contiguous deltas {num_tokens, hidden_size}, got {tuple(delta_TD.shape)}")
+    if delta_TD is not None and (
+        delta_TD.shape[0] < num_tokens or delta_TD.shape[1] != hidden_size or delta_TD.stride(1) != 1
+    ):
+        raise ValueError(
+            f"add_rows: expected deltas {num_tokens, hidden_size} with contiguous rows, got {tuple(delta_TD.shape)} "
+            f"with strides {delta_TD.stride()}"
+        )
     out_TD = torch.empty((num_tokens, hidden_size), dtype=carry_TD.dtype, device=carry_TD.device)
     if num_tokens:
         _add_rows_kernel[(num_tokens,)](
@@ -72,6 +77,7 @@ def add_rows(
             out_TD,
             carry_TD.stride(0),
             pool_SD.stride(0),
+            0 if delta_TD is None else delta_TD.stride(0),
             hidden_size,
             scale,
             HAS_DELTAS=delta_TD is not None,
@@ -90,6 +96,7 @@ def _add_rows_kernel(
     out_ptr,
     carry_stride,
     pool_stride,
+    delta_stride,
     D,
     scale,
     HAS_DELTAS: tl.constexpr,
@@ -103,7 +110,7 @@ def _add_rows_kernel(
         row = tl.load(carry_ptr + token * carry_stride + offsets, mask=mask)
         if HAS_DELTAS:
             if tl.load(active_ptr + token) != 0:
-                row = _added(row, delta_ptr + token * D + offsets, mask, scale)
+                row = _added(row, delta_ptr + token * delta_stride + offsets, mask, scale)
             elif slot != 0:
                 row = _added(row, pool_ptr + slot * pool_stride + offsets, mask, scale)
         elif slot != 0:
