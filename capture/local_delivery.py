@@ -24,7 +24,7 @@ from headgate.capture.delivery.delivery import (
     Handoff,
 )
 from headgate.capture.delivery.request_assembler import Assembler
-from headgate.capture.delivery.row_packets import BlockPart, Packet, RowPool, Splitter, StepCoalescer, join
+from headgate.capture.delivery.row_packets import BlockPart, Packet, RowPool, Splitter, StepCoalescer
 from headgate.capture.links.network import NetworkKeys
 from headgate.capture.links.sender import ResultReporter, ResultSender, ResultWatcher
 from headgate.capture.monitoring.logs import SparseLog
@@ -188,7 +188,7 @@ class Dispatcher:
             self._note_tokens(group, token_ids)
             for bit, part in self._splitter.split(group, rows):
                 parts.setdefault(bit, []).append(part)
-        packets = [(self._queues[bit], join(found)) for bit, found in parts.items()]
+        packets = [(self._queues[bit], Packet(found)) for bit, found in parts.items()]
         waiting: list[tuple[ConsumerQueue, Packet]] = [
             (queue, packet) for queue, packet in packets if not queue.offer(packet, may_wait=False)
         ]

@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
@@ -23,27 +22,11 @@ from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.monitoring.stats import ConsumerStats, QueueCounters
 from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.config import MIB, CaptureConsumerSpec
-from headgate.capture.schema.consumer import RowBlock
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.capture.schema.results import CaptureResult
 
 SEGMENT_BYTES = 256 * MIB
 """Size at which a new segment begins: disk space is given back segment by segment."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpilledBlocks:
-    """Blocks whose rows are in a spill file.
-
-    Attributes:
-        blocks: As they were, with rows on the meta device: shape and dtype only.
-        num_bytes: Bytes of the rows.
-    """
-
-    blocks: tuple[RowBlock, ...]
-    num_bytes: int
-    _segment: _Segment
-    _offset: int
 
 
 class _Segment:
@@ -87,8 +70,8 @@ class SpillFile:
         """Bytes stored and not yet loaded or discarded."""
         return self._pending_bytes
 
-    def store(self, blocks: Sequence[RowBlock]) -> SpilledBlocks:
-        """Write the rows of `blocks`.
+    def store(self, packet: Packet) -> SpilledRows:
+        """Write the rows of `packet`.
 
         Raises:
             OSError: If the disk is full or failing; nothing is stored then.
@@ -96,19 +79,21 @@ class SpillFile:
         segment = self._open_segment()
         start = offset = segment.size
         try:
-            for block in blocks:
+            for block, _ in packet.parts:
                 offset += _write(segment.file.fileno(), _bytes_of(block.rows.contiguous()), offset)
         except OSError:
             segment.file.truncate(start)  # a full disk gets back what did not help
             raise
-        stripped = tuple(replace(block, rows=torch.empty_like(block.rows, device="meta")) for block in blocks)
+        stripped = [
+            (replace(block, rows=torch.empty_like(block.rows, device="meta")), owners) for block, owners in packet.parts
+        ]
         with self._lock:
             segment.size = offset
             segment.num_pending += 1
             self._pending_bytes += offset - start
-        return SpilledBlocks(stripped, offset - start, segment, start)
+        return SpilledRows(Packet(stripped), offset - start, segment, start)
 
-    def load(self, spilled: SpilledBlocks) -> tuple[RowBlock, ...]:
+    def load(self, spilled: SpilledRows) -> Packet:
         """Read rows back, once; their disk space is free afterwards.
 
         Raises:
@@ -116,19 +101,19 @@ class SpillFile:
             ConsumerError: If rows are missing from the file.
         """
         try:
-            offset = spilled._offset
-            blocks = []
-            for block in spilled.blocks:
+            offset = spilled.offset
+            parts = []
+            for block, owners in spilled.packet.parts:
                 rows = torch.empty(block.rows.shape, dtype=block.rows.dtype)
-                offset += _read(spilled._segment.file.fileno(), _bytes_of(rows), offset)
-                blocks.append(replace(block, rows=rows))
-            return tuple(blocks)
+                offset += _read(spilled.segment.file.fileno(), _bytes_of(rows), offset)
+                parts.append((replace(block, rows=rows), owners))
+            return Packet(parts)
         finally:
             self.discard(spilled)
 
-    def discard(self, spilled: SpilledBlocks) -> None:
+    def discard(self, spilled: SpilledRows) -> None:
         """Give up rows that will not be loaded."""
-        segment = spilled._segment
+        segment = spilled.segment
         with self._lock:
             segment.num_pending -= 1
             self._pending_bytes -= spilled.num_bytes
@@ -187,12 +172,20 @@ class QueuedBegin(NamedTuple):
     request: ConsumerRequest
 
 
-class QueuedRows(NamedTuple):
-    """Rows for the consumer to write; if they were spilled to disk, those of `packet` are on the meta device."""
+@dataclass(frozen=True, slots=True)
+class QueuedRows:
+    """Rows for the consumer to write."""
 
     packet: Packet
     num_bytes: int
-    spilled: SpilledBlocks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpilledRows(QueuedRows):
+    """Rows in a spill file; those of `packet` are on the meta device: shape and dtype only."""
+
+    segment: _Segment
+    offset: int
 
 
 class Finish(NamedTuple):
@@ -407,13 +400,13 @@ class ConsumerQueue:
         """Put rows that do not fit on disk, and their place into the queue."""
         lost_to, spilled = "capture was shut down", None
         try:
-            spilled = spill.store(packet.blocks)
+            spilled = spill.store(packet)
         except OSError as error:
             self._log.error("rows are dropped: cannot spill to disk", cause=error)
             lost_to = f"spilling to disk failed: {error}"
         with self._changed:
             if spilled is not None and not self._items.is_discarding:
-                self._items.append_spilled(packet, spilled)
+                self._items.append_spilled(spilled)
                 return
             self._items.drop(packet, lost_to)
         if spilled is not None:
@@ -514,11 +507,11 @@ class _WaitingItems:
         self._changed.notify_all()
         return True
 
-    def append_spilled(self, packet: Packet, spilled: SpilledBlocks) -> None:
+    def append_spilled(self, rows: SpilledRows) -> None:
         """Append rows that are on disk."""
         self._num_spilled += 1
-        self.spilled_rows += packet.num_rows
-        self._waiting.append(QueuedRows(replace(packet, blocks=spilled.blocks), spilled.num_bytes, spilled))
+        self.spilled_rows += rows.packet.num_rows
+        self._waiting.append(rows)
         self._changed.notify_all()
 
     def drop(self, packet: Packet, reason: str) -> None:
@@ -529,7 +522,7 @@ class _WaitingItems:
     def pop(self) -> Item:
         """Remove the first item. Rows go on counting until they are freed; those on disk begin to."""
         item = self._waiting.popleft()
-        if isinstance(item, QueuedRows) and item.spilled is not None:
+        if isinstance(item, SpilledRows):
             self._num_spilled -= 1
             self.queued_bytes += item.num_bytes
         return item
@@ -547,8 +540,8 @@ class _WaitingItems:
             if isinstance(item, QueuedRows):
                 self.drop(item.packet, reason)
                 self.free(item)
-                if item.spilled is not None and self._spill is not None:
-                    self._spill.discard(item.spilled)
+                if isinstance(item, SpilledRows) and self._spill is not None:
+                    self._spill.discard(item)
         self._waiting.extend(kept)
         self._changed.notify_all()
 

@@ -11,8 +11,15 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from headgate.capture.delivery.completeness import ConsumerRequest, SendResult, failed, result_of
-from headgate.capture.delivery.consumer_queue import Abandon, ConsumerQueue, Finish, Item, QueuedRows, SpillFile
-from headgate.capture.delivery.row_packets import Packet
+from headgate.capture.delivery.consumer_queue import (
+    Abandon,
+    ConsumerQueue,
+    Finish,
+    Item,
+    QueuedRows,
+    SpilledRows,
+    SpillFile,
+)
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.monitoring.stats import ConsumerStats, figures_of
 from headgate.capture.schema.batch import FinalState
@@ -182,9 +189,9 @@ class ConsumerThread:
         lost_to = ""
         try:
             packet = rows.packet
-            if rows.spilled is not None and self._spill is not None:
+            if isinstance(rows, SpilledRows) and self._spill is not None:
                 try:
-                    packet = Packet(self._spill.load(rows.spilled), rows.packet.owners)
+                    packet = self._spill.load(rows)
                 except (OSError, ConsumerError) as error:
                     self._log.error("cannot read back what was spilled", cause=error)
                     lost_to = f"reading back from disk failed: {error}"

@@ -16,8 +16,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
+from itertools import accumulate, compress
 from math import prod
 from operator import itemgetter
 from typing import NamedTuple
@@ -520,29 +521,27 @@ def _select(rows: Tensor, index: Int64Array) -> Tensor:
     return rows.index_select(1, torch.from_numpy(index))
 
 
-@dataclass(frozen=True, slots=True)
-class Packet:
-    """The rows of some steps for one consumer.
+class Packet(NamedTuple):
+    """The rows of some steps for one consumer."""
 
-    Attributes:
-        blocks: The rows.
-        owners: One request for each span of each block.
-    """
+    parts: Sequence[BlockPart]
 
-    blocks: tuple[RowBlock, ...]
-    owners: tuple[tuple[ConsumerRequest, ...], ...]
+    @property
+    def blocks(self) -> tuple[RowBlock, ...]:
+        """The rows, as the consumer gets them."""
+        return tuple(block for block, _ in self.parts)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the rows."""
-        return sum(block.rows.nbytes for block in self.blocks)
+        return sum(block.rows.nbytes for block, _ in self.parts)
 
     @property
     def num_rows(self) -> int:
         """Positions, each once however many sites it has."""
         return sum(
             span.stop - span.start
-            for block, owners in zip(self.blocks, self.owners, strict=True)
+            for block, owners in self.parts
             for span, request in zip(block.spans, owners, strict=True)
             if request.first_site in block.sites
         )
@@ -550,7 +549,7 @@ class Packet:
     def note_delivered(self) -> int:
         """Count the rows in their requests' audits; return how many positions that are."""
         num_rows = 0
-        for block, owners in zip(self.blocks, self.owners, strict=True):
+        for block, owners in self.parts:
             sites, num_sites, positions = block.sites, len(block.sites), block.positions.tolist()
             for span, request in zip(block.spans, owners, strict=True):
                 start, stop = span.start, span.stop
@@ -565,47 +564,37 @@ class Packet:
 
     def note_dropped(self, reason: str) -> None:
         """Count the rows as lost in their requests' audits."""
-        for block, owners in zip(self.blocks, self.owners, strict=True):
+        for block, owners in self.parts:
             for span, request in zip(block.spans, owners, strict=True):
                 request.audit.drop(block.positions[span.start : span.stop])
                 request.drop_reason = reason
 
     def requests(self) -> list[ConsumerRequest]:
         """List the requests that own the rows, each once."""
-        return list(dict.fromkeys(request for owners in self.owners for request in owners))
+        return list(dict.fromkeys(request for _, owners in self.parts for request in owners))
 
     def without_failed(self) -> Packet | None:
         """Leave out the rows of requests that have failed; None if nothing remains."""
-        if not any(request.failure for owners in self.owners for request in owners):
+        if not any(request.failure for _, owners in self.parts for request in owners):
             return self
-        parts = [
-            part
-            for block, owners in zip(self.blocks, self.owners, strict=True)
-            if (part := _keep_spans(block, owners)) is not None
-        ]
-        return join(parts) if parts else None
-
-
-def join(parts: list[BlockPart]) -> Packet:
-    """Make a packet of `parts`."""
-    return Packet(tuple(block for block, _ in parts), tuple(owners for _, owners in parts))
-
-
-def _keep_spans(block: RowBlock, owners: tuple[ConsumerRequest, ...]) -> BlockPart | None:
-    chosen = [owner.failure is None for owner in owners]
-    return _chosen_spans(block, owners, chosen) if any(chosen) else None
+        chosen = ((part, [owner.failure is None for owner in part[1]]) for part in self.parts)
+        live = [_chosen_spans(*part, are_live) for part, are_live in chosen if any(are_live)]
+        return Packet(live) if live else None
 
 
 def _chosen_spans(block: RowBlock, owners: tuple[ConsumerRequest, ...], chosen: Sequence[bool]) -> BlockPart:
     """Return the rows of some spans of a block, at least one."""
     if all(chosen):
         return block, owners
-    kept = [pair for pair, is_kept in zip(zip(block.spans, owners, strict=True), chosen, strict=True) if is_kept]
-    index = np.concatenate([np.arange(span.start, span.stop) for span, _ in kept])
-    spans, stop = [], 0
-    for span, _ in kept:
-        start, stop = stop, stop + span.stop - span.start
-        spans.append(replace(span, start=start, stop=stop))
+    return select_spans(block, list(compress(block.spans, chosen))), tuple(compress(owners, chosen))
+
+
+def select_spans(block: RowBlock, spans: Sequence[RowSpan]) -> RowBlock:
+    """Copy the rows of some of a block's spans, at least one, into a block of their own."""
+    index = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    stops = accumulate(span.stop - span.start for span in spans)
+    moved = (
+        replace(span, start=stop - span.stop + span.start, stop=stop) for span, stop in zip(spans, stops, strict=True)
+    )
     rows = block.rows.index_select(1, torch.from_numpy(index))
-    kept_block = replace(block, rows=rows, positions=block.positions[index], spans=tuple(spans))
-    return kept_block, tuple(owner for _, owner in kept)
+    return replace(block, rows=rows, positions=block.positions[index], spans=tuple(moved))

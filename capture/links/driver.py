@@ -27,7 +27,7 @@ from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.delivery.consumer_queue import ConsumerQueue
 from headgate.capture.delivery.consumer_thread import ConsumerThread, UnfinishedWork
 from headgate.capture.delivery.request_assembler import Assembler
-from headgate.capture.delivery.row_packets import BlockPart, Packet, join
+from headgate.capture.delivery.row_packets import BlockPart, Packet
 from headgate.capture.links.actions import sink_of
 from headgate.capture.links.hub import Closer, Inboxes, ResultHub
 from headgate.capture.links.messages import (
@@ -301,10 +301,8 @@ class RowReceiver:
         return [] if arriving.request is None else [(block, (arriving.request,)) for block in blocks]
 
     def _offer(self, parts: list[BlockPart]) -> None:
-        if not parts:
-            return
-        packet: Packet = join(parts)
-        self._queue.offer(packet, may_wait=True)
+        if parts:
+            self._queue.offer(Packet(parts), may_wait=True)
 
 
 def _key(request: RequestInfo) -> RequestKey:

@@ -32,6 +32,7 @@ import zmq
 from torch import Tensor
 
 from headgate.capture.delivery.delivery import CloseReport, DeliveryStats, request_info
+from headgate.capture.delivery.row_packets import select_spans
 from headgate.capture.planning.step_plan import PackGroup, RequestSpans, SiteSet, count_up
 from headgate.capture.schema.batch import Begin, End, FinalState, Int64Array, MemoryWanted
 from headgate.capture.schema.consumer import ReadoutFacts, RequestInfo, RowBlock, RowSpan
@@ -347,21 +348,6 @@ def read_rows(
         elif spans:
             blocks.append(select_spans(block, spans))
     return blocks
-
-
-def select_spans(block: RowBlock, spans: Sequence[RowSpan]) -> RowBlock:
-    """Copy the rows of some of a block's spans into a block of their own."""
-    rows = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-    stops = np.cumsum([span.stop - span.start for span in spans]).tolist()
-    return RowBlock(
-        sites=block.sites,
-        rows=block.rows[:, torch.from_numpy(rows)],
-        positions=block.positions[rows],
-        spans=tuple(
-            RowSpan(request=span.request, start=stop - (span.stop - span.start), stop=stop)
-            for span, stop in zip(spans, stops, strict=True)
-        ),
-    )
 
 
 def _read_sites(header: BlockHeader) -> tuple[Site, ...]:

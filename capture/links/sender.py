@@ -22,6 +22,7 @@ import numpy as np
 import zmq
 
 from headgate.capture.delivery.consumer_thread import DEFERRED, Deferred
+from headgate.capture.delivery.row_packets import select_spans
 from headgate.capture.links.messages import (
     Frames,
     Result,
@@ -31,7 +32,6 @@ from headgate.capture.links.messages import (
     encode_rows,
     end_of,
     origin_of,
-    select_spans,
 )
 from headgate.capture.links.network import NetworkKeys
 from headgate.capture.links.peer import GIVE_UP_S, LOSS, Channel, endpoint_of, rows_address

@@ -17,7 +17,7 @@ from torch import Tensor
 from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.delivery.consumer_queue import ConsumerQueue
 from headgate.capture.delivery.consumer_thread import ConsumerThread, UnfinishedWork
-from headgate.capture.delivery.row_packets import Packet, join
+from headgate.capture.delivery.row_packets import Packet
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import (
@@ -107,7 +107,7 @@ def block(members: Sequence[tuple[ConsumerRequest, Sequence[int]]], sites: tuple
 
 def packet(members: Sequence[tuple[ConsumerRequest, Sequence[int]]], sites: tuple[Site, ...] = SITES) -> Packet:
     """The same as a packet of one block."""
-    return join([(block(members, sites), tuple(request for request, _ in members))])
+    return Packet([(block(members, sites), tuple(request for request, _ in members))])
 
 
 class Reports:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.delivery.consumer_queue import SpillFile
+from headgate.capture.delivery.row_packets import Packet
 from headgate.capture.schema.consumer import RowBlock
 from headgate.capture.schema.errors import ConfigError, ConsumerError
-from tests.fakes.pipeline import SITES, block, consumer_request
+from tests.fakes.pipeline import SITES, consumer_request, packet
 
 
-def blocks(number: int, num_rows: int, dtype: torch.dtype = torch.float32) -> list[RowBlock]:
-    made = block([(consumer_request(f"request-{number}"), range(num_rows))])
-    return [RowBlock(sites=made.sites, rows=made.rows.to(dtype), positions=made.positions, spans=made.spans)]
+def blocks(number: int, num_rows: int) -> Packet:
+    return packet([(consumer_request(f"request-{number}"), range(num_rows))])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -29,15 +30,17 @@ def test_rows_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     spill = SpillFile(None)
     rows = torch.randn(len(SITES), 5, 4).to(dtype)
     rows[0, 0, 0] = torch.nan
-    stored = RowBlock(sites=SITES, rows=rows, positions=np.arange(5), spans=blocks(1, 5)[0].spans)
+    ((made, owners),) = blocks(1, 5).parts
+    stored = replace(made, rows=rows)
 
-    (loaded,) = spill.load(spill.store([stored]))
+    ((loaded, whose),) = spill.load(spill.store(Packet([(stored, owners)]))).parts
     spill.close()
 
     assert torch.equal(loaded.rows.view(torch.uint8), rows.view(torch.uint8))
     assert loaded.rows.dtype == dtype
     assert (loaded.sites, loaded.spans) == (stored.sites, stored.spans)
     assert loaded.positions is stored.positions
+    assert whose is owners
 
 
 def test_slices_of_a_larger_tensor_are_stored_alone() -> None:
@@ -45,10 +48,10 @@ def test_slices_of_a_larger_tensor_are_stored_alone() -> None:
     whole = torch.arange(3 * 8 * 4, dtype=torch.float32).reshape(3, 8, 4)
     part = RowBlock(sites=SITES, rows=whole[:, 2:4], positions=np.array([2, 3]), spans=())
 
-    stored = spill.store([part])
+    stored = spill.store(Packet([(part, ())]))
 
     assert stored.num_bytes == part.rows.nbytes == spill.pending_bytes
-    assert torch.equal(spill.load(stored)[0].rows, whole[:, 2:4])
+    assert torch.equal(spill.load(stored).blocks[0].rows, whole[:, 2:4])
     assert spill.pending_bytes == 0
     spill.close()
 
@@ -64,7 +67,7 @@ def test_whatever_is_stored_comes_back_in_order_across_segments(is_store: list[b
             next_number += 1
         elif waiting:
             number, spilled = waiting.pop(0)
-            assert torch.equal(spill.load(spilled)[0].rows, blocks(number, 1 + number % 3)[0].rows)
+            assert torch.equal(spill.load(spilled).blocks[0].rows, blocks(number, 1 + number % 3).blocks[0].rows)
 
     assert spill.pending_bytes == sum(spilled.num_bytes for _, spilled in waiting)
     for _, spilled in waiting:
@@ -95,7 +98,7 @@ def test_rows_stored_before_closing_can_still_be_loaded() -> None:
 
     spill.close()
 
-    assert torch.equal(spill.load(stored)[0].rows, blocks(1, 2)[0].rows)
+    assert torch.equal(spill.load(stored).blocks[0].rows, blocks(1, 2).blocks[0].rows)
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
@@ -126,8 +129,8 @@ def test_a_full_disk_stores_nothing_and_spoils_nothing(monkeypatch: pytest.Monke
     after = spill.store(blocks(3, 4))
 
     assert spill.pending_bytes == kept.num_bytes + after.num_bytes
-    assert torch.equal(spill.load(kept)[0].rows, blocks(1, 4)[0].rows)
-    assert torch.equal(spill.load(after)[0].rows, blocks(3, 4)[0].rows)
+    assert torch.equal(spill.load(kept).blocks[0].rows, blocks(1, 4).blocks[0].rows)
+    assert torch.equal(spill.load(after).blocks[0].rows, blocks(3, 4).blocks[0].rows)
     spill.close()
 
 

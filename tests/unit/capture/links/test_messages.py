@@ -13,6 +13,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headgate.capture.delivery.row_packets import select_spans
 from headgate.capture.links.messages import (
     BlockHeader,
     MalformedMessage,
@@ -26,7 +27,6 @@ from headgate.capture.links.messages import (
     encode_rows,
     read_begin,
     read_rows,
-    select_spans,
 )
 from headgate.capture.schema.batch import Begin, End, FinalState
 from headgate.capture.schema.consumer import ReadoutFacts, RequestInfo, RowBlock, RowSpan
