@@ -176,6 +176,7 @@ ANY_MODEL = {
         pytest_step("staging", 100, *RING),
         pytest_step("soak", 330, "tests/gpu/test_soak_gpu.py", lines=24),
     ],
+    "drafts-soak": [pytest_step("drafts-soak", 540, "tests/gpu/test_draft_soak_gpu.py", lines=24)],
     "changes": [pytest_step("changes", 450, "tests/gpu/test_changes_gpu.py", lines=24)],
     "race": [sanitized("memcheck", 120), sanitized("racecheck", 300)],
     "verify": [verify()],
@@ -371,7 +372,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_call", description="One call on a GPU host, under ten minutes.")
     parser.add_argument(
         "call",
-        help="check, race, idle, soak, changes, lora-fp8, models, quantised, verify, "
+        help="check, race, idle, soak, drafts-soak, changes, lora-fp8, models, quantised, verify, "
         "memory, kernels, http, http-main, http-crowd, "
         "crowd, crowd-open, "
         "http-parts, http-inline, ops, gates, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",

@@ -218,7 +218,7 @@ class HFReference:
         Raises:
             AssertionError: If the rows contradict each other or ``output_hidden_states``.
         """
-        token_ids = torch.tensor([[*prompt, *output[:-1]]])
+        token_ids = torch.tensor([[*prompt, *output[:-1]]], device=self.model.device)
         steering = steering or Steering()
         vectors = steering.by_position(len(prompt), token_ids.shape[1], self.model.dtype)
         taps = _Taps(vectors, steering.operations, len(prompt))

@@ -72,6 +72,12 @@ class Changes(soak_runs.Schedule):
             getattr(self, f"_{kind}")()
         return super().step()
 
+    def params(self, job: Job) -> Any:
+        """Sampled, not greedy."""
+        made = super().params(job)
+        made.temperature = 1.0
+        return made
+
     def _set(self) -> None:
         self._num_versions += 1
         self._llm.steering.set(global_vectors(self._num_versions), replace=True)
@@ -95,15 +101,10 @@ class Changes(soak_runs.Schedule):
 
 def soak(llm: Any) -> tuple[dict[int, dict[str, Any]], Changes]:
     """All requests together: what came of those that were not aborted, and the version behind each of their rows."""
-    from vllm import RequestOutput
-
     known = {job.index: job for job in soak_runs.jobs()}
     changes = Changes(llm, list(known.values()), soak_runs.SEED)
-    outputs = llm._run_engine(RequestOutput, use_tqdm=False)
-    changes.close()
+    found = changes.run(llm)
     llm.steering.clear()
-    finished = [output for output in outputs if output.outputs[0].finish_reason == "length"]
-    found = dict(zip((int(output.request_id) for output in finished), base.collect(finished), strict=True))
     launches = changes.launches
     kept = {int(req_id.split("-")[0]): tokens for req_id, tokens in launches.kept.items()}
     begun_again = {int(req_id.split("-")[0]) for req_id in launches.begun_again}
@@ -138,14 +139,6 @@ def solo(llm: Any, seen: dict[int, dict[str, Any]]) -> dict[tuple[int, int], dic
 def main() -> None:
     """Serve, change, and compute anew."""
     _, out = sys.argv[1], sys.argv[2]
-    plain = soak_runs.params
-
-    def sampled(job: Job, mode: str, max_tokens: int, hooks: Any, positions: Any) -> Any:
-        made = plain(job, mode, max_tokens, hooks, positions)
-        made.temperature = 1.0
-        return made
-
-    soak_runs.params = sampled
     llm = base.open_engine("graphs", config())
     began = time.perf_counter()
     seen, changes = soak(llm)

@@ -9,13 +9,25 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from headgate.capture.schema.sites import HookPoint, Site
 from tests.conftest import start_llm
-from tests.engine.drafting import CONFIG, NUM_DRAFTS, SITES, Asked, Drafter, eagle_folder, mtp_folder, requests
+from tests.engine.drafting import (
+    CONFIG,
+    NUM_DRAFTS,
+    SITES,
+    Asked,
+    Drafter,
+    counts,
+    eagle_folder,
+    mtp_folder,
+    requests,
+)
 from tests.engine.steering_cases import Tiers, sites_of, vectors
 from tests.engine.tiny_models import HIDDEN, tiny_model
 
@@ -53,6 +65,9 @@ MODES = {
     "mtp": Mode("deepseek_mtp", is_v2=True, is_eager=False, family="deepseek_v3_all"),
     "mtp v1": Mode("deepseek_mtp", family="deepseek_v3_all"),
 }
+MAX_ERROR = 5e-3
+"""Relative, of fp32 on a GPU, where attention multiplies with the ten bits of TF32, against fp32 on its host (0.0024 on
+an H100); rows of neighbouring positions differ by their whole size."""
 SMALL = {
     "skip_tokenizer_init": True,
     "max_model_len": 256,
@@ -108,17 +123,18 @@ def asked_of(mode: Mode) -> list[Asked]:
     return [*requests()[:8], *short] if mode.is_gated else [*requests(), *short]
 
 
-def drafts_of(method: str) -> dict[str, Any]:
-    """The ``speculative_config`` of a method."""
+def drafts_of(method: str, llama: Path | None = None) -> dict[str, Any]:
+    """The ``speculative_config`` of a method, for a folder of Llama's (default: the tiny one)."""
     if method.startswith("ngram"):
         return {**CONFIG, "method": method}
-    model = {} if method.endswith("mtp") else {"model": str(eagle_folder(method, tiny_model("llama")))}
+    llama = llama or tiny_model("llama")
+    folder = llama if method == "draft_model" else eagle_folder(method, llama)
+    model = {} if method.endswith("mtp") else {"model": str(folder)}
     return {"method": method, **model, "num_speculative_tokens": NUM_DRAFTS}
 
 
-def open_engine(name: str) -> Any:
-    """`LLM` of a mode, with few KV blocks; async scheduling as vLLM's defaults have it."""
-    mode = MODES[name]
+def open_engine(mode: Mode, **changes: Any) -> Any:
+    """`LLM` of a mode, with few KV blocks; async scheduling as vLLM's defaults have it. `changes` are settings."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(mode.is_v2))
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # sampling is greedy, and FlashInfer may be missing
     capture = {"consumers": [{"name": "memory", "params": {"max_bytes": 1 << 30}}], "sites": sites_of_rows(mode)}
@@ -131,10 +147,11 @@ def open_engine(name: str) -> Any:
         "disable_log_stats": False,
         "in_process": True,  # drafts are dictated from here
         "speculative_config": drafts_of(mode.method),
-        "additional_config": {} if name.endswith("stock") else {"headgate": {"capture": capture, **steering}},
+        "additional_config": {"headgate": {"capture": capture, **steering}},
+        **changes,
     }
     model = mtp_folder(tiny_model(mode.family)) if mode.method.endswith("mtp") else tiny_model(mode.family)
-    return start_llm(model=model, **settings | json.loads(os.environ.get("GPU_TEST_ENGINE", "{}")))
+    return start_llm(**{"model": model, **settings} | json.loads(os.environ.get("GPU_TEST_ENGINE", "{}")))
 
 
 def sites_of_rows(mode: Mode) -> dict[str, Any]:
@@ -162,10 +179,22 @@ def entry_of(output: Any, *, is_captured: bool = True) -> dict[str, Any]:
     return entry
 
 
+def told_of(llm: Any) -> dict[str, Any]:
+    """The engine's ``counts``, without vLLM's prefix, and whether it schedules ``async``."""
+    return {"counts": counts(llm), "async": llm.llm_engine.vllm_config.scheduler_config.async_scheduling}
+
+
+def described(told: Mapping[str, Any]) -> str:
+    """One line of `told_of`."""
+    found = told["counts"]
+    drafted = found["spec_decode_num_draft_tokens"], found["spec_decode_num_accepted_tokens"]
+    return f"async {told['async']}, drafted and accepted {drafted}, preempted {found['num_preemptions']}"
+
+
 def main(name: str, out: str) -> None:
     """Have all requests answered, some times, and save what came."""
     mode, is_stock = MODES[name], name.endswith("stock")
-    llm, asked = open_engine(name), asked_of(mode)
+    llm, asked = open_engine(mode, **({"additional_config": {}} if is_stock else {})), asked_of(mode)
     known = torch.load(os.environ["DRAFT_ANSWERS"], weights_only=False)
     given = known[mode.answers]
     drafts = list(given.items())
@@ -185,13 +214,8 @@ def main(name: str, out: str) -> None:
         rounds.append(found)
         if mode.is_gated:  # the first answers differ from plain ones, of which their drafts were
             drafts += [(each.prompt, entry["tokens"]) for each, entry in zip(asked, found, strict=True)]
-    counts = {
-        metric.name.removeprefix("vllm:"): metric.value for metric in llm.get_metrics() if hasattr(metric, "value")
-    }
-    is_async = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-    torch.save({"rounds": rounds, "counts": counts, "async": is_async}, out)
-    drafted = counts["spec_decode_num_draft_tokens"], counts["spec_decode_num_accepted_tokens"]
-    print(f"RAN {name}: async {is_async}, drafted and accepted {drafted}, preempted {counts['num_preemptions']}")
+    torch.save({"rounds": rounds, **told_of(llm)}, out)
+    print(f"RAN {name}: {described(told_of(llm))}")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,8 @@ def random_jobs(
     longest: int = 700,
     most_tokens: int = 48,
     per_step: float = 2.5,
+    first_token: int = 1000,
+    captured: float = 0.6,
 ) -> list[Job]:
     """`count` requests in the order of their arrival, `per_step` of them before each step on average.
 
@@ -93,23 +95,31 @@ def random_jobs(
         longest: Tokens of the longest prompts.
         most_tokens: Generated tokens of the longest answers.
         per_step: Arrivals for each step of the engine.
+        first_token: Token ids are at least this.
+        captured: Share of the requests that capture.
     """
     rng = random.Random(seed)
 
     def tokens(length: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(1000, vocabulary) for _ in range(length))
+        return tuple(rng.randrange(first_token, vocabulary) for _ in range(length))
 
     prefixes, jobs, when = [tokens(PREFIX) for _ in range(NUM_PREFIXES)], [], 0.0
     for index in range(count):
         when += rng.expovariate(per_step)
         length = rng.choice([1, rng.randint(2, 40), rng.randint(2, 200), rng.randint(2, longest)])
         prompt = (rng.choice(prefixes) if rng.random() < 0.4 else ()) + tokens(length)
-        jobs.append(random_job(rng, index, int(when), prompt, layers, most_tokens))
+        jobs.append(random_job(rng, index, int(when), prompt, layers, most_tokens, captured))
     return jobs
 
 
 def random_job(
-    rng: random.Random, index: int, step: int, prompt: tuple[int, ...], layers: Sequence[int], most_tokens: int
+    rng: random.Random,
+    index: int,
+    step: int,
+    prompt: tuple[int, ...],
+    layers: Sequence[int],
+    most_tokens: int,
+    captured: float,
 ) -> Job:
     """A request for `prompt` that arrives before `step`."""
     max_tokens = rng.choice([1, 2, rng.randint(3, most_tokens), rng.randint(3, most_tokens)])
@@ -120,7 +130,7 @@ def random_job(
         max_tokens=max_tokens,
         step=step,
         abort_step=step + rng.randint(1, max_tokens - 1) if is_aborted else None,
-        hooks=random_hooks(rng, layers) if rng.random() < 0.6 else {},
+        hooks=random_hooks(rng, layers) if rng.random() < captured else {},
         positions=random_positions(rng, len(prompt)),
         is_steered=rng.random() < 0.3,
     )

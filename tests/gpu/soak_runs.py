@@ -91,10 +91,23 @@ class Schedule:
         self._engine.has_unfinished_requests = self.has_unfinished_requests
         self._engine.step = self.step
 
+    def run(self, llm: Any) -> dict[int, dict[str, Any]]:
+        """Serve all, and leave the engine as it was: what came of those that were not aborted, by index."""
+        from vllm import RequestOutput
+
+        outputs = llm._run_engine(RequestOutput, use_tqdm=False)
+        self.close()
+        finished = [output for output in outputs if output.outputs[0].finish_reason == "length"]
+        return dict(zip((int(output.request_id) for output in finished), base.collect(finished), strict=True))
+
     def close(self) -> None:
         """Leave the engine as it was."""
         del self._engine.has_unfinished_requests, self._engine.step
         del self._engine.engine_core.engine_core.scheduler.schedule
+
+    def params(self, job: Job) -> Any:
+        """The ``SamplingParams`` of a request."""
+        return params(job, self._mode, job.max_tokens, job.hooks, job.positions)
 
     def has_unfinished_requests(self) -> bool:
         """Whether requests run, or will come."""
@@ -104,8 +117,7 @@ class Schedule:
         """Bring what is due, then take a step."""
         while self._waiting and self._waiting[0].step <= self._step:
             job = self._waiting.pop(0)
-            asked = params(job, self._mode, job.max_tokens, job.hooks, job.positions)
-            self._engine.add_request(str(job.index), prompt(job, self._mode), asked)
+            self._engine.add_request(str(job.index), prompt(job, self._mode), self.params(job))
         due = [request_id for step, request_id in self._aborts if step == self._step]
         if due:
             self._engine.abort_request(due)
@@ -115,16 +127,10 @@ class Schedule:
 
 def soak(llm: Any, mode: str) -> dict[str, Any]:
     """All requests together: what came of those that were not aborted, by index."""
-    from vllm import RequestOutput
-
     schedule = Schedule(llm, mode, jobs())
-    outputs = llm._run_engine(RequestOutput, use_tqdm=False)
-    schedule.close()
-    known = {job.index for job in jobs()}
-    finished = [output for output in outputs if output.outputs[0].finish_reason == "length"]
-    ids = [int(output.request_id) for output in finished]
-    assert set(ids) <= known
-    return {"requests": dict(zip(ids, base.collect(finished), strict=True)), "batches": schedule.batches}
+    found = schedule.run(llm)
+    assert found.keys() <= {job.index for job in jobs()}
+    return {"requests": found, "batches": schedule.batches}
 
 
 def solo(llm: Any, seen: dict[int, Any]) -> dict[int, Any]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from draft_runs import AFTER, BEFORE, MODES, READ, TIERS, WEIGHT, Mode, Scores, asked_of, gates_of
+from draft_runs import AFTER, BEFORE, MAX_ERROR, MODES, READ, TIERS, WEIGHT, Mode, Scores, asked_of, gates_of
 from side_by_side import run_modes
 
 from tests.engine.drafting import Asked, check, greedy
@@ -25,9 +25,6 @@ from tests.engine.hf_reference import HFReference, relative_error
 from tests.engine.tiny_models import tiny_model
 
 WANTED = [name for name in os.environ.get("DRAFT_MODES", "").split(",") if name] or list(MODES)
-MAX_ERROR = 5e-3
-"""Relative, of fp32 on a GPU, where attention multiplies with the ten bits of TF32, against fp32 on its host (0.0024 on
-an H100); rows of neighbouring positions differ by their whole size."""
 NEAR = 1e-5
 """Pooled scores as near to a threshold as this, relative to their size, could round to the other side."""
 SAME = 0.9
