@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from headgate.capture.schema.batch import Int32Array, Int64Array
+from headgate.capture.schema.batch import BoolArray, Int32Array, Int64Array
 from headgate.capture.schema.sites import Site
 from headgate.steering.gates.gate import AppliesTo, Selection
 from headgate.steering.programs.codes import (
@@ -141,10 +141,14 @@ class ProgramTable:
         num_sites: P.
         num_rows: R.
         max_entries: E.
+
+    Attributes:
+        acts: bool ``[R, P]``: whether the program of a row has entries at a site.
     """
 
     def __init__(self, num_sites: int, num_rows: int, max_entries: int) -> None:
         self.max_entries = max_entries
+        self.acts: BoolArray = np.zeros((num_rows, num_sites), dtype=np.bool_)
         self._num_sites = num_sites
         self._num_rows = num_rows
         self._bound: dict[int, _Bound] = {}
@@ -161,13 +165,15 @@ class ProgramTable:
         Raises:
             AssertionError: If a site gets more than E entries. The engine core refuses such requests.
         """
-        self._bound.pop(row, None)
+        if self._bound.pop(row, None) is not None:
+            self.acts[row] = False
         if not programs:
             return
         program = acting(programs, vector_slots)
         counts = np.bincount(program.sites, minlength=self._num_sites)
         if counts.max(initial=0) > self.max_entries:
             raise AssertionError(f"a program has more than {self.max_entries} entries at a site")
+        self.acts[row] = counts > 0
         first = np.cumsum(counts) - counts
         index = np.arange(len(program.sites)) - first[program.sites]
         places = (program.sites * self._num_rows + row) * self.max_entries + index

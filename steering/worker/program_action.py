@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,21 +45,43 @@ if TYPE_CHECKING:
     from headgate.capture.engine.compiler.inductor import TensorBox
 
 
+class StepPrograms(Protocol):
+    """The programs of the step whose forward is launched, as its worker knows them."""
+
+    def acts(self, active: Tensor) -> bool:
+        """Return whether any row has a program at the op site whose `ACTIVE` this is."""
+        ...
+
+    def scans(self) -> bool:
+        """Return whether a request with gates has several rows."""
+        ...
+
+
 _worker: WorkerFacts | None = None
+_step: StepPrograms | None = None
 
 
-def serve(facts: WorkerFacts) -> None:
-    """Let operations, in this process, ask `facts` while a forward is launched or recorded.
+def serve(facts: WorkerFacts, step: StepPrograms | None = None) -> None:
+    """Let operations, in this process, ask `facts` and `step` while a forward is launched or recorded.
 
-    Whether each request has one row: then gates need no launches for consecutive rows of a request. And, where rows are
-    gathered, for the columns of other tensor-parallel ranks.
+    What no row of a step needs is not launched: for a step of prompts, which no CUDA graph has, launches take the host
+    longer than the kernels take the GPU. A recorded forward has everything, but the launches for consecutive rows of a
+    request where each has one row. And, where rows are gathered, for the columns of other tensor-parallel ranks.
     """
-    global _worker
-    _worker = facts
+    global _worker, _step
+    _worker, _step = facts, step
+
+
+def _acts(active: Tensor) -> bool:
+    return _worker is None or _step is None or not _worker.runs_requests() or _step.acts(active)
 
 
 def _scans() -> bool:
-    return _worker is None or not _worker.has_one_row_each()
+    if _worker is None:
+        return True
+    if _step is not None and _worker.runs_requests():
+        return _step.scans()
+    return not _worker.has_one_row_each()
 
 
 def own_columns(rows: Tensor, part: int, facts: WorkerFacts | None = None) -> Tensor:
@@ -162,6 +184,9 @@ def _run(
     k: int = 0,
 ) -> Tensor:
     value_TD = value.reshape(-1, value.shape[-1])
+    if not _acts(cast("Tensor", given[1])):
+        make = torch.empty if value.device.type == "cuda" else torch.zeros
+        return make(value_TD.shape, dtype=torch.float32, device=value.device)
     addend_TD = None if addend is None else addend.reshape(value_TD.shape)
     part, width = value_TD.shape[1], pool.shape[1]
     if part == width:

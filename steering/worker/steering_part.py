@@ -24,7 +24,7 @@ from torch import Tensor
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, WorkerHooks
 from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.monitoring.step_log import compact
-from headgate.capture.schema.batch import BatchView, NewRequest
+from headgate.capture.schema.batch import BatchView, BoolArray, NewRequest
 from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.sites import BEFORE_KERNEL, HookPoint, Site
 from headgate.steering.config import WHERE, SteeringConfig, cross_stages
@@ -126,8 +126,9 @@ class WorkerSteering:
             gates=None if self.gates is None else self.gates.tensors,
         )
         self._figures = ReconstructionFigures(self.tables.saes.values())
-        self._sequence = StepSequence()
-        self._resolver = RowResolver(self.table, facts.max_tokens)
+        self._sequence, self._resolver = StepSequence(), RowResolver(self.table, facts.max_tokens)
+        self._step = self._resolver.resolve(None)
+        self._acting_sites: BoolArray | None = None  # of the step, once something has asked for them
         self._contents: dict[bytes, PhaseVectors] = {}
         """Vectors of modules by their content keys, until `forget`."""
         self._programs: dict[bytes, Program] = {}
@@ -171,11 +172,32 @@ class WorkerSteering:
         """Aim the tables at a step; None for dummy and idle steps."""
         is_idle = self.table.is_idle and (self.gates is None or not self.gates.num_requests)
         goes_on = self._sequence.goes_on(None if is_idle else view)
-        step = self._resolver.resolve(view, goes_on=goes_on)
+        step = self._step = self._resolver.resolve(view, goes_on=goes_on)
+        self._acting_sites = None
         gates = None if self.gates is None else self.gates.step_begins(view, goes_on=goes_on)
         self.tables.update(self.table.take_writes(), step, gates, view)
         if self.gates is not None:
             self.gates.launches()
+
+    def acts(self, active: Tensor) -> bool:
+        """Return whether the program of any row of the step has entries at an op site.
+
+        Args:
+            active: The site's part of `ProgramTables.active`. True where it is not known: it is in other memory.
+        """
+        if self.tables.programs is None:
+            return True
+        every = self.tables.programs.active
+        at, rest = divmod(active.data_ptr() - every.data_ptr(), every.stride(0) * every.element_size())
+        if rest or not 0 <= at < len(self._op_sites):
+            return True
+        if self._acting_sites is None:
+            self._acting_sites = self.table.acting_sites(self._step.rows)
+        return bool(self._acting_sites[at])
+
+    def scans(self) -> bool:
+        """Return whether a request with gates has several rows in the step."""
+        return self.gates is not None and self.gates.has_several_rows
 
     def step_ends(self) -> None:
         """Follow up a step whose forward was launched."""
@@ -499,10 +521,10 @@ class SteeringPart(WorkerHooks):
         _check_stages(self._config, facts)
         self._num_changes = self._config.num_changes
         saes = {index: load_sae(coder, facts) for index, coder in coders.items()}
-        program_action.serve(facts)
         num_columns = self._config.num_columns if steerable.op_sites else 0
         limits = EntryLimits(self._config.max_entries, self._num_changes, num_columns, steerable.row_size)
         self._state = WorkerSteering(self._num_slots, self._sites, facts, self._op_sites, limits, saes)
+        program_action.serve(facts, self._state)
         logger.info(
             "steering: %d sites, %d of them for operations, %d encoded SAEs, %d slots, %.1f MiB of %s memory",
             len(self._sites),

@@ -44,6 +44,8 @@ class WorkerFacts:
         post_norms: Sites of this stage in front of a norm whose result is added to the stream.
         has_one_row_each: Says to operations, while a forward is launched or recorded, whether each request has one row
             in it; False if that is not certain.
+        runs_requests: Says to operations, while a forward is launched, whether it is that of the step that
+            `headgate_step_begins` was called for last. False for dummy steps, and while a CUDA graph is recorded.
         actions: Where the actions of consumers go.
         network_keys: To reach front ends on other hosts; None if all are on this one.
         head: Finds the model's head, before actions are put into the forward; raises `UnsupportedError` if this worker
@@ -65,6 +67,7 @@ class WorkerFacts:
     reapplies_mid: bool = False
     post_norms: frozenset[Site] = frozenset()
     has_one_row_each: Callable[[], bool] = lambda: False
+    runs_requests: Callable[[], bool] = lambda: False
     actions: ActionTarget = NOWHERE
     network_keys: NetworkKeys | None = None
     head: Callable[[], ModelHead] = no_head

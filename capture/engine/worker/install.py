@@ -168,6 +168,11 @@ class InstalledWorker:
         _after(worker, "compile_or_warm_up_model", self._self_test)
         _before(worker, "shutdown", self.close)
 
+    @property
+    def is_running_requests(self) -> bool:
+        """Whether the runner launches the forward of a step of requests."""
+        return self._runner.is_running_requests
+
     def stats(self) -> Document:
         """Return the counters of every part, by name, and those of the rewrites of kernels."""
         counted = {key: value for part in self.parts.values() for key, value in part.headgate_stats().items()}
@@ -430,9 +435,18 @@ def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_rea
         pp_size=get_pp_group().world_size,
         reapplies_mid=is_mid_reapplied,
         has_one_row_each=has_one_row_each if knows_steps else lambda: False,
+        runs_requests=partial(_runs_requests, worker),
         actions=action_target(config),
         network_keys=network_keys(config),
     )
+
+
+def _runs_requests(worker: Worker) -> bool:
+    """Implement `WorkerFacts.runs_requests`."""
+    installed: InstalledWorker | None = getattr(worker, ENGINE_ATTRIBUTE, None)
+    if installed is None or not installed.is_running_requests:
+        return False
+    return installed.facts.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:

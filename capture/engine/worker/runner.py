@@ -395,7 +395,7 @@ class RunnerAdapter:
         self._plain: set[str] = set()
         plain = overrides(parts, "headgate_plain_request_added")
         self._follows_plain, self._plain_request_added = bool(plain), in_turn(plain.values())
-        self._was_active = self._is_laid_out = self._in_self_test = False
+        self._was_active = self._is_laid_out = self._in_self_test = self.is_running_requests = False
         self._verifies_drafts = verifies_drafts
         self._unsampled: tuple[SampledStep, object] | None = None
         """The step that was laid out last, and what laid it out, until its tokens are sampled."""
@@ -454,7 +454,11 @@ class RunnerAdapter:
         self._is_laid_out = False
         self._readings = self._unsampled = None
         self._stages.incoming = cast("StageTensors | None", args[0] if args else kwargs.get("intermediate_tensors"))
-        result = original(scheduler_output, *args, **kwargs)
+        self.is_running_requests = True
+        try:
+            result = original(scheduler_output, *args, **kwargs)
+        finally:
+            self.is_running_requests = False
         self._stages.incoming = None  # also of a step that was not laid out for the parts
         self._is_to_follow_up = self._is_laid_out
         if result is not None or not self._samples:

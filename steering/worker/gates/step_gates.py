@@ -508,6 +508,11 @@ class StepGates:
         """Requests with gates."""
         return len(self._requests)
 
+    @property
+    def has_several_rows(self) -> bool:
+        """Whether a request with gates has several rows in the step."""
+        return self._rows is not None and not self._rows.has_one_each
+
     def add(self, req_id: str, own: OwnGates) -> None:
         """Add a request, with or without gates, or start a known id afresh."""
         self.remove(req_id)

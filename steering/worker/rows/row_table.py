@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from headgate.capture.schema.batch import Int32Array, Int64Array
+from headgate.capture.schema.batch import BoolArray, Int32Array, Int64Array
 from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.sites import Site
 from headgate.steering.gates.gate import Selection
@@ -147,6 +147,14 @@ class RowMap:
             return _NO_ROWS
         changed, self._dirty = np.array(sorted(self._dirty), dtype=np.int64), set()
         return changed
+
+    def acting_sites(self, rows: Int32Array) -> BoolArray:
+        """Return at which op sites a program of any of `rows` acts: bool ``[P]``."""
+        acts = self._programs.acts
+        is_used = np.zeros(len(acts), dtype=np.bool_)
+        is_used[rows] = True
+        found: BoolArray = np.logical_or.reduce(acts[is_used], axis=0)
+        return found
 
     def program_writes(self, rows: Int64Array) -> ProgramWrites | None:
         """Return the programs of changed rows; None where there are no op sites."""
@@ -437,6 +445,10 @@ class RowTable:
         for request in requests:
             rows = [UNSTEERED_ROW if found is None else found.row for found in request.sums]
             self._lines.table[request.line, 1:] = *rows, True
+
+    def acting_sites(self, rows: Int32Array) -> BoolArray:
+        """Return at which op sites a program of any of `rows`, bound by `batch`, acts: bool ``[P]``."""
+        return self._rows.acting_sites(rows)
 
     def take_writes(self) -> TableWrites | None:
         """Return the changes that the device lacks, which count as written from here on; None if it lacks none.

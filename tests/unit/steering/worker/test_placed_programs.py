@@ -81,6 +81,8 @@ def test_the_device_gets_each_rows_entries_in_their_order_with_features_last(pro
 
     writes = table.writes(list(expected))
 
+    assert table.acts[[*expected]].T.tolist() == (writes.counts > 0).tolist()
+    assert not table.acts[0].any()
     entries = np.stack((writes.codes[:, CODE], writes.params[:, 1]), axis=1)
     device.reshape(-1, 2)[writes.places] = entries
     for at, (row, found) in enumerate(expected.items()):
@@ -95,6 +97,18 @@ def test_the_device_gets_each_rows_entries_in_their_order_with_features_last(pro
             assert (device[index, row, count:] == -1).all()
             is_feature = ((found.codes[here, CODE] & CODE_MASK) >= Code.FEATURE).tolist()
             assert is_feature == sorted(is_feature)
+
+
+def test_a_row_that_means_other_programs_acts_where_those_do():
+    table = ProgramTable(num_sites=2, num_rows=4, max_entries=2)
+    for site in (0, 1):
+        made = program([(Code.ADD, site)])
+        table.bind(1, [place(made, np.ones(1, np.int32), OP_SITES)], np.zeros(2, np.int32))
+        assert table.acts.sum() == 1
+
+    table.bind(1, [], np.zeros(2, np.int32))
+
+    assert not table.acts.any()
 
 
 def test_a_row_takes_no_more_entries_than_there_is_room_for():

@@ -1,5 +1,8 @@
 """The operation of the forward's graph that runs programs, on a CPU."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tqdm import tqdm
@@ -138,6 +141,27 @@ def test_rows_are_gathered_where_a_program_is_active_alone(rank):
     added = ACROSS[1, 4 * head : 4 * head + 4]
     assert vectors.tolist() == [[0] * 4, added.tolist(), [0] * 4]
     assert both.tolist() == [(2 * (WIDE[0] @ ACROSS[1]) * added).tolist(), added.tolist(), [0] * 4]
+
+
+@pytest.mark.parametrize("acts", [False, True])
+@pytest.mark.parametrize("runs_requests", [False, True], ids=["dummy", "requests"])
+@pytest.mark.parametrize("rank", [1], indirect=True)
+def test_where_no_program_acts_in_a_step_of_requests_nothing_is_gathered_or_run(rank, monkeypatch, runs_requests, acts):
+    codes, params, _ = tables()
+    head, taken = rank
+    own, rows = WIDE[:, 4 * head : 4 * head + 4], torch.tensor([1, 0, 1], dtype=torch.int32)
+    asked = []
+    known = replace(program_action._worker, runs_requests=lambda: runs_requests)
+    step = SimpleNamespace(acts=lambda active: asked.append(active) or acts, scans=lambda: True)
+    monkeypatch.setattr(program_action, "_worker", known)
+    monkeypatch.setattr(program_action, "_step", step)
+
+    delta = program_deltas(own, None, ACROSS, rows, rows, codes, params, None)
+
+    is_run = acts or not runs_requests
+    assert bool(delta.any()) == is_run
+    assert (len(taken), len(asked)) == (is_run, runs_requests)
+    assert (delta.shape, delta.dtype) == ((3, 4), torch.float32)
 
 
 @pytest.mark.parametrize("rank", [0], indirect=True)

@@ -389,6 +389,28 @@ def test_dummy_runs_see_no_request(runner, recorder):
     assert recorder.calls == [("begins", None)]
 
 
+def test_operations_know_forwards_of_requests_from_dummy_ones(runner):
+    class Asking(WorkerHooks):
+        def headgate_step_begins(self, view, token_ids):
+            seen.append((view is None, adapter.is_running_requests))
+            if token_ids == "broken":
+                raise ValueError("broken")
+
+    seen = []
+    adapter = RunnerAdapter(runner, {"asking": Asking()})
+    run(runner, step(["a"], [4], [0], new=[request("a", 4)]))
+    runner._dummy_run(8)
+    adapter.run_dummy(8)
+    run(runner, step(["a"], [1], [4]))
+    assert not adapter.is_running_requests
+    runner.tokens = "broken"
+    with pytest.raises(ValueError, match="broken"):
+        run(runner, step(["a"], [1], [5]))
+
+    assert seen == [(False, True), (True, False), (False, True), (False, True)]
+    assert not adapter.is_running_requests
+
+
 def test_the_self_test_may_prepare_its_own_step(runner, recorder):
     run(runner, step(["a"], [4], [0], new=[request("a", 4)]))
     recorder.calls.clear()

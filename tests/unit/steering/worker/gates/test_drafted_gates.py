@@ -24,7 +24,7 @@ from headgate.steering.config import parse_config
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.gate import Gate, InlineProbe, Leaf, Pid, Then
 from headgate.steering.gates.trace import join_notes
-from headgate.steering.programs.codes import GateScope, Mode, ScorePooling
+from headgate.steering.programs.codes import GateScope, Mode, ScorePooling, TokenFlag
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.worker.program_reference import program_deltas_reference
@@ -170,11 +170,13 @@ class Engine:
         assert programs is not None
         assert gates is not None
         seen = gates._replace(signals=gates.signals[used], tokens=gates.tokens[used])
+        assert self.worker.scans() == bool((gates.tokens[:, 1] & TokenFlag.IS_SCANNED).any())
         for key in keys:
             if key is not None:
                 self.added[key] = []
         for index, x_TD in enumerate(torch.stack(rows).unbind(1)):
             active = programs.active[index][used]
+            assert self.worker.acts(programs.active[index]) == bool(programs.active[index].any())
             given = tables.rows[used], active, programs.codes[index], programs.params[index], None, None, seen
             added = program_deltas_reference(x_TD, None, tables.pool, *given, dtype=torch.float32)
             for key, row in zip(keys, added[:, 0].tolist(), strict=True):
