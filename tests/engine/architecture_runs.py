@@ -26,12 +26,14 @@ from tests.engine.architectures import (
     HUGGING_FACE,
     IN_BFLOAT16,
     LAYERS,
+    LIKE_OWN_MODULES,
     SPARSE,
     VOCABULARY,
     WITH_A_VISION_TOWER,
     make_model,
 )
 from tests.engine.hf_reference import own_process, relative_error, row_cosines
+from tests.engine.own_modules import different_rows, watched
 from tests.environment import ENVIRONMENT, add_plugins
 
 PROMPTS = [[1, *((7 * i) % (VOCABULARY - 5) + 5 for i in range(40))], [1, *(range(30, 49))]]
@@ -106,12 +108,14 @@ def compare(model_type: str, helpers: Executor, cache: Path) -> dict[str, Any]:
             return {"result": "not built", "note": f"vLLM: {_line(error)}"}
         return {"result": "refused", "note": _line(refused)}
     try:
-        return {"model": _served(llm), "hooks": _said(hooks), **_compare(llm, hooks, str(folder), helpers)}
+        found = {"model": _served(llm), "hooks": _said(hooks), **_compare(llm, hooks, str(folder), helpers)}
+        alone = _alone(llm, hooks) if found["result"] == "WRONG" and model_type in SPARSE else []
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         return {"result": "WRONG", "hooks": _said(hooks), "note": _line(error)}
     finally:
         stop_llm(llm)
+    return found | compare_with_modules(folder, alone) if alone else found
 
 
 def _start(folder: Path) -> tuple[Any, list[HookPoint]]:
@@ -134,6 +138,56 @@ def _start(folder: Path) -> tuple[Any, list[HookPoint]]:
             if not missing or missing[0] in BOUNDARIES:
                 raise
             hooks = [hook for hook in hooks if hook not in missing]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alone:
+    """What came of one prompt alone, steered after a layer or not."""
+
+    prompt: list[int]
+    is_steered: bool
+    tokens: list[int]
+    rows: Rows
+
+
+def serve_alone(folder: Path) -> list[Alone]:
+    """Serve the model of a folder with headgate, as `compare_with_modules` takes it."""
+    llm, hooks = _start(folder)
+    try:
+        return _alone(llm, hooks)
+    finally:
+        stop_llm(llm)
+
+
+def _alone(llm: Any, hooks: list[HookPoint]) -> list[Alone]:
+    """One prompt after the other: a module's rows of a step are then of one request."""
+    found = []
+    for is_steered in (False, True):
+        for prompt in PROMPTS:
+            (output,) = _generate(llm, hooks, [prompt], is_steered=is_steered)
+            tokens = list(output.outputs[0].token_ids)
+            found.append(Alone(prompt=prompt, is_steered=is_steered, tokens=tokens, rows=_captured(output)))
+    return found
+
+
+def compare_with_modules(folder: Path, alone: Sequence[Alone]) -> dict[str, Any]:
+    """Compare `alone` with hooks on vLLM's own modules, in an engine without headgate: bit for bit."""
+    llm = start_llm(model=folder, **engine_of(folder.name))
+    try:
+        different, num_rows = [], 0
+        for each in alone:
+            with watched(_model(llm), LAYERS, {STEERED_LAYER: vector()} if each.is_steered else {}) as seen:
+                (output,) = llm.generate([{"prompt_token_ids": each.prompt}], _params(), use_tqdm=False)
+            if list(output.outputs[0].token_ids) != each.tokens:
+                different.append("tokens")
+            different += [f"{num} rows at {site}" for site, num in different_rows(each.rows, seen).items()]
+            num_rows += sum(map(len, each.rows.values()))
+    finally:
+        stop_llm(llm)
+    if different:
+        return {"result": "WRONG", "note": f"other than vLLM's own modules have: {', '.join(different)}"}
+    note = f"{num_rows} rows are those of hooks on vLLM's own modules, bit for bit; the error is from Hugging Face"
+    return {"result": LIKE_OWN_MODULES, "note": note}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,15 +305,19 @@ def _check_inner(rows: Rows, hooks: list[HookPoint], expected: Reference) -> Non
             assert error <= MAX_ERROR, f"{site.name} is of no module of Hugging Face's: {error} from the nearest"
 
 
-def _generate(llm: Any, hooks: list[HookPoint], *, is_steered: bool) -> list[Any]:
+def _params() -> Any:
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT, logprobs=-1)
+    return SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT, logprobs=-1)
+
+
+def _generate(llm: Any, hooks: list[HookPoint], given: Sequence[list[int]] = PROMPTS, *, is_steered: bool) -> list[Any]:
+    params = _params()
     sites = {hook.value: "all" for hook in hooks} | {"final_norm": "all"}
     params.capture = {"memory": {"hooks": sites, "positions": "all"}}
     if is_steered:
         params.steering_vectors = {"post_mlp": {STEERED_LAYER: vector().tolist()}}
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    prompts = [{"prompt_token_ids": ids} for ids in given]
     return list(llm.generate(prompts, [params] * len(prompts), use_tqdm=False))
 
 
@@ -298,8 +356,12 @@ def _logprobs(output: Any) -> Tensor:
     return torch.stack([torch.tensor([step[token].logprob for token in range(VOCABULARY)]) for step in steps])
 
 
+def _model(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+
 def _served(llm: Any) -> str:
-    return type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()).__name__
+    return type(_model(llm)).__name__
 
 
 def _said(hooks: Sequence[HookPoint]) -> str:

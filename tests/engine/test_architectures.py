@@ -6,15 +6,32 @@ shows up as a difference. ``architectures_vllm_0.26_gpu.json`` holds those of a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from headgate.capture.schema.sites import HookPoint, Site
 from tests.engine.architecture_reference import STEERED_LAYER, Rows, vector
-from tests.engine.architecture_runs import BOUNDS_IN_BFLOAT16, check_sums
-from tests.engine.architectures import HIDDEN, LAYERS, PAGE, Trials, coverage, judged, summary, table
+from tests.engine.architecture_runs import BOUNDS_IN_BFLOAT16, check_sums, compare_with_modules, serve_alone
+from tests.engine.architectures import (
+    HIDDEN,
+    LAYERS,
+    LIKE_OWN_MODULES,
+    PAGE,
+    Trials,
+    coverage,
+    judged,
+    make_model,
+    summary,
+    table,
+)
+from tests.engine.hf_reference import own_process
+from tests.engine.own_modules import different_rows, watched
 
 RESULTS, ON_A_GPU = judged()
 
@@ -37,7 +54,9 @@ def test_a_type_is_as_it_was_judged(model_type: str, trials: Trials) -> None:
 def test_nothing_that_was_served_is_wrong() -> None:
     results = [found["result"] for found in RESULTS.values()]
 
-    assert {*results, *(found["result"] for found in ON_A_GPU.values())} <= {"equal", "as vLLM", "refused", "not built"}
+    assert {*results, *(found["result"] for found in ON_A_GPU.values())} <= {
+        *("equal", "as vLLM", LIKE_OWN_MODULES, "refused", "not built")
+    }
     assert results.count("equal") > 30
 
 
@@ -51,6 +70,73 @@ def test_the_page_shows_the_results() -> None:
 
 def test_the_page_says_how_much_of_vllm_was_tried() -> None:
     assert coverage(RESULTS, ON_A_GPU) in PAGE.read_text().replace("\n", " ")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_are_those_of_vllms_own_modules(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_TEST_ENGINE", json.dumps({"dtype": dtype}))
+    folder = tmp_path / "qwen3_moe"
+    with own_process() as helpers:
+        helpers.submit(make_model, folder.name, folder).result()
+
+    found = compare_with_modules(folder, serve_alone(folder))
+
+    assert found["result"] == LIKE_OWN_MODULES, found
+
+
+class Stream(nn.Module):
+    """A norm as vLLM's: with the stream so far, it returns the sum beside its rows."""
+
+    def forward(self, rows: torch.Tensor, stream: torch.Tensor | None = None) -> Any:
+        return rows / 2 if stream is None else ((rows + stream) / 2, rows + stream)
+
+
+class TinyLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = Stream(), Stream()
+        self.self_attn, self.mlp = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, rows: torch.Tensor, stream: torch.Tensor | None) -> Any:
+        stream, rows = (
+            (rows, self.input_layernorm(rows)) if stream is None else self.input_layernorm(rows, stream)[::-1]
+        )
+        rows, stream = self.post_attention_layernorm(self.self_attn(rows), stream)
+        return self.mlp(rows), stream
+
+
+class TinyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList([TinyLayer(), TinyLayer()]), Stream()
+
+    @torch.no_grad()
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        stream = None
+        for layer in self.layers:
+            rows, stream = layer(rows, stream)
+        return self.norm(rows, stream)[0]
+
+
+def test_hooks_see_the_stream_before_a_vector_is_added() -> None:
+    model, given, added = TinyModel(), torch.randn(5, 4), torch.ones(4)
+
+    with watched(model, 2, {}) as plain:
+        for step in given.split(3):
+            model(step)
+    with watched(model, 2, {0: added}) as steered:
+        for step in given.split(3):
+            model(step)
+
+    rows = {site: torch.cat(parts) for site, parts in plain.items()}
+    after, following = Site(0, HookPoint.POST_MLP), Site(1, HookPoint.PRE_ATTN)
+    assert torch.equal(rows[Site(0, HookPoint.PRE_ATTN)], given)
+    assert torch.equal(rows[after], rows[Site(0, HookPoint.POST_ATTN)] + rows[Site(0, HookPoint.MLP_OUT)])
+    assert torch.equal(rows[after], rows[following])
+    assert torch.allclose(torch.cat(steered[following]), rows[after] + added)
+    assert different_rows({after: rows[after]}, steered) == {}
+    assert different_rows({after: rows[after].roll(1, 0)}, steered) == {"0.post_mlp": 5}
 
 
 BOUNDARIES = (HookPoint.PRE_ATTN, HookPoint.POST_ATTN, HookPoint.MLP_OUT, HookPoint.POST_MLP)
