@@ -20,7 +20,7 @@ from headgate.capture.links.network import NetworkKeys
 from headgate.capture.local_delivery import WorkerPlace
 from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.monitoring.step_log import compact
-from headgate.capture.planning.planner import Candidates, StepPlanner
+from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import PackGroup, StepPlan
 from headgate.capture.schema.batch import (
     WIRE_VERSION,
@@ -128,11 +128,11 @@ class CaptureSession:
         self._window = BatchingWindow(linger_s)
         self._urgent = set[str]()  # requests whose clients wait for what consumers make of their rows
         self._ends: dict[str, End] = {}  # requests that have ended, while rows are left in the ring
-        self._plan: StepPlan | Candidates | None = None
-        self._unsettled: deque[tuple[StepOutcome, Candidates]] = deque()
-        """Kept steps with drafts whose outcomes were not known yet."""
+        self._plan: StepPlan | None = None
+        self._unsettled: deque[tuple[StepOutcome, tuple[str, ...], StepPlan]] = deque()
+        """Outcome, requests and plan of kept steps with drafts that are undecided."""
         self._step_thread: int | None = None
-        self._outcome: StepOutcome | None = None
+        self._drafted: tuple[StepOutcome, tuple[str, ...]] | None = None
         self._planner = StepPlanner(sites, readouts, shapes)
         self._patience_s = _patience_s(config)
         self._close_report: CloseReport | None = None
@@ -152,7 +152,7 @@ class CaptureSession:
         key = "" if capture is None else capture["key"]
         if new.req_id in self._keys or new.req_id in self._ends:
             self._collect()  # what belongs to the request that was known under this id
-        elif any(new.req_id in candidates.req_ids for _, candidates in self._unsettled):
+        elif any(new.req_id in req_ids for _, req_ids, _ in self._unsettled):
             self._settle(waits=True)  # rows of a request that had this id, and wants nothing or has ended
         if new.wire is not None and new.wire.get("v") != WIRE_VERSION:
             raise RuntimeError(f"request {new.req_id}: expected wire version {WIRE_VERSION}, got {new.wire}")
@@ -211,11 +211,11 @@ class CaptureSession:
             self._collect()
         self._staging.begin(self._plan, token_ids)
 
-    def _plan_step(self, view: BatchView) -> StepPlan | Candidates | None:
+    def _plan_step(self, view: BatchView) -> StepPlan | None:
         if view.outcome is None:
             return self._planner.plan(view)
         self._settle(waits=False)
-        self._outcome = view.outcome
+        self._drafted = view.outcome, view.req_ids
         return self._planner.candidates(view)
 
     def step_ends(self) -> None:
@@ -223,8 +223,8 @@ class CaptureSession:
         plan, self._plan = self._plan, None
         if plan is not None:
             self._staging.keep(plan)
-        if isinstance(plan, Candidates) and self._outcome is not None:
-            self._unsettled.append((self._outcome, plan))
+            if not plan.is_decided and self._drafted is not None:
+                self._unsettled.append((*self._drafted, plan))
         since = self._staging.kept_since
         if since is not None and (self._staging.is_well_filled or time.monotonic() >= since + self._window.seconds):
             self._collect(waits=False)
@@ -238,7 +238,7 @@ class CaptureSession:
         plan = self._plan
         if plan is None:
             return None
-        if isinstance(plan, Candidates):
+        if not plan.is_decided:
             return {"candidate_rows": compact(plan.token_rows.tolist())}
         ring_rows = self._staging.slots[: int(plan.token_rows[-1]) + 1].cpu().numpy()
         groups = [
@@ -266,8 +266,9 @@ class CaptureSession:
             waits: Whether to wait for the outcomes of all of them.
         """
         while self._unsettled and (waits or self._unsettled[0][0].is_known()):
-            outcome, candidates = self._unsettled.popleft()
-            self._staging.settle(self._planner.settle(candidates, outcome.view()))
+            outcome, _, plan = self._unsettled.popleft()
+            self._planner.settle(plan, outcome.view())
+            self._staging.count_kept()
 
     def _collect(self, *, waits: bool = True) -> None:
         """Start the copies of the rows that are left in the ring: some calls for each time, however many steps.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, count
+from itertools import count
 from typing import Literal, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -23,7 +23,7 @@ from headgate.capture.schema.batch import BatchView, BoolArray, Int64Array
 from headgate.capture.schema.config import MAX_CONSUMERS
 from headgate.capture.schema.consumer import ReadoutSite
 from headgate.capture.schema.positions import MAX_POSITION, parts_of
-from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape, sort_sites
+from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape
 from headgate.capture.schema.spec import CaptureSpec
 
 Kind = Literal["run", "stride", "list"]
@@ -306,40 +306,32 @@ class WantedRows(NamedTuple):
     masks: Int64Array
 
 
-class WantedRange(NamedTuple):
-    """Consecutive positions that one request wants of a step.
-
-    Attributes:
-        req_id: The request.
-        row: Batch row of the first position.
-        positions: Not empty, by steps of 1.
-    """
-
-    req_id: str
-    row: int
-    positions: range
-
-
-def consecutive(pieces: Sequence[WantedRange], shape: SelectionShape) -> StepPlan:
+def consecutive(
+    shape: SelectionShape, req_ids: Sequence[str], begins: Int64Array, batch_rows: Int64Array, counts: Int64Array
+) -> StepPlan:
     """Plan a step whose wanted rows are of requests of one shape, which is a run, at the same sites.
 
     Args:
-        pieces: At least one, by batch row.
         shape: Of the requests.
+        req_ids: The ``M`` requests, at least one.
+        begins: First wanted position of each, int64 ``[M]``.
+        batch_rows: Its batch row, int64 ``[M]``, ascending.
+        counts: How many wanted positions follow each other from there, int64 ``[M]``.
     """
-    stops = list(accumulate(len(piece.positions) for piece in pieces))
-    ((site_set, masks),) = shape.choose_all(stops[-1])
+    stops = np.cumsum(counts)
+    starts, total = stops - counts, int(stops[-1])
+    ((site_set, masks),) = shape.choose_all(total)
     group = PackGroup(
         site_set=site_set,
-        rows=count_up(0, stops[-1]),
-        positions=np.concatenate([np.arange(each.positions.start, each.positions.stop) for each in pieces]),
+        rows=count_up(0, total),
+        positions=prolonged(begins, starts, counts),
         masks=masks,
-        spans=tuple(
-            (piece.req_id, stop - len(piece.positions), stop) for piece, stop in zip(pieces, stops, strict=True)
-        ),
+        spans=tuple(zip(req_ids, starts.tolist(), stops.tolist(), strict=True)),
     )
-    token_rows = [count_up(piece.row, piece.row + len(piece.positions)) for piece in pieces]
-    return StepPlan(token_rows[0] if len(token_rows) == 1 else np.concatenate(token_rows), (group,))
+    first = int(batch_rows[0])
+    is_dense = batch_rows[-1] + counts[-1] - first == total
+    token_rows = count_up(first, first + total) if is_dense else prolonged(batch_rows, starts, counts)
+    return StepPlan(token_rows, (group,))
 
 
 def merged(req_ids: tuple[str, ...], parts: Mapping[SiteSet, Sequence[WantedRows]]) -> StepPlan:
@@ -382,27 +374,6 @@ NOWHERE = 2**62
 FEW = 4
 """So many requests are looked at one by one in a step that is no decode step, however many others run: arrays of all of
 them would take ten times as long. Where clients capture a row of each prompt, most steps are like that."""
-
-
-class Candidates(NamedTuple):
-    """Rows of a step with drafts that may be wanted.
-
-    Attributes:
-        token_rows: int64 ``[K]``, ascending: they get staging slots.
-        covers: Sites that the requests with these rows want, which may share some.
-        num_copies: Upper limit of wanted (row, site) pairs.
-        req_ids: All requests of the step.
-    """
-
-    token_rows: Int64Array
-    covers: Sequence[SiteSet]
-    num_copies: int
-    req_ids: tuple[str, ...]
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """The sites of `covers`, each once, sorted: alike on all ranks."""
-        return sort_sites({site for cover in self.covers for site in cover.sites})
 
 
 class StepPlanner:
@@ -470,8 +441,8 @@ class StepPlanner:
             self._steady = _DecodeRun(view, slots, plan, fresh.num_alike)
         return plan
 
-    def candidates(self, view: BatchView) -> Candidates | None:
-        """Return the batch rows of a step that may be wanted, before it is known which of its rows count.
+    def candidates(self, view: BatchView) -> StepPlan | None:
+        """Return the undecided plan of a step: the batch rows that may be wanted, if they count.
 
         Nothing counts as taken: `settle` or `plan` does that, with the step's outcome. The answer depends on the
         requests and on `view` alone, so that all ranks have the same one. None if no row may be wanted; such a step is
@@ -480,36 +451,37 @@ class StepPlanner:
         slots = self._table.slots_of(view.req_ids)
         return None if slots is None else self._table.candidates(slots, view)
 
-    def settle(self, candidates: Candidates, view: BatchView) -> StepPlan:
-        """Plan a step whose outcome is known; called in the order of the steps.
+    def settle(self, plan: StepPlan, view: BatchView) -> None:
+        """Decide a plan that `candidates` made, now that the step's outcome is known; called in the order of the steps.
 
         Args:
-            candidates: What `candidates` returned before the step.
+            plan: Of the step.
             view: Its rows that count.
-
-        Returns:
-            A plan with the rows of the candidates. Some may be unwanted; without a wanted one it has no groups.
         """
-        plan = self.plan(view)
-        if plan is None:
-            return StepPlan(candidates.token_rows, ())
-        places = np.searchsorted(candidates.token_rows, plan.token_rows)
-        if len(candidates.token_rows) <= places[-1] or (candidates.token_rows[places] != plan.token_rows).any():
-            raise AssertionError(f"rows {plan.token_rows} are wanted of a step whose candidates were {candidates}")
-        groups = tuple(replace(group, rows=places[group.rows]) for group in plan.groups)
-        return StepPlan(candidates.token_rows, groups, num_copies=plan.num_copies)
+        counted = self.plan(view)
+        if counted is None:
+            plan.decide((), 0)
+            return
+        kept, wanted = plan.token_rows, counted.token_rows
+        places = np.searchsorted(kept, wanted)
+        if len(kept) <= places[-1] or (kept[places] != wanted).any():
+            raise AssertionError(f"rows {wanted} are wanted of a step whose candidates were {kept}")
+        groups = tuple(replace(group, rows=places[group.rows]) for group in counted.groups)
+        plan.decide(groups, counted.num_copies)
 
     def _plan_few(self, shape: SelectionShape, members: Sequence[int], view: BatchView) -> StepPlan | None:
         """Plan the requests that `_RequestTable.few_of` found."""
-        pieces: list[WantedRange] = []
+        req_ids: list[str] = []
+        ranges: list[tuple[int, int, int]] = []
         for member in members:
             req_id, first = view.req_ids[member], int(view.num_computed[member])
             wanted, has_ended = self._table.take(req_id, first, first + int(view.num_scheduled[member]))
             if wanted:
-                pieces.append(WantedRange(req_id, int(view.starts[member]) + wanted.start - first, wanted))
+                req_ids.append(req_id)
+                ranges.append((wanted.start, int(view.starts[member]) + wanted.start - first, len(wanted)))
             if has_ended:
                 self._table.remove(req_id)
-        return consecutive(pieces, shape) if pieces else None
+        return consecutive(shape, req_ids, *np.array(ranges).T) if ranges else None
 
     def _leave_run(self) -> None:
         """The steps of the run count as taken from now on; they are not asked for while it lasts."""
@@ -527,7 +499,7 @@ class StepPlanner:
         if len(shapes) == 1:
             (shape,) = shapes
             if shape.is_run and len(shape.covers) == 1 and (fresh.batch_rows[1:] > fresh.batch_rows[:-1]).all():
-                return fresh.contiguous_plan(shape, req_ids)
+                return consecutive(shape, fresh.req_ids(req_ids), fresh.begins, fresh.batch_rows, fresh.counts)
         parts: dict[SiteSet, list[WantedRows]] = {}
         for shape, picks in shapes.items():
             owners, batch_rows, positions = fresh.rows_of(picks)
@@ -602,27 +574,10 @@ class _NewPositions(NamedTuple):
     num_alike: int
     is_decode: bool
 
-    def contiguous_plan(self, shape: SelectionShape, req_ids: tuple[str, ...]) -> StepPlan:
-        """Plan a step in which all new positions are wanted, at the same sites, by requests of one shape.
-
-        The batch rows of the requests must be in order.
-        """
-        stops = np.cumsum(self.counts)
-        starts, total = stops - self.counts, int(stops[-1])
-        ((site_set, masks),) = shape.choose_all(total)
-        are_all = len(self.members) == len(req_ids)
-        found = req_ids if are_all else [req_ids[member] for member in self.members.tolist()]
-        group = PackGroup(
-            site_set=site_set,
-            rows=count_up(0, total),
-            positions=prolonged(self.begins, starts, self.counts),
-            masks=masks,
-            spans=tuple(zip(found, starts.tolist(), stops.tolist(), strict=True)),
-        )
-        first = int(self.batch_rows[0])
-        is_dense = self.batch_rows[-1] + self.counts[-1] - first == total
-        token_rows = count_up(first, first + total) if is_dense else prolonged(self.batch_rows, starts, self.counts)
-        return StepPlan(token_rows, (group,))
+    def req_ids(self, all_ids: tuple[str, ...]) -> Sequence[str]:
+        """The ``M`` requests, of all requests of the step."""
+        are_all = len(self.members) == len(all_ids)
+        return all_ids if are_all else [all_ids[member] for member in self.members.tolist()]
 
     def rows_of(self, picks: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Owners, batch rows and positions of the rows of some of them, as in `WantedRows`."""
@@ -741,7 +696,7 @@ class _RequestTable:
             is_decode=bool((view.num_scheduled == 1).all()),
         )
 
-    def candidates(self, slots: Int64Array, view: BatchView) -> Candidates | None:
+    def candidates(self, slots: Int64Array, view: BatchView) -> StepPlan | None:
         """Return what `StepPlanner.candidates` does.
 
         Positions within the prompt are exact. Later ones are upper limits, but no smaller than the prompt is long.
@@ -761,7 +716,7 @@ class _RequestTable:
             found = self._plans[int(slots[members[at]])].shape.covers
             num_copies += sum(len(cover.ids) for cover in found) * int(counts[numbers == number].sum())
             covers += found
-        return Candidates(token_rows, covers, num_copies, view.req_ids)
+        return StepPlan(token_rows, (), num_copies=num_copies, covers=covers)
 
     def note_taken(self, slots: Int64Array, stops: Int64Array) -> None:
         """Count positions up to these as taken."""

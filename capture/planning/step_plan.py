@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.sites import Site, SiteShape
+from headgate.capture.schema.sites import Site, SiteShape, sort_sites
 
 RequestSpans = tuple[tuple[str, int, int], ...]
 """``(req_id, start, stop)``, next to each other, in order."""
@@ -83,30 +83,73 @@ class PackGroup:
 
 
 class StepPlan:
-    """The rows to keep of one step.
+    """The rows to keep of one step, from before its forward until they are copied.
+
+    With drafts, it is undecided before the sampling which of these rows count.
 
     Attributes:
-        token_rows: int64 ``[K]``, ascending: the flat batch rows that are wanted. Staging slot k of the step
+        token_rows: int64 ``[K]``, ascending: the flat batch rows that are wanted, or may be. Staging slot k of the step
             holds batch row ``token_rows[k]``. The same array object in all steps of a run.
-        num_copies: Wanted (row, site) pairs.
+        num_copies: Wanted (row, site) pairs; their upper limit while it is undecided.
+        is_decided: Whether `groups` has them; without a wanted row it has none.
+        base: Slot of the ring that has the first of the rows; the others follow. The ring sets this and the next two.
+        has_token_ids: Whether it has the tokens of the rows, too.
+        since: When the forward was launched, in seconds of the monotonic clock.
 
     Args:
         token_rows: See above.
-        groups: What is wanted of them, at least one; no two have the same sites. If `number` is not 0: of the first
-            step of a run, in which every request decodes one token a step.
+        groups: What is wanted of them; no two have the same sites. If `number` is not 0: of the first step of a run, in
+            which every request decodes one token a step.
         number: Of the step in its run: its positions are so many after those of `groups`.
         num_copies: See above, if it is known.
+        covers: Of an undecided step, the sites that requests with these rows want; some may share a site.
     """
 
-    __slots__ = ("_first", "_number", "num_copies", "token_rows")
+    __slots__ = (
+        "_covers",
+        "_first",
+        "_number",
+        "base",
+        "has_token_ids",
+        "is_decided",
+        "num_copies",
+        "since",
+        "token_rows",
+    )
+    base: int
+    has_token_ids: bool
+    since: float
 
     def __init__(
-        self, token_rows: Int64Array, groups: tuple[PackGroup, ...], number: int = 0, num_copies: int | None = None
+        self,
+        token_rows: Int64Array,
+        groups: tuple[PackGroup, ...],
+        number: int = 0,
+        num_copies: int | None = None,
+        covers: Sequence[SiteSet] | None = None,
     ) -> None:
         self.token_rows = token_rows
         self.num_copies = count_copies(groups) if num_copies is None else num_copies
+        self.is_decided = covers is None
         self._first = groups
         self._number = number
+        self._covers = covers
+
+    def decide(self, groups: tuple[PackGroup, ...], num_copies: int) -> None:
+        """Set what is wanted of the rows of an undecided step, and how many (row, site) pairs these are."""
+        self._first, self.num_copies, self.is_decided = groups, num_copies, True
+
+    @property
+    def end(self) -> int:
+        """The slot after the last of the rows."""
+        return self.base + len(self.token_rows)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """All sites that are wanted, or may be, each once, in the same order on all ranks."""
+        if self._covers is None:
+            return tuple(dict.fromkeys(site for group in self._first for site in group.sites))
+        return sort_sites({site for cover in self._covers for site in cover.sites})
 
     @property
     def groups(self) -> tuple[PackGroup, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headgate.capture.planning.planner import Candidates, StepPlanner
+from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.schema.batch import BatchView, Int64Array, NewRequest
 from headgate.capture.schema.config import MIB
@@ -67,7 +67,7 @@ class ColumnShards:
         self._specs = SpecReader(sites)
         self._planner = StepPlanner(sites)
         self._requests: set[str] = set()
-        self._plan: StepPlan | Candidates | None = None
+        self._plan: StepPlan | None = None
         self._index: tuple[Int64Array | None, Tensor] = (None, torch.empty(0))
         with torch.inference_mode(False):
             self.rows = {
@@ -110,13 +110,9 @@ class ColumnShards:
         plan, self._plan = self._plan, None
         if plan is None:
             return
-        if isinstance(plan, Candidates):
-            sites = dict.fromkeys(plan.sites)
-        else:
-            sites = dict.fromkeys(site for group in plan.groups for site in group.sites)
         if plan.token_rows is not self._index[0]:  # the same array in all steps of a run
             self._index = plan.token_rows, torch.from_numpy(plan.token_rows.copy()).to(self.slots.device)
-        self.gather(sites, self._index[1])
+        self.gather(plan.sites, self._index[1])
 
     def gather(self, sites: Iterable[Site], index_K: Tensor) -> None:
         """Gather the rows at some sites and put them into the ring, at the slots of their batch rows.

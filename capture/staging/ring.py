@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from itertools import takewhile
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -39,36 +40,6 @@ from headgate.capture.staging.readouts import BoundReadout, RingReadouts, memory
 
 NUM_TRASH_ROWS = 64
 """Unwanted rows share this many slots: 8192 rows at one address slow a prefill by 3 % on an H200, at 64 by nothing."""
-
-
-class WantedSlots(Protocol):
-    """The wanted rows of a step, as far as they are known before its forward: a `StepPlan`, or `Candidates` for one."""
-
-    @property
-    def token_rows(self) -> Int64Array:
-        """int64 ``[K]``, ascending: the batch rows that get slots."""
-        ...
-
-    @property
-    def num_copies(self) -> int:
-        """Wanted (row, site) pairs, at most."""
-        ...
-
-
-class _KeptStep(NamedTuple):
-    """A step whose rows are in the ring."""
-
-    wanted: WantedSlots
-    base: int
-    """Slot of its first wanted row; the others follow."""
-    has_token_ids: bool
-    since: float
-    """When its forward was launched, in seconds of the monotonic clock."""
-
-    @property
-    def end(self) -> int:
-        """The slot after its last wanted row."""
-        return self.base + len(self.wanted.token_rows)
 
 
 class _SlotTable:
@@ -249,9 +220,9 @@ class StagingRing:
         self.counters = StagingCounters()
         self.on_wait: Callable[[], object] = lambda: None
         self._log = SparseLog("capture staging")
-        self._is_open = self._has_token_ids = False
-        self._base = self._next_slot = self._kept_copies = self._num_settled = 0
-        self._kept: list[_KeptStep] = []  # of the first `_num_settled`, the plans are final
+        self._is_open = False
+        self._next_slot = self._kept_copies = 0
+        self._kept: list[StepPlan] = []
 
     @property
     def host_bytes(self) -> int:
@@ -293,13 +264,17 @@ class StagingRing:
 
     def drop_kept(self) -> None:
         """Let go of the rows of all steps that were kept; they are no longer wanted."""
-        self._kept, self._num_settled, self._kept_copies = [], 0, 0
+        self._kept, self._kept_copies = [], 0
 
-    def has_to_collect(self, plan: WantedSlots) -> bool:
+    def count_kept(self) -> None:
+        """Count the wanted pairs of the kept steps again: some of the steps were decided, or collected."""
+        self._kept_copies = sum(plan.num_copies for plan in self._kept)
+
+    def has_to_collect(self, plan: StepPlan) -> bool:
         """Whether `begin` needs slots, for this plan, that lie past the end of the ring while rows are kept in it."""
         return bool(self._kept) and self._next_slot + len(plan.token_rows) > self._num_rows
 
-    def begin(self, plan: WantedSlots | None, token_ids: torch.Tensor | None = None) -> None:
+    def begin(self, plan: StepPlan | None, token_ids: torch.Tensor | None = None) -> None:
         """Choose the slots of a step before its forward. Idle steps after an idle step cost a comparison.
 
         Args:
@@ -316,42 +291,34 @@ class StagingRing:
         if self.has_to_collect(plan):
             raise RuntimeError("begin: the ring has come to its end, and what is kept in it was not collected")
         num_wanted = len(plan.token_rows)
-        self._base = self._next_slot if self._next_slot + num_wanted <= self._num_rows else 0
-        self._next_slot = self._base + num_wanted
-        self._copier.reserve(self._base, self._next_slot)
-        self._slot_table.write(plan.token_rows, self._base, self._copier)
-        self._has_token_ids = token_ids is not None
+        plan.base = self._next_slot if self._next_slot + num_wanted <= self._num_rows else 0
+        self._next_slot = plan.end
+        self._copier.reserve(plan.base, plan.end)
+        self._slot_table.write(plan.token_rows, plan.base, self._copier)
+        plan.has_token_ids = token_ids is not None
         num_live = self._slot_table.num_live
         if token_ids is not None and num_wanted == num_live:  # every row: one plain copy, cheaper to launch
-            target = self._token_ids.narrow(0, self._base, num_wanted)
+            target = self._token_ids.narrow(0, plan.base, num_wanted)
             target.copy_(token_ids.narrow(0, 0, num_wanted), non_blocking=True)
         elif token_ids is not None:
             self._token_ids.index_put_((self._slot_table.live,), token_ids[:num_live].to(torch.int32))
 
-    def keep(self, plan: WantedSlots) -> None:
+    def keep(self, plan: StepPlan) -> None:
         """Leave the rows of a step whose forward was launched in the ring, until `collect`.
 
         Args:
-            plan: What `begin` got. If it is no `StepPlan`, the step's rows stay until `settle` and `collect`.
+            plan: What `begin` got. If it is undecided, the step's rows stay until it is decided.
         """
         if not self._is_open:
             raise RuntimeError("the step was not begun, or was collected already")
         self._is_open = False
         self.counters.steps += 1
         self._kept_copies += plan.num_copies
-        if isinstance(plan, StepPlan) and self._num_settled == len(self._kept):
-            self._num_settled += 1
-        self._kept.append(_KeptStep(plan, self._base, self._has_token_ids, time.monotonic()))
-
-    def settle(self, plan: StepPlan) -> None:
-        """Take the plan of the first kept step that has none: it is known now which of its rows count."""
-        step = self._kept[self._num_settled]
-        self._kept_copies += plan.num_copies - step.wanted.num_copies
-        self._kept[self._num_settled] = step._replace(wanted=plan)
-        self._num_settled += 1
+        plan.since = time.monotonic()
+        self._kept.append(plan)
 
     def collect(self, hand_over: Callable[[StagedRows], object], *, patience_s: float) -> None:
-        """Start the copies of all kept steps whose plans are final, and hand their rows over.
+        """Start the copies of all kept steps up to the first undecided one, and hand their rows over.
 
         Rows that need more than half of the host memory come in several parts; each holds all sites of its rows.
 
@@ -362,19 +329,19 @@ class StagingRing:
             patience_s: Seconds to wait without any host memory becoming free; then the rest is lost, which is counted
                 and logged.
         """
-        kept, self._kept, self._num_settled = self._kept[: self._num_settled], self._kept[self._num_settled :], 0
-        plans = [step.wanted for step in kept if isinstance(step.wanted, StepPlan)]
-        self._kept_copies -= sum(plan.num_copies for plan in plans)
+        plans = list(takewhile(attrgetter("is_decided"), self._kept))
+        self._kept = self._kept[len(plans) :]
+        self.count_kept()
         if not any(plan.groups for plan in plans):
             return
-        first_slot, stop_slot = kept[0].base, kept[-1].end
+        first_slot, stop_slot = plans[0].base, plans[-1].end
         self._copier.wait_for_forward()
         parts = cut_into_parts(
             joined(plans),
             stop_slot - first_slot,
             max_copies=self._max_part_rows,
             row_bytes=self.row_bytes,
-            has_token_ids=all(step.has_token_ids for step in kept),
+            has_token_ids=all(plan.has_token_ids for plan in plans),
         )
         try:
             for number, part in enumerate(parts):
@@ -384,7 +351,7 @@ class StagingRing:
                     break
                 part, copied = self._copy(part, lease, first_slot)
                 copied = self.memory.announce(lease, copied, self._copier)
-                hand_over(StagedRows(part, self.memory.rows_AD, self.memory.arena, lease, copied, kept[0].since))
+                hand_over(StagedRows(part, self.memory.rows_AD, self.memory.arena, lease, copied, plans[0].since))
         finally:
             self._copier.free_after_copy(first_slot, stop_slot)
 

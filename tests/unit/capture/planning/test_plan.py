@@ -377,10 +377,12 @@ def test_a_step_is_planned_with_the_rows_that_counted_among_those_that_were_kept
     kept = planner.candidates(view)
     assert kept is not None
 
-    plan = planner.settle(kept, BatchView(("a", "b"), view.starts, np.array([1, 3]), np.array([4, 4])))
+    assert (kept.is_decided, kept.groups) == (False, ())
 
-    assert plan.token_rows is kept.token_rows
-    (group,) = plan.groups
+    planner.settle(kept, BatchView(("a", "b"), view.starts, np.array([1, 3]), np.array([4, 4])))
+
+    assert (kept.is_decided, kept.num_copies) == (True, 3 * len(SITES))
+    (group,) = kept.groups
     assert group.spans == (("a", 0, 1), ("b", 1, 3))
     assert kept.token_rows[group.rows].tolist() == [0, 5, 6]
     assert group.positions.tolist() == [4, 5, 6]
@@ -393,4 +395,6 @@ def test_a_step_of_which_nothing_counts_has_no_groups() -> None:
     kept = planner.candidates(view)
     assert kept is not None
 
-    assert planner.settle(kept, BatchView(("a",), view.starts, np.array([0]), np.array([4]))).groups == ()
+    planner.settle(kept, BatchView(("a",), view.starts, np.array([0]), np.array([4])))
+
+    assert (kept.is_decided, kept.groups, kept.num_copies) == (True, (), 0)

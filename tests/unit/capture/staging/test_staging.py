@@ -252,19 +252,19 @@ def test_steps_that_are_kept_are_collected_together() -> None:
 
 
 def test_kept_rows_are_collected_before_the_ring_goes_round() -> None:
-    ring, plan = make_ring(num_rows=10, max_tokens=8), plan_of([0, 1, 2, 3], (SITES, range(4)))
+    ring, plans = make_ring(num_rows=10, max_tokens=8), [plan_of([0, 1, 2, 3], (SITES, range(4))) for _ in range(3)]
 
-    for _ in range(2):
+    for plan in plans[:2]:
         assert not ring.has_to_collect(plan)
         ring.begin(plan)
         forward(ring, 8)
         ring.keep(plan)
-    assert ring.has_to_collect(plan)
+    assert ring.has_to_collect(plans[2])
     with pytest.raises(RuntimeError, match="was not collected"):
-        ring.begin(plan)
+        ring.begin(plans[2])
 
     assert contents(collected(ring)) == {(site, row): 2 for site in SITES for row in range(4)}
-    ring.begin(plan)
+    ring.begin(plans[2])
     assert ring.slots[:4].tolist() == [0, 1, 2, 3]
 
 
