@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import NamedTuple
@@ -42,13 +43,13 @@ from headgate.capture.links.messages import (
     Done,
     GroupWire,
     Staged,
-    copy_range,
     decode,
     encode,
     end_of,
     numbers,
     pack_group,
     staged,
+    staged_rows,
 )
 from headgate.capture.links.sender import ResultReporter, ResultSender, ResultWatcher
 from headgate.capture.links.shared_memory import NumberedCopy, SharedMemory, SharedRows, SharedStaging, StatsBoard
@@ -211,9 +212,8 @@ class CaptureServer:
 
     def _staged_rows(self, message: Staged) -> StagedRows:
         lease = Lease(message.start, message.num_leased, message.number)
-        part = copy_range(message, [self._pack_group(group) for group in message.groups])
-        copied = NumberedCopy(self._rows, message.number)
-        return StagedRows(part, self._rows_AD, self._rows, lease, copied, message.since)
+        rows = staged_rows(message, [self._pack_group(group) for group in message.groups])
+        return rows.placed(lease, NumberedCopy(self._rows, message.number), self._rows_AD, self._rows)
 
     def _pack_group(self, group: GroupWire) -> PackGroup:
         site_set = self._site_sets.get(group.site_ids)
@@ -665,12 +665,11 @@ class DeliveryTarget:
 
     def put_rows(self, staged: StagedRows) -> None:
         """Give it those rows, or give them back for it."""
-        lease, groups = staged.lease, [self._own(group) for group in staged.part.groups]
-        if any(group.masks.any() for group in groups):
-            part = staged.part._replace(groups=tuple(groups))
+        lease, own = staged.lease, copy(staged)
+        own.groups = tuple(self._own(group) for group in staged.groups)
+        if any(group.masks.any() for group in own.groups):
             copied = NumberedCopy(self._rows, lease.number)
-            own = StagedRows(part, self._memory.rows_AD, self._rows, lease, copied, staged.since)
-            if self.delivery.put(own):
+            if self.delivery.put(own.placed(lease, copied, self._memory.rows_AD, self._rows)):
                 return
         self._memory.arena.release_for(lease, self._index)
 

@@ -246,7 +246,7 @@ class StepCoalescer:
         """Hold rows; their memory stays leased until `copy_out`."""
         self._staged.append(staged)
         self._num_bytes += staged.num_bytes
-        for group in staged.contents:
+        for group in staged.groups:
             if group.spans is not self._last_spans:
                 self._last_spans = group.spans
                 self._req_ids.update(req_id for req_id, _, _ in group.spans)

@@ -40,7 +40,7 @@ from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult, Origin
 from headgate.capture.schema.sites import ITEM_SIZES, Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.staging.host_rows import CopyRange, StagedRows
+from headgate.capture.staging.host_rows import StagedRows
 
 Frames: TypeAlias = Sequence[bytes | memoryview]
 
@@ -130,7 +130,7 @@ class GroupWire(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged", array_like=True):
-    """A `StagedRows`: its lease is ``start : start + num_leased``, its part has `num_rows` rows from `first` on."""
+    """A `StagedRows`: its lease is ``start : start + num_leased``, it has `num_rows` rows from `first` on."""
 
     number: int
     start: int
@@ -414,9 +414,8 @@ def read_int64(frame: zmq.Frame) -> Int64Array:
 
 def staged(item: StagedRows) -> Staged:
     """Return the message that stands for rows in shared memory."""
-    part, lease = item.part, item.lease
-    about = (part.start, part.num_rows, part.num_copies, part.num_token_rows, part.num_output_rows)
-    return Staged(lease.number, lease.start, lease.num_rows, item.since, *about, [_group(each) for each in part.groups])
+    lease, about = item.lease, (item.start, item.num_rows, item.num_copies, item.num_token_rows, item.num_output_rows)
+    return Staged(lease.number, lease.start, lease.num_rows, item.since, *about, [_group(each) for each in item.groups])
 
 
 def _group(group: PackGroup) -> GroupWire:
@@ -457,13 +456,14 @@ def numbers(data: Numbers) -> Int64Array:
     return found
 
 
-def copy_range(message: Staged, groups: Sequence[PackGroup]) -> CopyRange:
-    """Return the part that a `Staged` stands for."""
-    return CopyRange(
+def staged_rows(message: Staged, groups: Sequence[PackGroup]) -> StagedRows:
+    """Return the rows that a `Staged` stands for, not placed yet."""
+    return StagedRows(
         tuple(groups),
         message.first,
         message.num_rows,
         message.num_copies,
         message.num_token_rows,
         message.num_output_rows,
+        message.since,
     )

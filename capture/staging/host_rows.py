@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.planning.step_plan import PackGroup, rows_between
+from headgate.capture.planning.step_plan import PackGroup, StepPlan, joined, rows_between
 from headgate.capture.schema.batch import Int32Array
 from headgate.capture.staging.device_copy import Copied, DeviceCopier
 from headgate.capture.staging.readouts import memory_rows, row_cost
@@ -133,21 +135,45 @@ class Arena:
         return 0 if first.start >= size else None
 
 
-class CopyRange(NamedTuple):
-    """Some of the wanted rows of the kept steps, at all their sites, which are copied at once."""
+@dataclass(slots=True, eq=False, repr=False)
+class StagedRows:
+    """Rows of some steps, or of a part of one, at all their sites, which are copied at once into host memory.
+
+    The step thread leases the memory and starts the copy. From then on they are for the dispatch thread: `wait`, read
+    the `places`, copy out, `release`.
+
+    Attributes:
+        groups: Sites with rows of the stream's shape first, then other sites, then readouts.
+        start: Index of the first row among the wanted rows of the steps.
+        num_rows: Number of rows from there on; with speculative decoding, rows that turned out to be unwanted count
+            too.
+        num_copies: Rows of the stream's shape to copy, over all their sites; rows that are read out are none of them.
+        num_token_rows: Rows of the arena that hold the tokens of the rows, ahead of the rows; 0 if the tokens are not
+            known.
+        num_output_rows: Rows of the arena that hold rows of other shapes and the outputs of readouts, after the rows of
+            the stream.
+        since: When the forward of the first of the steps was launched, in seconds of the monotonic clock.
+        lease: Their memory, once they are `placed`.
+        memory: ``[A, D]``: all of the staging memory, in which `places` says what lies where; likewise.
+    """
 
     groups: tuple[PackGroup, ...]
-    """Sites with rows of the stream's shape first, then other sites, then readouts."""
     start: int
-    """Index of the first one among the wanted rows of those steps."""
     num_rows: int
-    """Number of rows from there on; with speculative decoding, rows that turned out to be unwanted count too."""
     num_copies: int
-    """Rows of the stream's shape to copy, over all their sites; rows that are read out are none of them."""
     num_token_rows: int = 0
-    """Rows of the arena that hold the tokens of the rows, ahead of the rows; 0 if the tokens are not known."""
     num_output_rows: int = 0
-    """Rows of the arena that hold rows of other shapes and the outputs of readouts, after the rows of the stream."""
+    since: float = 0.0
+    lease: Lease = field(init=False)
+    memory: Tensor = field(init=False)
+    _copied: Copied = field(init=False)
+    _arena: Lessor = field(init=False)
+    _token_ids: Int32Array | None = field(init=False, default=None)
+
+    def placed(self, lease: Lease, copied: Copied, memory_AD: Tensor, arena: Lessor) -> StagedRows:
+        """Note where the rows lie once `copied` says so, in which memory, and what takes the lease back."""
+        self.lease, self.memory, self._copied, self._arena = lease, memory_AD, copied, arena
+        return self
 
     @property
     def num_wanted(self) -> int:
@@ -158,30 +184,68 @@ class CopyRange(NamedTuple):
 
     @property
     def num_leased(self) -> int:
-        """Rows of the arena that it needs."""
+        """Rows of the arena that they need."""
         return self.num_token_rows + self.num_copies + self.num_output_rows
 
+    def wait(self) -> None:
+        """Wait until the rows have arrived."""
+        self._copied.wait()
 
-def cut_into_parts(
-    groups: tuple[PackGroup, ...], num_rows: int, *, max_copies: int, row_bytes: int, has_token_ids: bool
-) -> list[CopyRange]:
-    """Cut wanted rows into parts of a limited size; all sites of a row are in one part.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the leased memory."""
+        return self.lease.num_rows * self.memory.shape[1] * self.memory.element_size()
+
+    @property
+    def places(self) -> list[tuple[PackGroup, int]]:
+        """Each group, and the row of `memory` at which its first site's first row lies.
+
+        The rows of a site follow each other, and so do the sites: ``[S, N, W]`` from there on.
+        """
+        found, start = [], self.lease.start + self.num_token_rows
+        row_bytes = self.memory.shape[1] * self.memory.element_size()
+        for group in self.groups:
+            found.append((group, start))
+            start += memory_rows(group, row_bytes) or len(group.site_ids) * len(group.rows)
+        return found
+
+    def view(self, group: PackGroup, start: int) -> Tensor:
+        """The rows of a group, ``[S, N, W]``, or their outputs, that begin at `start`; see `places`."""
+        return rows_at(self.memory, start, group).view(len(group.site_ids), len(group.rows), -1)
+
+    def token_ids(self, group: PackGroup) -> Int32Array | None:
+        """The token that each row of `group` was computed from, int32 ``[N]``; None if unknown."""
+        if not self.num_token_rows:
+            return None
+        if self._token_ids is None:
+            self._token_ids = numbers_at(self.memory, self.lease.start, self.num_rows, torch.int32).numpy()
+        found: Int32Array = self._token_ids[group.rows - self.start]
+        return found
+
+    def release(self) -> None:
+        """Give the memory back. Views of it are void from here on."""
+        self._copied.release()
+        self._arena.release(self.lease)
+
+
+def cut_into_parts(plans: Sequence[StepPlan], *, max_copies: int, row_bytes: int) -> list[StagedRows]:
+    """Cut the wanted rows of steps into parts of a limited size; all sites of a row are in one part.
 
     Args:
-        groups: The wanted rows.
-        num_rows: How many there are; a row at several sites counts once.
+        plans: Of the steps, whose rows follow each other in the ring.
         max_copies: Upper limit of (row, site) pairs in a part, at least as many as one row can have; see `row_cost`.
         row_bytes: Bytes of a row of the arena.
-        has_token_ids: Whether the token of each row is copied, too.
     """
+    has_token_ids = all(plan.has_token_ids for plan in plans)
 
-    def part(groups: tuple[PackGroup, ...], start: int, stop: int) -> CopyRange:
+    def part(groups: tuple[PackGroup, ...], start: int, stop: int) -> StagedRows:
         num_token_rows = -(-4 * (stop - start) // row_bytes) if has_token_ids else 0
         num_copies = sum(len(group.site_ids) * len(group.rows) for group in groups if group.shape is None)
         num_output_rows = sum(memory_rows(group, row_bytes) for group in groups)
-        return CopyRange(groups, start, stop - start, num_copies, num_token_rows, num_output_rows)
+        return StagedRows(groups, start, stop - start, num_copies, num_token_rows, num_output_rows, plans[0].since)
 
-    groups = tuple(sorted(groups, key=lambda group: (group.site_set.is_read_out, group.shape is not None)))
+    num_rows = plans[-1].end - plans[0].base
+    groups = tuple(sorted(joined(plans), key=lambda group: (group.site_set.is_read_out, group.shape is not None)))
     costs = [len(group.site_ids) * row_cost(group.shape, row_bytes) for group in groups]
     if sum(cost * len(group.rows) for cost, group in zip(costs, groups, strict=True)) <= max_copies:
         return [part(groups, 0, num_rows)]
@@ -197,79 +261,6 @@ def cut_into_parts(
         parts.append(part(between, start, stop))
         start = stop
     return parts
-
-
-class StagedRows:
-    """Rows of some steps, or of a part of one, on their way into host memory. For the dispatch thread.
-
-    Their memory is leased: `wait`, read the `places`, copy out, `release`.
-
-    Attributes:
-        part: Which rows.
-        lease: Their memory.
-        since: When the forward of the first of the steps was launched, in seconds of the monotonic clock.
-    """
-
-    def __init__(
-        self, part: CopyRange, arena_AD: Tensor, arena: Lessor, lease: Lease, copied: Copied, since: float
-    ) -> None:
-        self.part = part
-        self._arena_AD = arena_AD
-        self._arena = arena
-        self.lease = lease
-        self._copied = copied
-        self._token_ids: Int32Array | None = None
-        self.since = since
-
-    def wait(self) -> None:
-        """Wait until the rows have arrived."""
-        self._copied.wait()
-
-    @property
-    def contents(self) -> tuple[PackGroup, ...]:
-        """The groups of rows in this memory."""
-        return self.part.groups
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the leased memory."""
-        return self.lease.num_rows * self._arena_AD.shape[1] * self._arena_AD.element_size()
-
-    @property
-    def memory(self) -> Tensor:
-        """``[A, D]``: all of the staging memory, in which `places` says what lies where."""
-        return self._arena_AD
-
-    @property
-    def places(self) -> list[tuple[PackGroup, int]]:
-        """Each group, and the row of `memory` at which its first site's first row lies.
-
-        The rows of a site follow each other, and so do the sites: ``[S, N, W]`` from there on.
-        """
-        found, start = [], self.lease.start + self.part.num_token_rows
-        row_bytes = self._arena_AD.shape[1] * self._arena_AD.element_size()
-        for group in self.part.groups:
-            found.append((group, start))
-            start += memory_rows(group, row_bytes) or len(group.site_ids) * len(group.rows)
-        return found
-
-    def view(self, group: PackGroup, start: int) -> Tensor:
-        """The rows of a group, ``[S, N, W]``, or their outputs, that begin at `start`; see `places`."""
-        return rows_at(self._arena_AD, start, group).view(len(group.site_ids), len(group.rows), -1)
-
-    def token_ids(self, group: PackGroup) -> Int32Array | None:
-        """The token that each row of `group` was computed from, int32 ``[N]``; None if unknown."""
-        if not self.part.num_token_rows:
-            return None
-        if self._token_ids is None:
-            self._token_ids = numbers_at(self._arena_AD, self.lease.start, self.part.num_rows, torch.int32).numpy()
-        found: Int32Array = self._token_ids[group.rows - self.part.start]
-        return found
-
-    def release(self) -> None:
-        """Give the memory back. Views of it are void from here on."""
-        self._copied.release()
-        self._arena.release(self.lease)
 
 
 def numbers_at(arena_AD: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.monitoring.stats import StagingCounters
-from headgate.capture.planning.step_plan import StepPlan, joined
+from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import RING_BYTES, RING_SHARE
 from headgate.capture.schema.consumer import OUTPUT_BYTES
@@ -26,7 +26,6 @@ from headgate.capture.schema.sites import NO_SHAPES, Site, SiteShape
 from headgate.capture.staging.device_copy import Copied, DeviceCopier, RowRun, copier_of
 from headgate.capture.staging.host_rows import (
     GRANULARITY,
-    CopyRange,
     Lease,
     PinnedMemory,
     StagedRows,
@@ -336,22 +335,15 @@ class StagingRing:
             return
         first_slot, stop_slot = plans[0].base, plans[-1].end
         self._copier.wait_for_forward()
-        parts = cut_into_parts(
-            joined(plans),
-            stop_slot - first_slot,
-            max_copies=self._max_part_rows,
-            row_bytes=self.row_bytes,
-            has_token_ids=all(plan.has_token_ids for plan in plans),
-        )
+        parts = cut_into_parts(plans, max_copies=self._max_part_rows, row_bytes=self.row_bytes)
         try:
             for number, part in enumerate(parts):
                 lease = self._lease(part.num_leased, patience_s)
                 if lease is None:
                     self._count_lost(parts[number:], patience_s)
                     break
-                part, copied = self._copy(part, lease, first_slot)
-                copied = self.memory.announce(lease, copied, self._copier)
-                hand_over(StagedRows(part, self.memory.rows_AD, self.memory.arena, lease, copied, plans[0].since))
+                copied = self.memory.announce(lease, self._copy(part, lease, first_slot), self._copier)
+                hand_over(part.placed(lease, copied, self.memory.rows_AD, self.memory.arena))
         finally:
             self._copier.free_after_copy(first_slot, stop_slot)
 
@@ -365,16 +357,13 @@ class StagingRing:
             self.counters.stall_s += time.monotonic() - started
         return lease
 
-    def _copy(self, part: CopyRange, lease: Lease, base: int) -> tuple[CopyRange, Copied]:
+    def _copy(self, part: StagedRows, lease: Lease, base: int) -> Copied:
         """Start the copy of a part into leased memory: the tokens of its rows, if they are known, rows, and outputs.
 
         Args:
-            part: Rows of the kept steps.
+            part: Rows of the kept steps. Those whose readouts fail are taken out of it.
             lease: Room for them.
             base: Slot of the kept steps' first wanted row.
-
-        Returns:
-            The part, without the rows whose readouts have failed.
         """
         first = lease.start + part.num_token_rows
         runs = self._fill_index(part, first, base)
@@ -385,15 +374,14 @@ class StagingRing:
         if any(group.site_set.is_read_out for group in part.groups):
             count = part.num_output_rows * self.row_bytes // OUTPUT_BYTES
             target_V = numbers_at(self.memory.rows_AD, first + part.num_copies, count, torch.float32)
-            groups, num_bytes = self.readouts.run(part.groups, target_V, self._copier.read_out)
-            part = part._replace(groups=groups)
+            part.groups, num_bytes = self.readouts.run(part.groups, target_V, self._copier.read_out)
             self.counters.bytes += num_bytes
         copied = self._copier.gather(runs)
         self.counters.bytes += sum(run.target_ND.nbytes for run in runs)
         self.counters.rows += part.num_wanted
-        return part, copied
+        return copied
 
-    def _fill_index(self, part: CopyRange, first: int, base: int) -> list[RowRun]:
+    def _fill_index(self, part: StagedRows, first: int, base: int) -> list[RowRun]:
         """Fill in the flat indices of a part's rows; return the runs to copy: one of the stream, one a group of others.
 
         Args:
@@ -416,7 +404,7 @@ class StagingRing:
             start = stop
         return runs
 
-    def _count_lost(self, parts: Sequence[CopyRange], patience_s: float) -> None:
+    def _count_lost(self, parts: Sequence[StagedRows], patience_s: float) -> None:
         self.counters.dropped_rows += sum(part.num_wanted for part in parts)
         self._log.error(f"rows were dropped: no staging memory became free for {patience_s:g} s")
 

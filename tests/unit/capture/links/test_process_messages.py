@@ -15,7 +15,7 @@ from headgate.capture.links.messages import Message, Staged, decode, encode, pac
 from headgate.capture.planning.step_plan import PackGroup, SiteSet
 from headgate.capture.schema.batch import Begin, End, MemoryWanted
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.capture.staging.host_rows import CopyRange, Lease, StagedRows
+from headgate.capture.staging.host_rows import Lease, StagedRows
 from tests.fakes.capture_world import want
 
 SITES = SiteSet((Site(0, HookPoint.POST_MLP), Site(3, HookPoint.POST_MLP)), np.arange(2))
@@ -33,7 +33,7 @@ def test_rows_are_the_same_whatever_they_count_by(counts, is_shuffled, are_masks
         masks=np.full(total, 3) if are_masks_alike else np.arange(total) % 3,
         spans=tuple(zip(req_ids, [0, *stops[:-1]], stops, strict=True)),
     )
-    item = StagedRows(CopyRange((group,), 0, total, 2 * total), torch.zeros(8, 4), Mock(), Lease(0, 16, 7), Mock(), 1.5)
+    item = StagedRows((group,), 0, total, 2 * total).placed(Lease(0, 16, 7), Mock(), torch.zeros(8, 4), Mock())
 
     message = decode(encode(staged(item)))
 

@@ -131,8 +131,8 @@ def test_where_outputs_alone_are_wanted_no_row_leaves_the_device() -> None:
 
     (part,) = run(ring, plan_of({1: (SITES[0],)}, 8), 8)
 
-    assert part.part.num_copies == 0
-    assert part.part.num_leased * ROW_BYTES == 8 * 4 + 8 * 4  # tokens and outputs
+    assert part.num_copies == 0
+    assert part.num_leased * ROW_BYTES == 8 * 4 + 8 * 4  # tokens and outputs
     assert ring.counters.bytes == 8 * 4
 
 
@@ -291,7 +291,7 @@ def test_a_readout_that_fails_costs_its_own_consumer_the_rows_and_says_so(caplog
     with caplog.at_level(logging.ERROR, "headgate"):
         (part,) = run(ring, plan, 4)
 
-    masks = {width_of(group): group.masks.tolist() for group in part.contents}
+    masks = {width_of(group): group.masks.tolist() for group in part.groups}
     assert masks == {0: [1] * 4, 1: [0] * 4, 2: [4] * 4}
     rows = {width_of(group): rows for group, rows in groups_in(part)}
     assert torch.equal(rows[0][0], row_values(NUMBER, np.arange(4), 0))

@@ -222,7 +222,7 @@ def test_rows_come_with_the_tokens_they_were_computed_from(staging_rows: int) ->
 
     ring.keep(plan)
     ring.collect(check, patience_s=0)
-    assert sum(len(group.rows) for part in checked for group in part.contents) == 22 + 11
+    assert sum(len(group.rows) for part in checked for group in part.groups) == 22 + 11
 
 
 def test_tokens_that_nobody_knows_are_none() -> None:
@@ -244,7 +244,7 @@ def test_steps_that_are_kept_are_collected_together() -> None:
     assert (ring.num_kept_rows, ring.counters.steps) == (4, 2)
     (part,) = collected(ring)
 
-    assert [part.token_ids(group).tolist() for group in part.contents] == [[0, 1], [2], [4]]
+    assert [part.token_ids(group).tolist() for group in part.groups] == [[0, 1], [2], [4]]
     expected = {(site, row): 1 for site in SITES for row in (0, 1, 4)} | {(SITES[0], 2): 1}
     del expected[SITES[0], 4]
     assert contents([part]) == expected
