@@ -37,18 +37,17 @@ from headgate.consumers.filesystem.formats.layout import (
     Finished,
     Layout,
     LayoutName,
-    Stored,
-    WholeRequest,
     sidecar_of,
     unstored_payload,
 )
 from headgate.consumers.filesystem.storage.local_store import bytes_of, write_all
-from headgate.consumers.filesystem.storage.store import PendingSync, Target, stem_of
+from headgate.consumers.filesystem.storage.store import PendingSync, Published, Target, stem_of
 
 if TYPE_CHECKING:
     from headgate.capture.delivery.row_packets import RowPool
 
 Bytes3D = npt.NDArray[np.uint8]
+Pieces = Mapping[Site, list[memoryview]]
 
 
 @dataclass(slots=True)
@@ -111,13 +110,16 @@ class Spool:
                 self.held_bytes -= chunk.num_bytes
                 chunk.data = None
 
-    def assemble(self, sites: Sequence[Site], *, num_rows: int, has_gaps: bool) -> WholeRequest:
+    def assemble(self, sites: Sequence[Site], *, num_rows: int, has_gaps: bool) -> tuple[Int64Array, Pieces]:
         """Put the rows in order, without copying them.
 
         Args:
             sites: The sites that were asked for.
             num_rows: Rows at positions from here on were computed in vain and are left out.
             has_gaps: Rows were lost on their way, so a site may lack some: only positions that all sites have are kept.
+
+        Returns:
+            Positions of the rows, ascending, and for each site the bytes of its rows.
 
         Raises:
             ConsumerError: If positions do not ascend, or differ between sites without `has_gaps`.
@@ -175,9 +177,7 @@ def _bytes_by_site(rows: Bytes3D) -> list[memoryview]:
     return [whole[start : start + size] for start in range(0, rows.nbytes, size)]
 
 
-def _even(
-    pieces: Mapping[Site, list[memoryview]], spans: Mapping[Site, list[Int64Array]], has_gaps: bool
-) -> WholeRequest:
+def _even(pieces: Pieces, spans: Mapping[Site, list[Int64Array]], has_gaps: bool) -> tuple[Int64Array, Pieces]:
     """Check that every site has the same positions or, where rows were lost, cut all of them back to those."""
     by_blocks: dict[tuple[int, ...], Int64Array] = {}
     positions: dict[Site, Int64Array] = {}
@@ -188,11 +188,11 @@ def _even(
         positions[site] = by_blocks[blocks]
     common = reduce(partial(np.intersect1d, assume_unique=True), by_blocks.values())
     if all(len(each) == len(common) for each in by_blocks.values()):
-        return WholeRequest(common, pieces)
+        return common, pieces
     if not has_gaps:
         counts = ", ".join(f"{site.name}: {len(each)}" for site, each in positions.items())
         raise ConsumerError(f"the sites differ in their positions although no row was dropped: {counts}; none is kept")
-    return WholeRequest(common, {site: _only(pieces[site], np.isin(positions[site], common)) for site in pieces})
+    return common, {site: _only(pieces[site], np.isin(positions[site], common)) for site in pieces}
 
 
 def _positions_of(chunks: Sequence[Int64Array], site: Site) -> Int64Array:
@@ -505,7 +505,7 @@ class RequestWriter:
         self._memory_bytes = memory_bytes
         self._running: dict[str, _Running] = {}
         self._held_bytes = 0
-        self._stored: list[tuple[Stored, Outcome]] = []
+        self._stored: list[tuple[dict[str, Any], Published, Outcome]] = []
 
     def begin(self, request: RequestInfo) -> None:
         """Begin a request whose rows come to this thread; one whose name is taken fails here, before it has rows."""
@@ -567,19 +567,19 @@ class RequestWriter:
 
     def sync_stored(self) -> None:
         """Put the files written since the last call on the disk, then complete the outcomes of their requests."""
-        waiting: dict[PendingSync, list[tuple[Stored, Outcome]]] = {}
-        for stored, outcome in self._stored:
-            waiting.setdefault(stored.pending_sync, []).append((stored, outcome))
+        waiting: dict[PendingSync, list[tuple[dict[str, Any], Published, Outcome]]] = {}
+        for stored in self._stored:
+            waiting.setdefault(stored[1].pending_sync, []).append(stored)
         self._stored.clear()
         for pending, group in waiting.items():
             try:
                 pending.sync()
             except Exception as error:  # noqa: BLE001  (whatever it is, it is these requests' outcome)
-                for stored, outcome in group:
-                    _complete(outcome, _not_synced(stored, error))
+                for payload, published, outcome in group:
+                    _complete(outcome, _not_synced(payload["paths"], published.undo, error))
             else:
-                for stored, outcome in group:
-                    _complete(outcome, stored.payload)
+                for payload, _, outcome in group:
+                    _complete(outcome, payload)
 
     def close(self) -> None:
         """Throw away the rows of requests that never ended, and close the layouts."""
@@ -602,34 +602,41 @@ class RequestWriter:
     def _settle(self, finished: FinishedRequest, running: _Running, outcome: Outcome) -> None:
         """Store a request's rows, unless its condition does not hold; the outcome says so at once."""
         request, final = finished.request, finished.final
-        rows = running.spool.assemble(
+        positions, pieces = running.spool.assemble(
             request.spec.sites,
             num_rows=final.num_rows,
             has_gaps=finished.dropped_rows > 0,
         )
         scores = running.scores
-        decision = None if scores is None else scores.decide(rows.positions, final.num_prompt_tokens)
+        decision = None if scores is None else scores.decide(positions, final.num_prompt_tokens)
         if decision is not None and not decision.num_fired:
             running.spool.discard()
             _complete(outcome, unstored_payload(request.spec.options["layout"], decision))
         else:
-            self._stored.append((self._store(finished, rows, decision), outcome))
+            whole = self._whole(finished, positions, pieces, decision)
+            self._stored.append((*self._layout(request).store(whole), outcome))
 
-    def _store(self, finished: FinishedRequest, rows: WholeRequest, decision: Decision | None) -> Stored:
+    def _whole(
+        self, finished: FinishedRequest, positions: Int64Array, pieces: Pieces, decision: Decision | None
+    ) -> Finished:
         request, final = finished.request, finished.final
         sidecar = sidecar_of(
             finished,
             self._context,
-            positions=rows.positions,
-            num_prefill_rows=int(np.searchsorted(rows.positions, final.num_prompt_tokens)),
+            positions=positions,
+            num_prefill_rows=int(np.searchsorted(positions, final.num_prompt_tokens)),
             name=stem_of(
                 request.spec.options["name"], sample=(request.sample_index, request.num_samples), stage=(0, 1)
             ),
             decision=decision,
         )
-        token_ids = final.token_ids[rows.positions]
-        whole = Finished(target=self._target(request), sidecar=sidecar, rows=rows, token_ids=token_ids)
-        return self._layout(request).store(whole)
+        return Finished(
+            target=self._target(request),
+            sidecar=sidecar,
+            positions=positions,
+            pieces=pieces,
+            token_ids=final.token_ids[positions],
+        )
 
     def _make_room(self) -> None:
         """Spill the largest requests until half of the memory is free: few large writes, not many small ones."""
@@ -660,12 +667,11 @@ def _failure(request: RequestInfo, error: Exception) -> ConsumerError:
     return failure
 
 
-def _not_synced(stored: Stored, error: Exception) -> ConsumerError:
+def _not_synced(paths: Sequence[str], undo: Callable[[], None] | None, error: Exception) -> ConsumerError:
     """Take files back whose result is an error: a second attempt would find their names taken."""
-    paths = stored.payload["paths"]
     try:
-        if stored.undo is not None:
-            stored.undo()
+        if undo is not None:
+            undo()
     except (OSError, ConsumerError) as second:
         return ConsumerError(
             f"cannot write {paths}: {error}. They are there, but may not survive a power cut: {second}"

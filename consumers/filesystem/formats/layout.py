@@ -5,7 +5,7 @@ Three layouts implement `Layout`: `request_layout`, `raw_layout` and `shard_layo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal, Protocol
@@ -19,7 +19,7 @@ from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, ModelInfo, OutputColumns, RequestInfo
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
 from headgate.capture.schema.sites import ITEM_SIZES, Columns, Site, SiteShape
-from headgate.consumers.filesystem.storage.store import PendingSync, Published, Target
+from headgate.consumers.filesystem.storage.store import Published, Target
 
 FORMAT = "headgate-capture"
 FORMAT_VERSION = 4
@@ -322,24 +322,6 @@ def sidecar_from_strings(metadata: Mapping[str, str], path: str) -> Sidecar:
     return read_sidecar(document, path)
 
 
-@dataclass(frozen=True, slots=True)
-class WholeRequest:
-    """All valid rows of one request, ready to be written.
-
-    Attributes:
-        positions: int64 ``[rows]``, ascending; the same for every site.
-        pieces: For each site the bytes of its rows, in order.
-    """
-
-    positions: Int64Array
-    pieces: Mapping[Site, Sequence[memoryview]]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows per site."""
-        return len(self.positions)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
     """One request, ready to be stored.
@@ -347,29 +329,21 @@ class Finished:
     Attributes:
         target: Where.
         sidecar: What its file says about itself.
-        rows: Its rows and positions.
+        positions: int64 ``[rows]``, ascending; the same for every site.
+        pieces: For each site the bytes of its rows, in order.
         token_ids: int64 ``[rows]``.
     """
 
     target: Target
     sidecar: Sidecar
-    rows: WholeRequest
+    positions: Int64Array
+    pieces: Mapping[Site, Sequence[memoryview]]
     token_ids: Int64Array
 
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A request whose rows are written.
-
-    Attributes:
-        payload: What its result says, as JSON values.
-        pending_sync: What must be synced before the result may say it.
-        undo: See `Published.undo`.
-    """
-
-    payload: dict[str, Any]
-    pending_sync: PendingSync
-    undo: Callable[[], None] | None = None
+    @property
+    def num_rows(self) -> int:
+        """Rows per site."""
+        return len(self.positions)
 
 
 class Layout(Protocol):
@@ -379,8 +353,8 @@ class Layout(Protocol):
         """Raise `ConsumerError` if nothing can be stored there because something is there already."""
         ...
 
-    def store(self, finished: Finished) -> Stored:
-        """Write one request.
+    def store(self, finished: Finished) -> tuple[dict[str, Any], Published]:
+        """Write one request; return the payload of its result, which may be sent once its files are synced.
 
         Raises:
             OSError: If the disk takes no more.
@@ -406,7 +380,7 @@ def payload_of(layout: LayoutName, finished: Finished, published: Published, *, 
         "layout": layout,
         "paths": list(published.paths),
         "sites": finished.sidecar.sites,
-        "num_rows": finished.rows.num_rows,
+        "num_rows": finished.num_rows,
         "num_bytes": published.num_bytes,
         "durable": durable,
     }

@@ -22,14 +22,13 @@ from headgate.consumers.filesystem.formats.layout import (
     TOKEN_IDS,
     Finished,
     Sidecar,
-    Stored,
     StoredStage,
     TensorRef,
     payload_of,
     read_sidecar,
 )
 from headgate.consumers.filesystem.storage.source import Source
-from headgate.consumers.filesystem.storage.store import Store, Target, site_file
+from headgate.consumers.filesystem.storage.store import Published, Store, Target, site_file
 
 DATA_SUFFIX = ".bin"
 SIDECAR_SUFFIX = ".json"
@@ -45,16 +44,15 @@ class RawLayout:
     def check_free(self, target: Target) -> None:
         self._store.check_free(target, "")
 
-    def store(self, finished: Finished) -> Stored:
+    def store(self, finished: Finished) -> tuple[dict[str, Any], Published]:
         sites = [Site.parse(name) for name in finished.sidecar.sites]
         files: dict[str, Iterable[memoryview]] = {
-            f"{site_file(site)}{DATA_SUFFIX}": finished.rows.pieces[site] for site in sites
+            f"{site_file(site)}{DATA_SUFFIX}": finished.pieces[site] for site in sites
         }
         # Sidecars last: where a folder cannot appear at once, a `.bin` without its `.json` is not there yet.
         files |= {f"{site_file(site)}{SIDECAR_SUFFIX}": _sidecar_file(finished, site) for site in sites}
         published = self._store.publish_folder(finished.target, files)
-        payload = payload_of("raw", finished, published, durable=self._durable)
-        return Stored(payload, published.pending_sync, published.undo)
+        return payload_of("raw", finished, published, durable=self._durable), published
 
     def close(self) -> None:
         """Nothing stays open."""
@@ -63,8 +61,8 @@ class RawLayout:
 def _sidecar_file(finished: Finished, site: Site) -> Iterator[memoryview]:
     document = finished.sidecar.document() | {
         "site": site.name,
-        "shape": [finished.rows.num_rows, finished.sidecar.shape(site.name).width],
-        POSITIONS: finished.rows.positions.tolist(),
+        "shape": [finished.num_rows, finished.sidecar.shape(site.name).width],
+        POSITIONS: finished.positions.tolist(),
         TOKEN_IDS: finished.token_ids.tolist(),
     }
     yield memoryview(msgspec.json.encode(document))

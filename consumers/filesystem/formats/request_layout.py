@@ -23,7 +23,6 @@ from headgate.consumers.filesystem.formats.layout import (
     POSITIONS,
     TOKEN_IDS,
     Finished,
-    Stored,
     StoredStage,
     TensorRef,
     payload_of,
@@ -31,7 +30,7 @@ from headgate.consumers.filesystem.formats.layout import (
 )
 from headgate.consumers.filesystem.storage.local_store import bytes_of
 from headgate.consumers.filesystem.storage.source import Source
-from headgate.consumers.filesystem.storage.store import FILE_SUFFIX, Store, Target
+from headgate.consumers.filesystem.storage.store import FILE_SUFFIX, Published, Store, Target
 
 SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int16": "I16", "int64": "I64"}
 _DTYPES = {code: dtype for dtype, code in SAFETENSORS_DTYPES.items()}
@@ -49,17 +48,16 @@ class RequestLayout:
     def check_free(self, target: Target) -> None:
         self._store.check_free(target, FILE_SUFFIX)
 
-    def store(self, finished: Finished) -> Stored:
+    def store(self, finished: Finished) -> tuple[dict[str, Any], Published]:
         published = self._store.publish_file(finished.target, FILE_SUFFIX, _buffers(finished))
-        payload = payload_of("request", finished, published, durable=self._durable)
-        return Stored(payload, published.pending_sync, published.undo)
+        return payload_of("request", finished, published, durable=self._durable), published
 
     def close(self) -> None:
         """Nothing stays open."""
 
 
 def _buffers(finished: Finished) -> Iterator[memoryview]:
-    sidecar, num_rows = finished.sidecar, finished.rows.num_rows
+    sidecar, num_rows = finished.sidecar, finished.num_rows
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {
         POSITIONS: ("int64", (num_rows,)),
         TOKEN_IDS: ("int64", (num_rows,)),
@@ -68,10 +66,10 @@ def _buffers(finished: Finished) -> Iterator[memoryview]:
         shape = sidecar.shape(site)
         tensors[site] = shape.dtype, (num_rows, shape.width)
     yield memoryview(header(tensors, sidecar.to_strings()))
-    yield bytes_of(finished.rows.positions)
+    yield bytes_of(finished.positions)
     yield bytes_of(finished.token_ids)
     for site in sidecar.sites:
-        yield from finished.rows.pieces[Site.parse(site)]
+        yield from finished.pieces[Site.parse(site)]
 
 
 def read_request_file(source: Source, path: str) -> StoredStage | None:

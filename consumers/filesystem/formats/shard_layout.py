@@ -38,7 +38,6 @@ from headgate.consumers.filesystem.formats.layout import (
     TOKEN_IDS,
     Finished,
     Sidecar,
-    Stored,
     StoredStage,
     TensorRef,
     payload_of,
@@ -109,7 +108,7 @@ class ShardLayout:
     def check_free(self, target: Target) -> None:
         """Every request has room: equal names are entries of their own."""
 
-    def store(self, finished: Finished) -> Stored:
+    def store(self, finished: Finished) -> tuple[dict[str, Any], Published]:
         sidecar = finished.sidecar
         key = (sidecar.tag, *sidecar.sites, *sorted(sidecar.columns.items()), msgspec.json.encode(sidecar.readout))
         for known in [known for known, shard in self._growing.items() if self._is_full(shard)]:
@@ -170,17 +169,17 @@ class Shard:
         self._pending: list[Finished] = []
         self._pending_rows = 0
 
-    def add(self, finished: Finished) -> Stored:
+    def add(self, finished: Finished) -> tuple[dict[str, Any], Published]:
         """Add a request; `sync` writes it."""
         start = self._num_rows + self._pending_rows
-        num_rows = finished.rows.num_rows
+        num_rows = finished.num_rows
         self._pending.append(finished)
         self._pending_rows += num_rows
         num_bytes = num_rows * self._position_bytes
         self.num_bytes += num_bytes
         published = Published((self._path,), num_bytes, self)
         payload = payload_of("shards", finished, published, durable=self._store.fsync)
-        return Stored(payload | {"rows": [start, start + num_rows]}, self)
+        return payload | {"rows": [start, start + num_rows]}, published
 
     def leave(self) -> None:
         """Add nothing any more. Once the rest is written, the shard's folder is passed to `left`."""
@@ -220,17 +219,17 @@ class Shard:
         """Yield each file's name, the buffers to append to it, and its bytes per row."""
         for name in self._sites:
             site = Site.parse(name)
-            buffers = (buffer for finished in self._pending for buffer in finished.rows.pieces[site])
+            buffers = (buffer for finished in self._pending for buffer in finished.pieces[site])
             yield f"{site_file(site)}{COLUMN_SUFFIX}", buffers, self._row_bytes[name]
         width = ITEM_SIZES["int64"]
-        positions = [bytes_of(finished.rows.positions) for finished in self._pending]
+        positions = [bytes_of(finished.positions) for finished in self._pending]
         yield f"{POSITIONS}{COLUMN_SUFFIX}", positions, width
         yield f"{TOKEN_IDS}{COLUMN_SUFFIX}", [bytes_of(finished.token_ids) for finished in self._pending], width
 
     def _lines(self) -> Iterator[bytes]:
         start = self._num_rows
         for finished in self._pending:
-            stop = start + finished.rows.num_rows
+            stop = start + finished.num_rows
             yield index_line(finished.sidecar, start, stop)
             start = stop
 
