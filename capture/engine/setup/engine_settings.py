@@ -319,9 +319,8 @@ SERVED = (
         "parallel_config.tensor_parallel_size",
         "tensor parallelism (--tensor-parallel-size)",
         "0.1.0",
-        ("engine/test_parallel.py", "engine/test_widths.py", "gpu/test_parallel_gpu.py"),
+        ("engine/test_parallel.py", "engine/test_widths.py", "gpu/test_parallel_gpu.py", "gpu/test_dynamic_gpu.py"),
         f"{CPU} and two H200",
-        "`--steering-gather-sites` was tested on a CPU",
     ),
     Served(
         "parallel_config.pipeline_parallel_size",
@@ -373,9 +372,9 @@ SERVED = (
         "speculative_config",
         f"speculative decoding (--speculative-config), the methods {', '.join(DRAFT_METHODS)}",
         NEXT,
-        ("engine/test_drafts.py", "gpu/test_drafts_gpu.py"),
+        ("engine/test_drafts.py", "gpu/test_drafts_gpu.py", "gpu/test_draft_soak_gpu.py"),
         "a CPU (ngram, eagle, draft_model, mtp of DeepSeek without async_scheduling); an H100 (ngram, "
-        "eagle, eagle3; gates with eagle); an H200 (mtp of DeepSeek)",
+        "eagle, eagle3; gates with eagle); an H200 (mtp of DeepSeek; ngram, draft_model and eagle with 10^6 tokens)",
         "Rows of accepted tokens alone; no controllers",
     ),
     Served(
