@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headgate.capture.delivery.consumer_thread import UnfinishedWork
+from headgate.capture.delivery.consumer_queue import UnfinishedWork
 from headgate.capture.delivery.delivery import CloseReport, ConsumerRequestReader, Delivery, DeliveryStats, Dispatched
 from headgate.capture.links.child_process import (
     END_S,

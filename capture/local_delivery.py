@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any
 
 from headgate.capture.delivery.completeness import TokenCheck
-from headgate.capture.delivery.consumer_queue import ConsumerQueue
-from headgate.capture.delivery.consumer_thread import ConsumerThread
+from headgate.capture.delivery.consumer_queue import ConsumerQueue, ConsumerThread
 from headgate.capture.delivery.delivery import (
     CloseReport,
     ConsumerRequestReader,
@@ -29,7 +28,7 @@ from headgate.capture.links.network import NetworkKeys
 from headgate.capture.links.sender import ResultReporter, ResultSender, ResultWatcher
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.planning.step_plan import PackGroup
-from headgate.capture.schema.batch import Begin, End, Int32Array, MemoryWanted
+from headgate.capture.schema.batch import Begin, End, MemoryWanted
 from headgate.capture.schema.config import (
     END_LINGER_S,
     HELD_BYTES,
@@ -171,8 +170,8 @@ class Dispatcher:
         for bit, request in self._splitter.end(item.req_id).items():
             self._queues[bit].finish(request, item.final, mismatch=mismatch)
 
-    def _note_tokens(self, group: PackGroup, token_ids: Int32Array | None) -> None:
-        if token_ids is not None:
+    def _note_tokens(self, group: PackGroup) -> None:
+        if (token_ids := group.token_ids) is not None:
             positions, ids = group.positions, token_ids.tolist()
             for req_id, start, stop in group.spans:
                 if (check := self._token_checks.get(req_id)) is None:
@@ -184,8 +183,8 @@ class Dispatcher:
 
     def _dispatch_rows(self) -> None:
         parts: dict[int, list[BlockPart]] = {}
-        for group, rows, token_ids in self._held.copy_out(self._pool):
-            self._note_tokens(group, token_ids)
+        for group, rows in self._held.copy_out(self._pool):
+            self._note_tokens(group)
             for bit, part in self._splitter.split(group, rows):
                 parts.setdefault(bit, []).append(part)
         packets = [(self._queues[bit], Packet(found)) for bit, found in parts.items()]

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from headgate.capture.delivery.completeness import ConsumerRequest
-from headgate.capture.delivery.consumer_thread import UnfinishedWork
+from headgate.capture.delivery.consumer_queue import UnfinishedWork
 from headgate.capture.monitoring.stats import ConsumerStats
 from headgate.capture.schema.batch import Begin, End, MemoryWanted
 from headgate.capture.schema.consumer import ReadoutFacts, ReadoutSite, RequestInfo, by_consumer

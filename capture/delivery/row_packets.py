@@ -30,7 +30,7 @@ from torch import Tensor
 
 from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.planning.step_plan import PackGroup, RequestSpans, SiteSet, spans_of, take_spans
-from headgate.capture.schema.batch import Int32Array, Int64Array
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import HELD_STEPS, KIB, MIB
 from headgate.capture.schema.consumer import RowBlock, RowSpan
 from headgate.capture.schema.sites import Columns, Site
@@ -201,17 +201,6 @@ BlockPart = tuple[RowBlock, tuple[ConsumerRequest, ...]]
 """A block and the request of each of its spans."""
 
 
-class CoalescedRows(NamedTuple):
-    """Rows that have left the staging memory."""
-
-    group: PackGroup
-    """Sites, positions and owners of the rows; its `rows` count through them."""
-    rows: Tensor
-    """``[S, M, W]``: rows of the sites, or outputs of readouts."""
-    token_ids: Int32Array | None
-    """Token that each row was computed from, int32 ``[M]``; None if that is not known."""
-
-
 class StepCoalescer:
     """Rows in the staging memory that wait for those of the next steps. For one thread.
 
@@ -251,11 +240,14 @@ class StepCoalescer:
                 self._last_spans = group.spans
                 self._req_ids.update(req_id for req_id, _, _ in group.spans)
 
-    def copy_out(self, pool: RowPool) -> list[CoalescedRows]:
+    def copy_out(self, pool: RowPool) -> list[tuple[PackGroup, Tensor]]:
         """Copy everything out of the staging memory and release that; nothing is held then, whatever happens.
 
         Args:
             pool: Memory for the rows.
+
+        Returns:
+            Sites, positions, owners and tokens of rows, and the rows, ``[S, M, W]``, or the outputs of their readouts.
         """
         staged, self._staged = self._staged, []
         self._num_bytes, self._last_spans = 0, None
@@ -302,26 +294,26 @@ class _RowsOfSites:
         self._order: Int64Array | None = None
         group, staged, _ = parts[0]
         if len(parts) == 1:
-            self._group, self._token_ids = group, staged.token_ids(group)
+            self._group = replace(group, token_ids=staged.token_ids(group))
             return
         owners, req_ids = _owners(parts)
         self._order = order = np.argsort(owners, kind="stable")
+        token_ids = [part.staged.token_ids(part.group) for part in parts]
+        known = [ids for ids in token_ids if ids is not None]
         self._group = PackGroup(
             site_set=group.site_set,
             rows=np.arange(len(order)),
             positions=np.concatenate([part.group.positions for part in parts])[order],
             masks=np.concatenate([part.group.masks for part in parts])[order],
             spans=spans_of(owners[order], req_ids),
+            token_ids=np.concatenate(known)[order] if len(known) == len(token_ids) else None,
         )
-        token_ids = [part.staged.token_ids(part.group) for part in parts]
-        known = [ids for ids in token_ids if ids is not None]
-        self._token_ids = np.concatenate(known)[order] if len(known) == len(token_ids) else None
 
-    def copy_out(self, pool: RowPool, own_bytes: int | None) -> Iterator[CoalescedRows]:
+    def copy_out(self, pool: RowPool, own_bytes: int | None) -> Iterator[tuple[PackGroup, Tensor]]:
         """Copy the rows; those of a request that take `own_bytes` or more are an item of their own."""
         group, spans = self._group, self._group.spans
         if group.shape is not None:
-            yield CoalescedRows(group, self._shaped(pool), self._token_ids)
+            yield group, self._shaped(pool)
             return
         row_bytes = len(group.sites) * self._parts[0].staged.memory[0].nbytes
         own = [span for span in spans if own_bytes and row_bytes * (span[2] - span[1]) >= own_bytes]
@@ -332,7 +324,7 @@ class _RowsOfSites:
                 is_left[start:stop] = False
             yield self._copied(np.flatnonzero(is_left), pool)
 
-    def _copied_each(self, spans: Sequence[tuple[str, int, int]], pool: RowPool) -> Iterator[CoalescedRows]:
+    def _copied_each(self, spans: Sequence[tuple[str, int, int]], pool: RowPool) -> Iterator[tuple[PackGroup, Tensor]]:
         """Copy the rows of each of `spans` to memory of its own.
 
         All in one call of torch: each call releases the GIL, and getting it back among busy threads takes
@@ -340,7 +332,7 @@ class _RowsOfSites:
         """
         if not spans:
             return
-        group, token_ids = self._group, self._token_ids
+        group = self._group
         staged = self._staged_rows({req_id for req_id, _, _ in spans})
         copies: list[Tensor] = []
         targets: list[Tensor] = []
@@ -359,8 +351,9 @@ class _RowsOfSites:
                 positions=group.positions[start:stop],
                 masks=group.masks[start:stop],
                 spans=((req_id, 0, stop - start),),
+                token_ids=None if group.token_ids is None else group.token_ids[start:stop],
             )
-            yield CoalescedRows(of_one, rows, None if token_ids is None else token_ids[start:stop])
+            yield of_one, rows
 
     def _staged_rows(self, req_ids: Set[str]) -> dict[str, list[Tensor]]:
         """Views of the staging memory, ``[S, N, W]`` for each step that has rows of a request, in order."""
@@ -372,21 +365,18 @@ class _RowsOfSites:
                     found[req_id].append(view.narrow(1, start, stop - start))
         return found
 
-    def _copied(self, index: Int64Array, pool: RowPool) -> CoalescedRows:
+    def _copied(self, index: Int64Array, pool: RowPool) -> tuple[PackGroup, Tensor]:
         """Copy the rows at `index`, ascending, which are whole spans of the group."""
-        group, token_ids = self._group, self._token_ids
-        if len(index) < len(group.positions):
-            group = group.take(index)
-            token_ids = None if token_ids is None else token_ids[index]
+        group = self._group if len(index) == len(self._group.positions) else self._group.take(index)
         _, staged, start = self._parts[0]
         if self._order is None:
             view = _select(staged.view(self._group, start), index)
-            return CoalescedRows(group, pool.empty(view.shape, view.dtype).copy_(view), token_ids)
+            return group, pool.empty(view.shape, view.dtype).copy_(view)
         memory_AD = staged.memory
         index_SM = self._places[:, index]
         rows = pool.empty((*index_SM.shape, memory_AD.shape[1]), memory_AD.dtype)
         torch.index_select(memory_AD, 0, torch.from_numpy(index_SM.reshape(-1)), out=rows.view(-1, memory_AD.shape[1]))
-        return CoalescedRows(group, rows, token_ids)
+        return group, rows
 
     @cached_property
     def _places(self) -> Int64Array:

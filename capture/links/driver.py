@@ -24,8 +24,7 @@ import torch
 import zmq
 
 from headgate.capture.delivery.completeness import ConsumerRequest
-from headgate.capture.delivery.consumer_queue import ConsumerQueue
-from headgate.capture.delivery.consumer_thread import ConsumerThread, UnfinishedWork
+from headgate.capture.delivery.consumer_queue import ConsumerQueue, ConsumerThread, UnfinishedWork
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.delivery.row_packets import BlockPart, Packet
 from headgate.capture.links.actions import sink_of

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from headgate.capture.delivery.consumer_thread import DEFERRED, Deferred
+from headgate.capture.delivery.consumer_queue import DEFERRED, Deferred
 from headgate.capture.delivery.row_packets import select_spans
 from headgate.capture.links.messages import (
     Frames,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.sites import Site, SiteShape, sort_sites
 
 RequestSpans = tuple[tuple[str, int, int], ...]
@@ -48,6 +48,7 @@ class PackGroup:
             for some of the consumers has no bits of the others.
         spans: ``(req_id, start, stop)``: rows ``start : stop`` of the group are that request's. In batch order,
             one per request, together covering ``0 : N``.
+        token_ids: int32 ``[N]``, the token that each row was computed from; None as planned, or if they are not known.
     """
 
     site_set: SiteSet
@@ -55,6 +56,7 @@ class PackGroup:
     positions: Int64Array
     masks: Int64Array
     spans: RequestSpans
+    token_ids: Int32Array | None = None
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -79,6 +81,7 @@ class PackGroup:
             positions=self.positions[index],
             masks=self.masks[index],
             spans=take_spans(self.spans, index),
+            token_ids=None if self.token_ids is None else self.token_ids[index],
         )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.walks.walk import trace
 
 MOST_FILES = {
-    "capture to a file": 33,
+    "capture to a file": 32,
     "steering vectors": 22,
-    "chat with capture": 34,
+    "chat with capture": 33,
     "gate": 32,
     "controller": 51,
 }

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.delivery.completeness import ConsumerRequest
-from headgate.capture.delivery.consumer_queue import ConsumerQueue
-from headgate.capture.delivery.consumer_thread import ConsumerThread, UnfinishedWork
+from headgate.capture.delivery.consumer_queue import ConsumerQueue, ConsumerThread, UnfinishedWork
 from headgate.capture.delivery.row_packets import Packet
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import CaptureConsumerSpec

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.delivery import completeness, consumer_queue
-from headgate.capture.delivery.consumer_queue import ConsumerQueue
-from headgate.capture.delivery.consumer_thread import UnfinishedWork
+from headgate.capture.delivery.consumer_queue import ConsumerQueue, UnfinishedWork
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.schema.config import CaptureConsumerSpec
 from tests.fakes.pipeline import (

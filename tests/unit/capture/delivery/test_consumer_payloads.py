@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.delivery.consumer_thread import DEFERRED, UnfinishedWork
+from headgate.capture.delivery.consumer_queue import DEFERRED, UnfinishedWork
 from tests.fakes.pipeline import (
     Recorder,
     Reports,

@@ -34,7 +34,7 @@ POOL = RowPool(0)
 def rows_of(held: StepCoalescer) -> dict[Row, tuple[tuple[float, ...], int | None, int]]:
     """``{(request, site, position): (row, token, mask)}`` of everything that is held; each occurs once."""
     found: dict[Row, tuple[tuple[float, ...], int | None, int]] = {}
-    for group, rows, token_ids in held.copy_out(POOL):
+    for group, rows in held.copy_out(POOL):
         assert rows.shape == (len(group.sites), len(group.positions), HIDDEN)
         assert [start for _, start, _ in group.spans] == [0, *(stop for *_, stop in group.spans)][:-1]
         assert group.spans[-1][2] == len(group.positions) == len(group.masks)
@@ -45,7 +45,7 @@ def rows_of(held: StepCoalescer) -> dict[Row, tuple[tuple[float, ...], int | Non
                 for row in range(start, stop):
                     key = (req_id, site, int(group.positions[row]))
                     assert key not in found
-                    token = None if token_ids is None else int(token_ids[row])
+                    token = None if group.token_ids is None else int(group.token_ids[row])
                     found[key] = (tuple(rows[index, row].tolist()), token, int(group.masks[row]))
     return found
 
@@ -119,12 +119,12 @@ def test_a_request_s_rows_of_all_steps_are_next_to_each_other() -> None:
         for part in ring.step(decodes("request-1", "request-2", at=at))[0]:
             held.add(part)
 
-    ((group, rows, token_ids),) = held.copy_out(POOL)
+    ((group, rows),) = held.copy_out(POOL)
 
     assert [(start, stop) for _, start, stop in group.spans] == [(0, 3), (3, 6)]
     assert group.positions.tolist() == [4, 5, 6, 4, 5, 6]
-    assert token_ids is not None
-    assert token_ids.tolist() == [1000, 2000, 3000, 1001, 2001, 3001]
+    assert group.token_ids is not None
+    assert group.token_ids.tolist() == [1000, 2000, 3000, 1001, 2001, 3001]
     for index in range(len(SITES)):
         for row, (step, batch_row) in enumerate([(1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1)]):
             assert torch.equal(rows[index, row], row_values(step, np.array([batch_row]), index)[0])
@@ -140,17 +140,17 @@ def test_many_rows_of_a_request_have_memory_of_their_own(monkeypatch: pytest.Mon
         for part in ring.step(decodes(*req_ids, at=at))[0]:
             held.add(part)
 
-    own, others = held.copy_out(pool)
+    (own, rows), (others, _) = held.copy_out(pool)
 
-    assert own.group.spans == (("many, step 0", 0, 3),)
-    assert others.group.spans == (("few-1, step 0", 0, 1), ("few-2, step 0", 1, 3))
+    assert own.spans == (("many, step 0", 0, 3),)
+    assert others.spans == (("few-1, step 0", 0, 1), ("few-2, step 0", 1, 3))
     assert own.token_ids is not None
     assert own.token_ids.tolist() == [1001, 2000, 3000]
     assert others.token_ids is not None
     assert others.token_ids.tolist() == [1000, 1002, 3001]
-    size = own.rows.nbytes
+    size = rows.nbytes
     assert pool.free_bytes == 0
-    del own
+    del rows
     assert pool.free_bytes >= size, "though the others' rows are in use"
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import zmq
 
-from headgate.capture.delivery.consumer_thread import DEFERRED
+from headgate.capture.delivery.consumer_queue import DEFERRED
 from headgate.capture.links.messages import (
     Message,
     Result,

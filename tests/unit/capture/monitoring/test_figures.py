@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headgate.capture.capture_process import added
-from headgate.capture.delivery.consumer_thread import ConsumerThread
+from headgate.capture.delivery.consumer_queue import ConsumerThread
 from headgate.capture.delivery.delivery import DeliveryStats
 from headgate.capture.monitoring.stats import ConsumerStats, Figure, added_figures, figures_of
 from headgate.capture.schema.config import CaptureConsumerSpec

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.capture.delivery.consumer_thread import UnfinishedWork
+from headgate.capture.delivery.consumer_queue import UnfinishedWork
 from headgate.capture.delivery.delivery import CloseReport
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
