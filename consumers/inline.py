@@ -14,10 +14,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from headgate.capture.delivery.request_assembler import Assembler
+from headgate.capture.delivery.request_assembler import RequestCollector
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
-    BatchedConsumer,
     CapturedRequest,
     ConsumerContext,
     FinishedRequest,
@@ -69,7 +68,7 @@ class InlineConsumer(StreamingConsumer):
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
         self._sizes = CallSizes(_parse(params).max_bytes)
-        self._rows = Assembler(_Encode({}, context))
+        self._rows = RequestCollector(context.model, self._encode)
 
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
@@ -108,6 +107,10 @@ class InlineConsumer(StreamingConsumer):
 
     def close(self, timeout_s: float) -> None:
         self._rows.close(timeout_s)
+
+    def _encode(self, captured: CapturedRequest) -> dict[str, Any]:
+        data = encode(captured, self.context)
+        return {"format": "safetensors", "num_bytes": len(data), "data": base64.b64encode(data).decode("ascii")}
 
     def _has_room(self, span: RowSpan, block: RowBlock) -> bool:
         """Count the rows of `span`; if they are too many, discard all that the request has."""
@@ -181,14 +184,6 @@ class CallSizes:
 
 def _call_of(request: RequestInfo) -> str:
     return request.client_request_id if request.origin is None else request.origin.call
-
-
-class _Encode(BatchedConsumer):
-    """Receives whole requests from the assembler and encodes them."""
-
-    def on_capture(self, captured: CapturedRequest) -> dict[str, Any]:
-        data = encode(captured, self.context)
-        return {"format": "safetensors", "num_bytes": len(data), "data": base64.b64encode(data).decode("ascii")}
 
 
 def encode(captured: CapturedRequest, context: ConsumerContext) -> bytes:

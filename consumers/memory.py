@@ -16,11 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headgate.capture.delivery.request_assembler import Assembler
+from headgate.capture.delivery.request_assembler import RequestCollector
 from headgate.capture.monitoring.notebook import norm_table, norms_by_position, page
 from headgate.capture.schema.config import GIB
 from headgate.capture.schema.consumer import (
-    BatchedConsumer,
     CapturedRequest,
     ConsumerContext,
     FinishedRequest,
@@ -336,7 +335,7 @@ class MemoryConsumer(StreamingConsumer):
         self._used = BytesInUse()
         self._taken: dict[str, int] = {}  # bytes of each running request
         self._too_large: set[str] = set()
-        self._rows = Assembler(_Wrap({}, context))
+        self._rows = RequestCollector(context.model, _wrap)
 
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
@@ -431,11 +430,8 @@ class MemoryConsumer(StreamingConsumer):
         self._rows.abandon(request)
 
 
-class _Wrap(BatchedConsumer):
-    """Receives whole requests from the assembler and wraps them."""
-
-    def on_capture(self, captured: CapturedRequest) -> CapturedRows:
-        return CapturedRows(captured, kept_as=captured.request.spec.options.get(_NAME))
+def _wrap(captured: CapturedRequest) -> CapturedRows:
+    return CapturedRows(captured, kept_as=captured.request.spec.options.get(_NAME))
 
 
 class BytesInUse:

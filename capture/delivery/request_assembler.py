@@ -1,4 +1,4 @@
-"""Whole requests out of the rows of many steps, for a `BatchedConsumer`.
+"""Whole requests out of the rows of many steps, for a `BatchedConsumer` and others that need them.
 
 Shapes: S sites, N rows of a block, C rows that there is room for, D width of a row, B bytes of a row.
 """
@@ -37,7 +37,7 @@ KEEP_BYTES = 512 * MIB
 """Unused host memory kept for later requests: enough for 64 requests of all layers of a 4B model."""
 
 
-class Assembler:
+class RequestCollector:
     """Collects each request's rows and hands them over whole when it is finished.
 
     Rows are copied out of their blocks at once: a block holds rows of every request of its step, and keeping a
@@ -46,17 +46,19 @@ class Assembler:
     Not locked: all calls come from one thread, the consumer's.
 
     Args:
-        consumer: Gets `on_capture` once for each finished request.
+        model: The model being served.
+        on_capture: Called once for each finished request.
     """
 
-    def __init__(self, consumer: BatchedConsumer) -> None:
-        self._consumer = consumer
+    def __init__(self, model: ModelInfo, on_capture: Callable[[CapturedRequest], Any]) -> None:
+        self._model = model
+        self._on_capture = on_capture
         self._pool = RowPool(KEEP_BYTES)
         self._requests: dict[str, _CollectedRows] = {}
 
     def begin(self, request: RequestInfo) -> None:
         """Expect rows of `request`."""
-        self._requests[request.request_id] = _CollectedRows(request, self._consumer.context.model, self._pool)
+        self._requests[request.request_id] = _CollectedRows(request, self._model, self._pool)
 
     def write(
         self, blocks: Sequence[RowBlock], has_room: Callable[[RowSpan, RowBlock], bool] = lambda span, block: True
@@ -69,7 +71,7 @@ class Assembler:
                     self._requests[span.request.request_id].add(block, rows_SNB, span.start, span.stop)
 
     def finish(self, finished: FinishedRequest) -> Any:
-        """Hand the request over, without the rows that were computed in vain; return what the consumer returns."""
+        """Hand the request over, without the rows that were computed in vain; return what `on_capture` returns."""
         collected = self._requests.pop(finished.request.request_id)
         spec = finished.request.spec
         positions, rows = collected.rows_below(finished.final.num_rows)
@@ -84,19 +86,35 @@ class Assembler:
             dropped_rows=finished.dropped_rows,
             hook_positions=dict(zip(spec.hook_positions, own, strict=True)),
         )
-        return self._consumer.on_capture(captured)
+        return self._on_capture(captured)
 
     def abandon(self, request: RequestInfo) -> None:
         """Throw away the collected rows of `request`, if any."""
         self._requests.pop(request.request_id, None)
+
+    def close(self, timeout_s: float) -> None:
+        """Throw away all rows: requests that are not finished by now never will be."""
+        self._requests.clear()
+
+
+class Assembler(RequestCollector):
+    """A `BatchedConsumer` as its thread sees it.
+
+    Args:
+        consumer: Gets `on_capture` once for each finished request.
+    """
+
+    def __init__(self, consumer: BatchedConsumer) -> None:
+        super().__init__(consumer.context.model, consumer.on_capture)
+        self._consumer = consumer
 
     def figures(self) -> tuple[Figure, ...]:
         """The numbers that the consumer counts by itself."""
         return figures_of(self._consumer)
 
     def close(self, timeout_s: float) -> None:
-        """Close the consumer; requests that are not finished by now never will be."""
-        self._requests.clear()
+        """Throw away all rows, and close the consumer."""
+        super().close(timeout_s)
         self._consumer.close(timeout_s)
 
 

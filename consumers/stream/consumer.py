@@ -20,10 +20,9 @@ from typing import Any
 
 import msgspec
 
-from headgate.capture.delivery.request_assembler import Assembler
+from headgate.capture.delivery.request_assembler import RequestCollector
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.schema.consumer import (
-    BatchedConsumer,
     CapturedRequest,
     ConsumerContext,
     FinishedRequest,
@@ -583,7 +582,7 @@ class StreamConsumer(StreamingConsumer):
         logger.info("rows for a reader at %s", self.address)
         self._running: dict[str, int] = {}  # bytes of each running request
         self._too_large: set[str] = set()
-        self._rows = Assembler(_Send({}, context, self._backlog, self._listener.stream, settings.batch_rows))
+        self._rows = RequestCollector(context.model, self._send)
 
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
@@ -641,26 +640,14 @@ class StreamConsumer(StreamingConsumer):
         self._running[request_id] += num_bytes
         return True
 
-
-class _Send(BatchedConsumer):
-    """Receives whole requests from the assembler and puts them into the backlog."""
-
-    def __init__(
-        self, params: Mapping[str, Any], context: ConsumerContext, backlog: Backlog, stream: str, batch_rows: int
-    ) -> None:
-        super().__init__(params, context)
-        self._backlog = backlog
-        self._stream = stream
-        self._batch_rows = batch_rows
-
-    def on_capture(self, captured: CapturedRequest) -> dict[str, Any]:
+    def _send(self, captured: CapturedRequest) -> dict[str, Any]:
         from headgate.consumers.stream.wire import encode  # imports pyarrow
 
-        num_rows = len(captured.positions)
+        num_rows, batch_rows = len(captured.positions), self._settings.batch_rows
         batches = [
-            encode(captured, self.context.model, start, min(start + self._batch_rows, num_rows))
-            for start in range(0, num_rows, self._batch_rows)
+            encode(captured, self.context.model, start, min(start + batch_rows, num_rows))
+            for start in range(0, num_rows, batch_rows)
         ]
         span = self._backlog.put(batches)
         num_bytes = sum(batch.nbytes for batch in batches)
-        return {"stream": self._stream, "batches": list(span), "num_rows": num_rows, "num_bytes": num_bytes}
+        return {"stream": self._listener.stream, "batches": list(span), "num_rows": num_rows, "num_bytes": num_bytes}
