@@ -189,9 +189,8 @@ def _call_of(request: RequestInfo) -> str:
 def encode(captured: CapturedRequest, context: ConsumerContext) -> bytes:
     """One sample's rows as the bytes of a safetensors file."""
     model, num_rows = context.model, len(captured.positions)
-    finished = FinishedRequest(request=captured.request, final=captured.final, dropped_rows=captured.dropped_rows)
     sidecar = sidecar_of(
-        finished,
+        captured,
         context,
         positions=captured.positions,
         num_prefill_rows=int(np.count_nonzero(captured.is_prefill)),

@@ -596,27 +596,21 @@ class FinishedRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CapturedRequest:
-    """Everything captured of one finished request.
+class CapturedRequest(FinishedRequest):
+    """A finished request with everything captured of it.
 
     Attributes:
-        request: The request.
-        final: Its tokens and how it ended.
         sites: In the order of the forward pass.
         rows: One tensor per site, ``[num_rows, width]`` in the site's dtype, on the CPU; as in `RowBlock`.
         positions: int64 ``[num_rows]``, ascending; the same for every site, but those of `hook_positions`.
         token_ids: int64 ``[num_rows]``: the token whose forward gave the row.
-        dropped_rows: Rows that were lost to overload.
         hook_positions: The same as `positions`, of the sites of hook points for which the spec has others.
     """
 
-    request: RequestInfo
-    final: FinalState
     sites: tuple[Site, ...]
     rows: Mapping[Site, Tensor] = field(repr=False)
     positions: Int64Array = field(repr=False)
     token_ids: Int64Array = field(repr=False)
-    dropped_rows: int = 0
     hook_positions: Mapping[HookPoint, Int64Array] = field(default_factory=dict, repr=False)
 
     def positions_at(self, site: Site) -> Int64Array:
