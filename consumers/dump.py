@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
+from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Annotated, Any, NoReturn
 
 import msgspec
@@ -14,15 +16,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headgate.capture.schema.errors import CaptureFileError
+from headgate.capture.schema.errors import CaptureFileError, ConfigError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.datasets.export import export_captures
-from headgate.consumers.filesystem.uploading.command import upload_waiting
+from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
+from headgate.consumers.filesystem.uploading.uploader import default_spool
 from headgate.consumers.reader import CaptureFolder, StoredCapture, open_captures
 
 app = typer.Typer(help="Look into folders of captured rows.", no_args_is_help=True, add_completion=False)
 app.command("export")(export_captures)
-app.command("upload")(upload_waiting)
 
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="The filesystem consumer's root: a folder or an fsspec URL.")]
 Tag = Annotated[str | None, typer.Option(help="Only this tag.")]
@@ -91,6 +93,31 @@ def _of_rows(rows: np.ndarray[Any, Any]) -> dict[str, Any]:
         "num_nan": int(np.isnan(rows).sum()),
         "num_inf": int(np.isinf(rows).sum()),
     }
+
+
+@app.command("upload")
+def upload_waiting(
+    root: Annotated[
+        str, typer.Argument(metavar="ROOT", help="The root as the server had it, such as s3://bucket/run.")
+    ],
+    spool: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="The server's parameter spool; its default if left out.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Files or folders uploaded at a time.")] = 8,
+    timeout: Annotated[
+        float, typer.Option(min=0, max=TIMEOUT_MAX, metavar="SECONDS", help="Time that all of it may take.")
+    ] = 3600.0,
+) -> None:
+    """Upload files that servers which ended could not upload any more. Those of running servers are left to them."""
+    try:
+        remote = RemoteRoot(root, spool or default_spool())
+    except ConfigError as error:
+        _fail(str(error))
+    remote.start("dump", threads=threads, wait_s=0.0, numbering=False, removed=lambda num_bytes, num_files: None)
+    found, left = remote.num_found, remote.close(timeout)
+    Console().print(f"{found - left} of {found} files and folders uploaded from {remote.spool}", soft_wrap=True)
+    if left:
+        raise typer.Exit(1)
 
 
 def _open(root: str) -> CaptureFolder:
