@@ -142,14 +142,15 @@ def headgate_way(num_sites: int) -> Way:
         staging_bytes=1 << 30,
     )
     prompt, decode = plan_of(num_sites, 64), plan_of(num_sites, 1)
+    plan, under_way = prompt, list[StagedRows]()
 
-    def plan(number: int) -> StepPlan:
-        return decode if number else prompt
-
-    under_way: list[StagedRows] = []
+    def before(number: int) -> None:
+        nonlocal plan
+        plan = (decode if number else prompt).later(0)  # of this step: the ring writes to it where its rows lie
+        ring.begin(plan)
 
     def after(number: int) -> None:
-        ring.keep(plan(number))
+        ring.keep(plan)
         if number % EVERY == EVERY - 1:
             ring.collect(under_way.append, patience_s=5)
 
@@ -160,7 +161,7 @@ def headgate_way(num_sites: int) -> Way:
             staged.release()
         under_way.clear()
 
-    return Way(lambda number: ring.begin(plan(number)), after, end)
+    return Way(before, after, end)
 
 
 def plan_of(num_sites: int, num_rows: int) -> StepPlan:
