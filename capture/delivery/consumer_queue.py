@@ -83,7 +83,7 @@ class SpillFile:
         """Bytes stored and not yet loaded or discarded."""
         return self._pending_bytes
 
-    def store(self, packet: Packet) -> SpilledRows:
+    def store(self, packet: Packet) -> SpilledPacket:
         """Write the rows of `packet`.
 
         Raises:
@@ -104,9 +104,9 @@ class SpillFile:
             segment.size = offset
             segment.num_pending += 1
             self._pending_bytes += offset - start
-        return SpilledRows(Packet(stripped), offset - start, segment, start)
+        return SpilledPacket(stripped, segment, start)
 
-    def load(self, spilled: SpilledRows) -> Packet:
+    def load(self, spilled: SpilledPacket) -> Packet:
         """Read rows back, once; their disk space is free afterwards.
 
         Raises:
@@ -116,7 +116,7 @@ class SpillFile:
         try:
             offset = spilled.offset
             parts = []
-            for block, owners in spilled.packet.parts:
+            for block, owners in spilled.parts:
                 rows = torch.empty(block.rows.shape, dtype=block.rows.dtype)
                 offset += _read(spilled.segment.file.fileno(), _bytes_of(rows), offset)
                 parts.append((replace(block, rows=rows), owners))
@@ -124,7 +124,7 @@ class SpillFile:
         finally:
             self.discard(spilled)
 
-    def discard(self, spilled: SpilledRows) -> None:
+    def discard(self, spilled: SpilledPacket) -> None:
         """Give up rows that will not be loaded."""
         segment = spilled.segment
         with self._lock:
@@ -185,17 +185,9 @@ class QueuedBegin(NamedTuple):
     request: ConsumerRequest
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedRows:
-    """Rows for the consumer to write."""
-
-    packet: Packet
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SpilledRows(QueuedRows):
-    """Rows in a spill file; those of `packet` are on the meta device: shape and dtype only."""
+@dataclass(frozen=True, slots=True, eq=False)
+class SpilledPacket(Packet):
+    """A packet whose rows are in a spill file; here they are on the meta device: shape and dtype only."""
 
     segment: _Segment
     offset: int
@@ -214,7 +206,7 @@ class Abandon(NamedTuple):
     request: ConsumerRequest
 
 
-Item = QueuedBegin | QueuedRows | Finish | Abandon
+Item = QueuedBegin | Packet | Finish | Abandon
 
 
 class ConsumerQueue:
@@ -361,7 +353,7 @@ class ConsumerQueue:
             self._has_item = bool(self._items)  # a call may follow
             return self._items.pop() if self._items else None
 
-    def free(self, rows: QueuedRows, *, num_rows: int = 0, num_bytes: int = 0, lost_to: str = "") -> None:
+    def free(self, packet: Packet, *, num_rows: int = 0, num_bytes: int = 0, lost_to: str = "") -> None:
         """Give back the room of rows that were removed, and count the positions and bytes that the consumer took.
 
         Args:
@@ -369,10 +361,10 @@ class ConsumerQueue:
         """
         with self._changed:
             if lost_to:
-                self._items.drop(rows.packet, lost_to)
+                self._items.drop(packet, lost_to)
             self._counters.rows += num_rows
             self._counters.bytes += num_bytes
-            self._items.free(rows)
+            self._items.free(packet)
 
     def stop_blocking(self) -> None:
         """Drop rows that do not fit from now on, whatever the policy, so that the dispatch thread can end."""
@@ -516,15 +508,15 @@ class _WaitingItems:
         if self._num_spilled or not self._has_room(num_bytes):
             return False
         self.queued_bytes += num_bytes
-        self._waiting.append(QueuedRows(packet, num_bytes))
+        self._waiting.append(packet)
         self._changed.notify_all()
         return True
 
-    def append_spilled(self, rows: SpilledRows) -> None:
+    def append_spilled(self, packet: SpilledPacket) -> None:
         """Append rows that are on disk."""
         self._num_spilled += 1
-        self.spilled_rows += rows.packet.num_rows
-        self._waiting.append(rows)
+        self.spilled_rows += packet.num_rows
+        self._waiting.append(packet)
         self._changed.notify_all()
 
     def drop(self, packet: Packet, reason: str) -> None:
@@ -535,14 +527,14 @@ class _WaitingItems:
     def pop(self) -> Item:
         """Remove the first item. Rows go on counting until they are freed; those on disk begin to."""
         item = self._waiting.popleft()
-        if isinstance(item, SpilledRows):
+        if isinstance(item, SpilledPacket):
             self._num_spilled -= 1
             self.queued_bytes += item.num_bytes
         return item
 
-    def free(self, rows: QueuedRows) -> None:
+    def free(self, packet: Packet) -> None:
         """Count rows that were popped no longer."""
-        self.queued_bytes -= rows.num_bytes
+        self.queued_bytes -= packet.num_bytes
         self._changed.notify_all()
 
     def discard(self, reason: str) -> None:
@@ -550,10 +542,10 @@ class _WaitingItems:
         kept = [item for item in self._waiting if isinstance(item, Abandon)]
         while self._waiting:
             item = self.pop()
-            if isinstance(item, QueuedRows):
-                self.drop(item.packet, reason)
+            if isinstance(item, Packet):
+                self.drop(item, reason)
                 self.free(item)
-                if isinstance(item, SpilledRows) and self._spill is not None:
+                if isinstance(item, SpilledPacket) and self._spill is not None:
                     self._spill.discard(item)
         self._waiting.extend(kept)
         self._changed.notify_all()
@@ -688,7 +680,7 @@ class ConsumerThread:
             except Exception as error:  # noqa: BLE001
                 # A bug of ours must not end the thread: this consumer's later requests would wait for ever.
                 self._log.error("delivery failed inside headgate; please report it", cause=error)
-                about = item.packet.requests() if isinstance(item, QueuedRows) else [item.request]
+                about = item.requests() if isinstance(item, Packet) else [item.request]
                 self._fail(about, f"{self.instance}: internal error: {error!r}")
                 if isinstance(item, Finish):
                     self.queue.requests.report(item.request, failed(item.request.failure))
@@ -698,7 +690,7 @@ class ConsumerThread:
             self._close_error = str(error)
 
     def _handle(self, item: Item) -> None:
-        if isinstance(item, QueuedRows):
+        if isinstance(item, Packet):
             self._write(item)
         elif isinstance(item, Finish):
             self._finish(item.request, item.final)
@@ -711,14 +703,14 @@ class ConsumerThread:
             except ConsumerError as error:
                 self._fail([item.request], str(error))
 
-    def _write(self, rows: QueuedRows) -> None:
+    def _write(self, queued: Packet) -> None:
         num_rows = num_bytes = 0
         lost_to = ""
         try:
-            packet = rows.packet
-            if isinstance(rows, SpilledRows) and self._spill is not None:
+            packet = queued
+            if isinstance(queued, SpilledPacket) and self._spill is not None:
                 try:
-                    packet = self._spill.load(rows)
+                    packet = self._spill.load(queued)
                 except (OSError, ConsumerError) as error:
                     self._log.error("cannot read back what was spilled", cause=error)
                     lost_to = f"reading back from disk failed: {error}"
@@ -733,7 +725,7 @@ class ConsumerThread:
                 return
             num_rows, num_bytes = live.note_delivered(), live.num_bytes
         finally:
-            self.queue.free(rows, num_rows=num_rows, num_bytes=num_bytes, lost_to=lost_to)
+            self.queue.free(queued, num_rows=num_rows, num_bytes=num_bytes, lost_to=lost_to)
 
     def _finish(self, request: ConsumerRequest, final: FinalState | None) -> None:
         requests = self.queue.requests

@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, compress
 from math import prod
@@ -511,7 +511,8 @@ def _select(rows: Tensor, index: Int64Array) -> Tensor:
     return rows.index_select(1, torch.from_numpy(index))
 
 
-class Packet(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Packet:
     """The rows of some steps for one consumer."""
 
     parts: Sequence[BlockPart]
