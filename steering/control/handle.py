@@ -37,7 +37,7 @@ from headgate.steering.control.status import (
     status_of,
 )
 from headgate.steering.core.audit import BY, OPERATOR, Actor, AuditEntry
-from headgate.steering.core.probes import check_fits, open_probe
+from headgate.steering.core.probes import open_probe, refuse_unfit
 from headgate.steering.core.saes import NO_SAES, open_sae
 from headgate.steering.documents.features import PhaseFeatures, read_global_features
 from headgate.steering.documents.gates import read_rule
@@ -456,10 +456,7 @@ def _read_probe(source: ProbeSource, steerable: Steerable) -> Probe:
     if not isinstance(source, Probe | Mapping):
         raise RequestError("probe", f"expected a Probe, a path or an object of its fields, got {shown(source)}")
     probe = source if isinstance(source, Probe) else read_probe(source, steerable)
-    try:
-        check_fits(probe, steerable)
-    except ProbeError as error:
-        raise RequestError(error.field or "probe", error.message) from error
+    refuse_unfit(probe, steerable)
     return probe
 
 

@@ -14,7 +14,7 @@ from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import BY, OPERATOR, OWNED, Actor, Audit
 from headgate.steering.core.content import demand_of
 from headgate.steering.core.gates import GateContent, lowered_rule
-from headgate.steering.core.probes import described
+from headgate.steering.core.probes import described, refuse_unfit
 from headgate.steering.core.resolved import Module
 from headgate.steering.core.rules.registry import KeptRule
 from headgate.steering.core.rules.step_readings import RequestReadings
@@ -314,6 +314,8 @@ class OperatorCalls:
     def _register_probe(self, name: str, probe: ContentWire) -> dict[str, Any]:
         """Register a `Probe` in its wire form; requests that run keep what they read."""
         made = content_from_wire(Probe, probe)
+        if self._state.steerable is not None:
+            refuse_unfit(made, self._state.steerable)
         self._state.probes.put(check_name(name, "name", "a probe"), made)
         return {**described(name, made), **self._audited(made.sha256)}
 

@@ -80,6 +80,18 @@ def open_probe(path: Path, steerable: Steerable) -> Probe:
     return probe
 
 
+def refuse_unfit(probe: Probe, steerable: Steerable) -> None:
+    """Refuse a client's probe that this engine cannot evaluate: see `check_fits`.
+
+    Raises:
+        RequestError: Naming the field of the probe that does not fit.
+    """
+    try:
+        check_fits(probe, steerable)
+    except ProbeError as error:
+        raise RequestError(error.field or "probe", error.message) from error
+
+
 def check_fits(probe: Probe, steerable: Steerable) -> None:
     """Refuse a probe that this engine cannot evaluate.
 

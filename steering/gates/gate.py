@@ -467,7 +467,7 @@ _PLACE = "rule[0]."
 """Begins the path of each field of a rule's gate as the parser of gates writes it."""
 
 
-WHO_KNOWS_RULES = "whoever has the role 'steer' finds those that are registered at GET /v1/steering/rules"
+WHO_KNOWS_RULES = "GET /v1/steering/rules lists the registered ones for clients with the role 'steer'"
 """Stands for rules in errors about requests, whose clients do not learn the names of rules."""
 
 

@@ -2,7 +2,7 @@
 
 A call is a few steps, each a process with a limit of its own; what it prints goes to a log, of which the end is shown.
 Documents, charts and one archive of logs are copied to the folder: at most `MAX_FILES` files of `MAX_BYTES` each. The
-summaries come last, so that whoever sees only the end of the output sees them. README.md beside this says which calls
+summaries come last, where a reader of the end of the output sees them. README.md beside this says which calls
 there are, what they take, and in which order to run them.
 """
 

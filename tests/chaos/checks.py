@@ -41,7 +41,7 @@ class References:
         return Reference({site: rows[:length] for site, rows in found.rows.items()}, found.logits[:length])
 
     def greedy(self, shot: Shot, known: Mapping[int, int]) -> list[int]:
-        """The tokens of a request that nobody saw: those of its rows, by position, and else the most likely ones."""
+        """The tokens of a request without an answer: those of its rows, by position, and else the most likely ones."""
         start, tokens = len(shot.prompt.tokens), list[int]()
         while len(tokens) < shot.max_tokens:
             position = start + len(tokens)
@@ -168,7 +168,7 @@ class Judge:
             if capture.request_id in shots:
                 self._file(name, capture, sample, shots[capture.request_id])
             else:
-                self.wrong(f"{name}: {capture!r} is nobody's")
+                self.wrong(f"{name}: {capture!r} is of no request")
         excused = set(excused)
         for key, outcome in shots.items():
             result = (outcome.results or {}).get(name)
@@ -185,7 +185,7 @@ class Judge:
         shot, positions = outcome.shot, capture.positions.tolist()
         known = dict(zip(positions, capture.token_ids.tolist(), strict=True))
         tokens = outcome.tokens.get(sample, [])
-        if len(tokens) < shot.max_tokens:  # nobody saw the whole answer
+        if len(tokens) < shot.max_tokens:  # the whole answer was not seen
             if capture.metadata["status"] == "abort":
                 return self._aborted(name, capture, outcome)
             tokens = self._references.greedy(shot, known)

@@ -16,7 +16,7 @@ from tests.chaos.workload import MAKE_FILES
 FULL = "No space left on device"
 HUNG = ("hung", "longer than", "held up")
 WRITTEN_S = 5.0
-"""What nobody waits for may be on its way to the disk for so long after the answer."""
+"""What no client waits for may be on its way to the disk for so long after the answer."""
 SLACK_S = 0.5
 """It takes up to so long between the time that headgate takes of a call and the one that the call notes."""
 
@@ -85,7 +85,7 @@ def unexcused(outcomes: Sequence[Outcome], faults: Faults, calls: Sequence[Call]
                 found.append(Failure(f"{name}: {result['status']} for no reason", outcome, _is_late(result)))
             mood = outcome.shot.moods.get(name)
             if result["status"] == "ok" and mood in ("raise", "hang"):
-                # Whoever should notice that a call hangs may be starved until it has returned.
+                # The thread that notices a hanging call may be starved until it has returned.
                 found.append(Failure(f"{name}: ok, although it failed", outcome, is_late=mood == "hang"))
     return found
 

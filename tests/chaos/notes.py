@@ -24,7 +24,7 @@ class Call:
     Attributes:
         instance: The consumer.
         began: On the monotonic clock, as is `ended`.
-        ended: Infinite if nobody noted an end: it is still under way, or its process was killed in it.
+        ended: Infinite if no end was noted: it is still under way, or its process was killed in it.
         has_raised: Whether it ended with an exception.
     """
 

@@ -176,7 +176,7 @@ class Workload:
     def _jobs(self, prompt: Prompt, max_tokens: int, num_samples: int) -> dict[str, Job]:
         rng, found = self._rng, {}
         for name in rng.sample(INSTANCES, rng.choice([1, 1, 2, 3])):
-            # The tokens of samples are known from their rows alone if nobody answers: all of them are wanted then.
+            # The tokens of samples are known from their rows alone if no answer comes: all of them are wanted then.
             positions = "all" if num_samples > 1 else random_positions(rng, len(prompt.tokens))
             job = Job(
                 index=0,

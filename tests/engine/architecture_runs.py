@@ -410,7 +410,7 @@ def _tune_nothing() -> None:
 
 
 def serve(pipe: Connection) -> None:
-    """Answer each ``(type, folder for models)`` from `pipe` with its entry, until nobody listens."""
+    """Answer each ``(type, folder for models)`` from `pipe` with its entry, until its other end is closed."""
     os.setpgid(0, 0)
     os.environ.update(ENVIRONMENT)
     os.environ["TRITON_F32_DEFAULT"] = "ieee"  # by default its products of float32 have TF32's ten bits

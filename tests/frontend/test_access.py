@@ -272,5 +272,5 @@ def test_a_client_without_a_key_is_told_no_paths_and_no_names_of_rules(
     for who, told in ((None, "tiny"), ("bob", str(sae))):
         assert [one["source"] for one in ask(server, who, "/v1/steering/saes").json()["saes"]] == [told]
     ring = server.engine.engine_core.cores[b"0"].state.rules
-    with pytest.raises(RequestError, match=r"unknown rule 'other'; whoever has the role 'steer'"):
+    with pytest.raises(RequestError, match=r"unknown rule 'other'; GET /v1/steering/rules lists"):
         ring.add("r", ("other",), 4)

@@ -1,4 +1,4 @@
-"""Whoever waits for an engine core does so until it ends: a server that is told to end, and an `LLM`."""
+"""Waiting for an engine core ends with it: a server that is told to end, and an `LLM`."""
 
 from __future__ import annotations
 

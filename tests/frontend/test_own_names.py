@@ -1,4 +1,4 @@
-"""A request whose file could not be written is refused before it runs; names that nobody chose never collide."""
+"""A request whose file could not be written is refused before it runs; names that no client chose never collide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that nobody thought of, made from the server's own OpenAPI description; never a status 5xx."""
+"""Bodies without a thought behind them, made from the server's own OpenAPI description; never a status 5xx."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_preempted_after_a_change_a_request_is_computed_under_the_present_rules(
 
     assert core.ended["a"] == "length"
     history = [*PROMPT, *core.tokens["a"], 7]
-    assert core.serve("next turn", history) == len(history)  # nobody else finds the blocks of "a"
+    assert core.serve("next turn", history) == len(history)  # no other request finds the blocks of "a"
     assert core.serve("again", history) < len(history)
 
 

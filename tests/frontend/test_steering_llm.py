@@ -42,7 +42,7 @@ def llm(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytes
 
 @pytest.fixture(autouse=True)
 def left_clean(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test did, the engine goes on, holds nothing and waits for nobody."""
+    """Whatever a test did, the engine goes on, holds nothing and waits for no request."""
     yield
     llm = request.getfixturevalue("llm")
     llm.steering.clear()

@@ -68,11 +68,20 @@ def _reading(path: str) -> Iterator[None]:
             raise CaptureFileError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+def _open_plain(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
 class LocalSource:
-    """Files of this machine. None is mapped: of one that is cut off meanwhile, a page would kill the process."""
+    """Files of this machine; symbolic links are neither listed nor followed.
+
+    None is mapped: of one that is cut off meanwhile, a page would kill the process.
+    """
 
     def names(self, path: str) -> Sequence[tuple[str, bool]]:
         with _reading(path):
+            if os.path.islink(path):
+                return []
             try:
                 with os.scandir(path) as entries:
                     return sorted((entry.name, entry.is_dir()) for entry in entries if not entry.is_symlink())
@@ -80,17 +89,17 @@ class LocalSource:
                 return []
 
     def is_folder(self, path: str) -> bool:
-        return os.path.isdir(path)
+        return os.path.isdir(path) and not os.path.islink(path)
 
     def size(self, path: str) -> int:
         with _reading(path):
-            status = Path(path).stat()
+            status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
             raise CaptureFileError(f"{path}: not a file")
         return status.st_size
 
     def read(self, path: str, offset: int, size: int) -> bytes:
-        with _reading(path), open(path, "rb") as file:
+        with _reading(path), open(path, "rb", opener=_open_plain) as file:
             file.seek(offset)
             return file.read(size)
 
@@ -99,8 +108,8 @@ class LocalSource:
             return np.empty(0, dtype=np.uint8)
         if offset + size > self.size(path):
             raise CaptureFileError(f"{path}: partial: {offset + size} bytes expected, {self.size(path)} found")
-        with _reading(path):
-            found = np.fromfile(path, np.uint8, size, offset=offset)
+        with _reading(path), open(path, "rb", opener=_open_plain) as file:
+            found = np.fromfile(file, np.uint8, size, offset=offset)
         if len(found) < size:
             raise CaptureFileError(f"{path}: partial: it was cut off while it was read")
         return found

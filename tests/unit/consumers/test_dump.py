@@ -9,9 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.datasets import open_dataset
 from headgate.consumers.dump import app, describe_bytes, describe_sites
+from headgate.consumers.reader import open_captures
 from tests.fakes.capturing import capturing
 
 SITE = Site.parse("3.post_mlp")
@@ -183,7 +185,7 @@ def test_links_that_lead_back_to_themselves_are_no_folders(tmp_path: Path, runne
 
 
 def test_links_below_a_root_are_not_followed(tmp_path: Path, runner: CliRunner) -> None:
-    """As the server's own list does not: whoever may write there must not choose what is read elsewhere."""
+    """As the server's own list does not: a program that may write there must not choose what is read elsewhere."""
     for name in ("root", "outside"):
         with capturing(tmp_path / name) as files:
             request = files.request()
@@ -199,3 +201,21 @@ def test_links_below_a_root_are_not_followed(tmp_path: Path, runner: CliRunner) 
     ]
     rows = open_dataset(tmp_path / "root", index=False).num_rows
     assert set(rows.values()) == {listed[0]["num_rows"]}
+    shown = runner.invoke(app, ["show", str(tmp_path / "root"), "client-1", "--tag", "linked"])
+    assert shown.exit_code == 1
+    assert "no capture of request 'client-1' with tag 'linked'" in " ".join(shown.output.split())
+
+
+def test_a_file_of_a_folder_that_became_a_link_is_not_read(tmp_path: Path) -> None:
+    """A sidecar of the layout `raw` names files that no listing of folders passes by."""
+    with capturing(tmp_path / "root") as files:
+        files.feed.whole(files.request({"layout": "raw"}))
+    (folder,) = [path for path in (tmp_path / "root" / "default").iterdir() if path.is_dir()]
+    rows, (request,) = folder / "1_post_mlp.bin", open_captures(tmp_path / "root")
+    rows.rename(tmp_path / "elsewhere.bin")
+    rows.symlink_to(tmp_path / "elsewhere.bin")
+
+    with pytest.raises(CaptureFileError, match=r"1_post_mlp\.bin: not a file"):
+        list(open_captures(tmp_path / "root"))
+    with pytest.raises(CaptureFileError, match=r"1_post_mlp\.bin: not a file"):
+        request.tensor("1.post_mlp")

@@ -42,6 +42,7 @@ from headgate.steering.programs.codes import (
 )
 from headgate.steering.programs.operations import Method, ModuleVector, Operation
 from headgate.steering.programs.program import Program
+from headgate.steering.programs.wire import content_to_wire
 from headgate.steering.spec import ModuleRef, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
@@ -424,6 +425,29 @@ def test_front_ends_learn_the_names_of_probes() -> None:
 
     assert list(listed) == ["anger", probe_key("anger")]
     assert listed[probe_key("anger")] == {"name": probe_key("anger"), "at": "1.post_mlp", "classes": ["positive"]}
+
+
+@pytest.mark.parametrize(
+    ("site", "width", "field", "message"),
+    [
+        (UNDECLARED, HIDDEN, "at", "no probe can read at 3.post_mlp; declared sites: 1.post_mlp, 2.post_mlp"),
+        (READ, HIDDEN + 1, "weight", "expected rows of 4 values, as at 1.post_mlp; got 5"),
+    ],
+)
+def test_a_probe_that_does_not_fit_is_refused_by_the_core_too(site: Site, width: int, field: str, message: str) -> None:
+    """A front end that checks otherwise, such as one of another version, must not have rows read wrongly."""
+    core = core_with()
+    probe = Probe(site=site, weight=np.ones((1, width), np.float32), threshold=0.0)
+
+    with pytest.raises(RequestError, match=message) as refused:
+        core.call("register_probe", {"name": "anger", "probe": content_to_wire(probe)})
+
+    assert refused.value.field == field
+    assert core.call("probes", {})[0]["at"] == READ.name
+    core.call(
+        "register_probe", {"name": "late", "probe": content_to_wire(replace(probe, site=LATE, weight=WEIGHT[None]))}
+    )
+    assert [found["at"] for found in core.call("probes", {})] == [READ.name, LATE.name]
 
 
 def test_an_mlp_becomes_an_entry_for_each_unit_that_counts_and_their_sum():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -296,4 +297,49 @@ def test_chunks_get_no_part_of_a_prompt_that_was_computed_again(is_outdated: boo
         return [slot.take_new and slot.take_new(0, slot.num_rows[0]) async for _ in read]
 
     assert asyncio.run(taken()) == [None if is_outdated else {"lens": 2}]
+    assert outdated == set()
+
+
+@pytest.mark.parametrize("is_piece", [True, False])
+@pytest.mark.parametrize("begins_again", [True, False])
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_samples_take_their_own_chunks_until_the_prompt_is_computed_again(
+    is_piece: bool, begins_again: bool, is_streamed: bool
+) -> None:
+    """From then on, and where no consumer streams, each sample gets its rows with the results alone."""
+
+    results = SimpleNamespace(merged={"lens": "both"}, per_sample=[{"lens": "first"}, {"lens": "second"}])
+
+    async def wait(_: Any, *, is_aborted: bool) -> Any:
+        return results
+
+    taker = (lambda index, num_rows: (index, num_rows)) if is_streamed else None
+    reader = SimpleNamespace(hidden_states=None)
+    front: Any = SimpleNamespace(
+        streamed=lambda _: taker, forget=lambda _: None, wait_async=wait, capture_reader=reader
+    )
+    ask: Any = SimpleNamespace(key="k", is_explicit=True, wait=True)
+    slot, outdated, lengths, told = Slot(), set[str](), {0: 0, 1: 0}, list[Any]()
+
+    def sample(index: int) -> CompletionOutput:
+        lengths[index] += 1
+        return replace(completion(index), token_ids=[1] * (1 if is_piece else lengths[index]))
+
+    async def outputs() -> AsyncGenerator[RequestOutput, None]:
+        for step, indices in enumerate(([0], [1, 0], [1], [0, 1])):
+            outdated.update({"k"} if begins_again and step == 3 else ())
+            yield RequestOutput("r", None, [1, 2], None, [sample(index) for index in indices], step == 3)
+
+    async def taken() -> list[Any]:
+        found = list[Any]()
+        async for output in _with_results(outputs(), front, ask, slot, outdated, is_piece=is_piece):
+            take = slot.take_new
+            told.append([getattr(each, "capture_results", None) for each in output.outputs])
+            found.append(take and [take(each.index, slot.num_rows[each.index]) for each in output.outputs])
+        return found
+
+    chunks = [[(0, 2)], [(1, 2), (0, 3)], [(1, 3)], None if begins_again else [(0, 4), (1, 4)]]
+    assert asyncio.run(taken()) == (chunks if is_streamed else [None] * 4)
+    assert told[-1] == results.per_sample
+    assert slot.results is results
     assert outdated == set()

@@ -258,20 +258,6 @@ class Conditional(Layer):
         return hidden_states
 
 
-def test_the_instance_decides_what_the_class_leaves_open() -> None:
-    before = analyse_layer(Conditional, SimpleNamespace(do_layer_norm_before=True))
-    after = analyse_layer(Conditional, SimpleNamespace(do_layer_norm_before=False))
-
-    assert (before.mid, before.mlp, before.attn_branch, before.mlp_branch) == (
-        "final_layer_norm",
-        "fc1",
-        "self_attn",
-        "fc2",
-    )
-    assert before.hooks == ALL
-    assert after.hooks == analyse_layer(Conditional).hooks == BOUNDARIES
-
-
 class Asking(Layer):
     """As GPTBigCode: asks itself by name whether it has more modules, and which."""
 
@@ -286,18 +272,31 @@ class Asking(Layer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-def test_a_layer_may_ask_for_its_attributes_by_name() -> None:
-    plain = analyse_layer(Asking, SimpleNamespace())
-    crossed = analyse_layer(Asking, SimpleNamespace(crossattention=None))
+@pytest.mark.parametrize(
+    ("layer", "all_hooks", "boundaries", "places"),
+    [
+        (
+            Conditional,
+            SimpleNamespace(do_layer_norm_before=True),
+            [SimpleNamespace(do_layer_norm_before=False), None],
+            ("final_layer_norm", "fc1", "self_attn", "fc2"),
+        ),
+        (
+            Asking,
+            SimpleNamespace(),
+            [SimpleNamespace(crossattention=None)],
+            ("post_attention_layernorm", "mlp", "self_attn", "mlp"),
+        ),
+    ],
+)
+def test_the_instance_decides_what_the_class_leaves_open(
+    layer: type[Layer], all_hooks: Any, boundaries: list[Any], places: tuple[str, ...]
+) -> None:
+    found = analyse_layer(layer, all_hooks)
 
-    assert (plain.mid, plain.mlp, plain.attn_branch, plain.mlp_branch) == (
-        "post_attention_layernorm",
-        "mlp",
-        "self_attn",
-        "mlp",
-    )
-    assert plain.hooks == ALL
-    assert crossed.hooks == BOUNDARIES
+    assert (found.mid, found.mlp, found.attn_branch, found.mlp_branch) == places
+    assert found.hooks == ALL
+    assert all(analyse_layer(layer, instance).hooks == BOUNDARIES for instance in boundaries)
 
 
 class Experts(Layer):

@@ -67,7 +67,7 @@ def test_requests_select_controllers_by_the_names_that_front_ends_are_told(opene
     assert core.step(["plain"], SetSteering("plain", module="m")) == []
     assert core.figures["applied"] == 0
     assert [drive[0] for drive in core.step(["plain", "watched"], SetSteering("watched", module="m"))] == ["watched"]
-    with pytest.raises(RequestError, match="unknown rule 'other'; whoever has the role 'steer'"):
+    with pytest.raises(RequestError, match="unknown rule 'other'; GET /v1/steering/rules lists"):
         core.core.accept("wrong", to_wire(SteeringSpec(rules=("other",))), PROMPT)
 
 
