@@ -318,7 +318,7 @@ def consecutive(
         batch_rows: Its batch row, int64 ``[M]``, ascending.
         counts: How many wanted positions follow each other from there, int64 ``[M]``.
     """
-    stops = np.cumsum(counts)
+    stops = counts.cumsum()
     starts, total = stops - counts, int(stops[-1])
     ((site_set, masks),) = shape.choose_all(total)
     group = PackGroup(
@@ -481,7 +481,7 @@ class StepPlanner:
                 ranges.append((wanted.start, int(view.starts[member]) + wanted.start - first, len(wanted)))
             if has_ended:
                 self._table.remove(req_id)
-        return consecutive(shape, req_ids, *np.array(ranges).T) if ranges else None
+        return consecutive(shape, req_ids, *map(np.array, zip(*ranges, strict=True))) if ranges else None
 
     def _leave_run(self) -> None:
         """The steps of the run count as taken from now on; they are not asked for while it lasts."""

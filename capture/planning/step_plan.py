@@ -257,6 +257,8 @@ def prolonged(firsts: Int64Array, starts: Int64Array, counts: Int64Array) -> Int
     total = int(starts[-1] + counts[-1])
     if total == len(counts):
         return firsts
+    if len(counts) == 1:
+        return count_up(int(firsts[0]), int(firsts[0]) + total)
     return np.repeat(firsts - starts, counts) + count_up(0, total)
 
 
