@@ -258,7 +258,7 @@ def prolonged(firsts: Int64Array, starts: Int64Array, counts: Int64Array) -> Int
     if total == len(counts):
         return firsts
     if len(counts) == 1:
-        return count_up(int(firsts[0]), int(firsts[0]) + total)
+        return np.arange(firsts[0], firsts[0] + total)
     return np.repeat(firsts - starts, counts) + count_up(0, total)
 
 
