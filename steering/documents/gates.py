@@ -20,12 +20,15 @@ import yaml  # type: ignore[import-untyped]
 from headgate.capture.schema.errors import ConfigError, RequestError, check_keys, shown
 from headgate.capture.schema.sites import FINAL_NORM_SITE, Site
 from headgate.steering.documents.features import (
+    Edits,
     check_has_saes,
     read_edits,
     read_feature,
 )
 from headgate.steering.documents.operations import (
     KeptRows,
+    Operations,
+    OpVector,
     Sites,
     VectorReader,
     check_lowers,
@@ -34,8 +37,8 @@ from headgate.steering.documents.operations import (
     read_reference,
     read_site,
 )
-from headgate.steering.documents.schema import Name, one_of
-from headgate.steering.documents.vectors import check_in_stream, check_scale, read_rows, read_tier
+from headgate.steering.documents.schema import Count, Name, one_of
+from headgate.steering.documents.vectors import Vectors, check_in_stream, check_scale, read_rows, read_tier
 from headgate.steering.gates.gate import (
     COLUMNS_PER_GATE,
     FIELD,
@@ -723,6 +726,111 @@ class PidDocument(msgspec.Struct, forbid_unknown_fields=True):
     pid: Pid
 
 
+class Ema(msgspec.Struct, forbid_unknown_fields=True):
+    """A running average of scores, with the weight of each new one."""
+
+    ema: float
+
+
+class BroughtProbe(msgspec.Struct, forbid_unknown_fields=True):
+    """A linear probe that is not registered.
+
+    Attributes:
+        at: The site that it reads.
+        weight: A vector, or the name of a module, whose vector at the site it is.
+    """
+
+    at: str
+    weight: OpVector
+    bias: float | None = None
+
+
+class Comparison(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A score of each row and its threshold: above or below it. A control loop, whose strength is pid, has none.
+
+    Attributes:
+        above: The threshold; a registered probe's own if there is neither.
+        below: The threshold of a condition that holds below it.
+        hysteresis: By how much the score must go back beyond the threshold.
+        pool: Over which rows: the row alone if absent.
+    """
+
+    above: float | None = None
+    below: float | None = None
+    hysteresis: float | None = None
+    pool: Annotated[Any, one_of(Literal["token", "last_prompt", "prompt_mean"], Ema, None)] = None
+
+
+class ProbeCondition(Comparison):
+    """The score of a probe: a registered one by its name, or one that comes along."""
+
+    probe: Annotated[Any, one_of(str, BroughtProbe)]
+
+
+class FeatureCondition(Comparison):
+    """The activation of a feature of an SAE of the server."""
+
+    sae: str
+    feature: Count
+
+
+class CosineCondition(Comparison):
+    """The cosine of the row and a vector."""
+
+    cosine: OpVector
+    at: str
+
+
+RowPhase = Literal["always", "prompt", "generated"]
+_Nested = Annotated[
+    Any,
+    one_of(RowPhase, ProbeCondition, FeatureCondition, CosineCondition, dict[str, Any]),
+    msgspec.Meta(description="A condition of any form."),
+]
+
+
+class AnyCondition(msgspec.Struct, forbid_unknown_fields=True):
+    """Holds if one of the conditions does."""
+
+    any: Annotated[list[_Nested], msgspec.Meta(min_length=1)]
+
+
+class AllCondition(msgspec.Struct, forbid_unknown_fields=True):
+    """Holds if all conditions do."""
+
+    all: Annotated[list[_Nested], msgspec.Meta(min_length=1)]
+
+
+class NotCondition(msgspec.Struct, forbid_unknown_fields=True, rename={"condition": "not"}):
+    """Holds if the condition does not."""
+
+    condition: _Nested
+
+
+class RuleEffect(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The effect: exactly one of module, vectors, ops and features.
+
+    Attributes:
+        module: Name of a registered module.
+        scale: Of the module alone.
+        vectors: As steering_vectors of a request.
+        ops: Without positions and source.
+    """
+
+    module: Name | None = None
+    scale: float | None = None
+    vectors: Vectors = None
+    ops: Annotated[Any, one_of(Operations)] = None
+    features: Annotated[Any, one_of(Edits)] = None
+
+
+When = Annotated[
+    Any,
+    one_of(
+        *(RowPhase, ProbeCondition, FeatureCondition, CosineCondition),
+        *(AnyCondition, AllCondition, NotCondition),
+    ),
+]
 Whom = Literal["all", "opt_in", "opt_out"]
 Strength = Annotated[Any, one_of(Literal["binary"], Proportional, Sigmoid, PidDocument)]
 RuleScope = Literal["this_token", "next_token", "rest_of_request"]
@@ -739,8 +847,8 @@ class RuleDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     name: Name
     applies_to: Whom
-    when: Annotated[Any, one_of(str, dict[str, Any])]
-    then: Annotated[Any, one_of(Literal["observe"], dict[str, Any])]
+    when: When
+    then: Annotated[Any, one_of(Literal["observe"], RuleEffect)]
     strength: Annotated[Any, one_of(Strength, None)] = "binary"
     scope: RuleScope | None = "this_token"
 

@@ -17,6 +17,9 @@ from headgate.capture.monitoring.metrics import EngineStats
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.client import Client
 from headgate.steering.control.metrics import families
+from headgate.steering.control.openapi import REGISTER_RULE
+from headgate.steering.documents.gates import RuleDocument
+from headgate.steering.documents.schema import schema_of
 from tests.frontend.test_app import VECTOR, Server, conforms, starter
 
 pytestmark = pytest.mark.engine
@@ -189,6 +192,51 @@ def test_the_answers_are_as_described(started: Callable[..., Server]) -> None:
         (about,) = described[path].values()
         schema = about["responses"]["200"]["content"]["application/json"]["schema"]
         conforms(answer.json(), schema, path)
+
+
+SCORE = {"cosine": VECTOR, "at": "2.post_mlp", "above": 0.3}
+CONDITIONS: list[Any] = [
+    "generated",
+    WHEN,
+    {"probe": "anger", "below": 0.5, "hysteresis": 0.1, "pool": {"ema": 0.5}},
+    {"sae": "s", "feature": 3, "above": 5, "pool": "prompt_mean"},
+    SCORE,
+    {"any": ["prompt", SCORE, {"all": [SCORE, {"not": WHEN}]}]},
+    {"not": {"any": [SCORE]}},
+]
+EFFECTS: list[Any] = [
+    "observe",
+    {"module": "calm", "scale": 2.0},
+    {"vectors": {"post_mlp": {"2": VECTOR}}},
+    {"ops": [{"at": "2.post_mlp", "method": "ablate", "vector": "calm"}]},
+    {"features": [{"sae": "s", "feature": 3, "set": 1.5}]},
+]
+
+
+def test_the_description_of_a_rule_has_its_conditions_and_effects() -> None:
+    schema = schema_of(RuleDocument)
+    for when in CONDITIONS:
+        conforms({**CALM, "when": when}, schema, "when")
+    for then in EFFECTS:
+        conforms({**CALM, "then": then}, schema, "then")
+    described = REGISTER_RULE["openapi_extra"]["requestBody"]["content"]["application/json"]
+    for example in described["examples"].values():
+        conforms(example["value"], described["schema"], "example")
+
+    for wrong in (
+        {"probe": 3},
+        {**WHEN, "until": 1},
+        {"sae": "s"},
+        {"cosine": VECTOR},
+        {"any": SCORE},
+        {"module": "m"},
+        3,
+    ):
+        with pytest.raises(AssertionError):
+            conforms({**CALM, "when": wrong}, schema, "when")
+    for wrong in ({"attenuate": 0.5}, {"module": 3}, {"ops": [{"method": "ablate"}]}, {"features": [3]}, None):
+        with pytest.raises(AssertionError):
+            conforms({**CALM, "then": wrong}, schema, "then")
 
 
 @pytest.mark.parametrize("write", [json.dumps, yaml.safe_dump], ids=["json", "yaml"])
