@@ -50,6 +50,8 @@ def model_folder() -> Path:
     """The tiny Llama, for texts of `MAX_LENGTH`."""
     tiny = tiny_model("llama")
     folder = tiny.with_name(f"{tiny.name}-{MAX_LENGTH}")
+    if (folder / "config.json").exists():
+        return folder
     folder.mkdir(exist_ok=True)
     shutil.copy(tiny / "model.safetensors", folder)
     config = json.loads((tiny / "config.json").read_text())

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from draft_runs import MAX_ERROR
-from draft_soak_runs import MODES, NUM_TOKENS, TIMEOUT_S, jobs
+from draft_runs import MAX_ERROR, drafts_of
+from draft_soak_runs import MODES, NUM_TOKENS, TIMEOUT_S, jobs, model_folder
 from side_by_side import run_modes
 from soak_cases import Job
 
@@ -24,6 +24,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    for mode in MODES.values():  # the engines start at once, and must not write what another reads
+        drafts_of(mode.method, model_folder())
     program = Path(__file__).with_name("draft_soak_runs.py")
     return run_modes(program, list(MODES), tmp_path_factory.mktemp("runs"), 0.75 * TIMEOUT_S)
 
