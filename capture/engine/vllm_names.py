@@ -1,7 +1,8 @@
 """The vLLM that headgate works with: its releases, and every module, class and function of it that headgate uses.
 
 No other module imports vLLM. Each `Name` below says where an attribute is; one that has moved, or has another name in
-some release, gets a further place. `patch_table` names what is wrapped by these, so a renamed class is one line here.
+some release, gets a further place. `patch_table` names what is wrapped by these, so a renamed class is one line here,
+and one in `other_changes` where that adds attributes to it.
 Start-up refuses a vLLM in which one of them is nowhere.
 """
 
@@ -81,7 +82,8 @@ class Name:
     """An attribute of vLLM, at the first of some places that the installed release has.
 
     Args:
-        places: ``module:path`` of the attribute, the newest release's first.
+        places: ``module:path`` of the attribute, the newest release's first. A module with ``__getattr__`` (``vllm``,
+            ``vllm.envs``) counts as having any attribute, so only the last place may be in such a module.
         is_required: Whether an engine that is configured for headgate does not start without it.
 
     Attributes:
