@@ -94,7 +94,6 @@ class StepPlan:
         token_rows: int64 ``[K]``, ascending: the flat batch rows that are wanted, or may be. Staging slot k of the step
             holds batch row ``token_rows[k]``. The same array object in all steps of a run.
         num_copies: Wanted (row, site) pairs; their upper limit while it is undecided.
-        is_decided: Whether `groups` has them; without a wanted row it has none.
         base: Slot of the ring that has the first of the rows; the others follow. The ring sets this and the next two.
         has_token_ids: Whether it has the tokens of the rows, too.
         since: When the forward was launched, in seconds of the monotonic clock.
@@ -108,17 +107,7 @@ class StepPlan:
         covers: Of an undecided step, the sites that requests with these rows want; some may share a site.
     """
 
-    __slots__ = (
-        "_covers",
-        "_first",
-        "_number",
-        "base",
-        "has_token_ids",
-        "is_decided",
-        "num_copies",
-        "since",
-        "token_rows",
-    )
+    __slots__ = ("_covers", "_first", "_number", "base", "has_token_ids", "num_copies", "since", "token_rows")
     base: int
     has_token_ids: bool
     since: float
@@ -133,14 +122,18 @@ class StepPlan:
     ) -> None:
         self.token_rows = token_rows
         self.num_copies = count_copies(groups) if num_copies is None else num_copies
-        self.is_decided = covers is None
         self._first = groups
         self._number = number
         self._covers = covers
 
     def decide(self, groups: tuple[PackGroup, ...], num_copies: int) -> None:
         """Set what is wanted of the rows of an undecided step, and how many (row, site) pairs these are."""
-        self._first, self.num_copies, self.is_decided = groups, num_copies, True
+        self._first, self.num_copies, self._covers = groups, num_copies, None
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether `groups` has what is wanted; without a wanted row it has none."""
+        return self._covers is None
 
     @property
     def end(self) -> int:
