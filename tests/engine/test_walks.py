@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.walks.walk import trace
 
 MOST_FILES = {
-    "capture to a file": 32,
+    "capture to a file": 33,
     "steering vectors": 22,
-    "chat with capture": 33,
+    "chat with capture": 34,
     "gate": 32,
     "controller": 51,
 }
