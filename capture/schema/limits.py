@@ -72,28 +72,19 @@ def use_of(
         readouts: By consumer, if it has any, and site.
     """
     num_positions = num_prompt + max_tokens - 1
-    counted = {
-        instance: [
-            (sites, num_samples * count_rows(positions, num_prompt, num_positions))
-            for sites, positions in spec.selections
-        ]
-        for instance, spec in specs.items()
-    }
-    num_rows = {instance: max(count for _, count in counts) for instance, counts in counted.items()}
-    num_bytes = {
-        instance: sum(
-            count * model.position_bytes(sites, readouts.get(instance), specs[instance].columns)
-            for sites, count in counts
-        )
-        for instance, counts in counted.items()
-    }
-    num_listed = {
-        instance: num_samples * len(part.values)
-        for instance, spec in specs.items()
-        for positions in spec.selectors
-        for part in parts_of(positions)
-        if isinstance(part, Indices)
-    }
+    num_rows: dict[str, int] = {}
+    num_bytes: dict[str, int] = {}
+    num_listed: dict[str, int] = {}
+    for instance, spec in specs.items():
+        num_rows[instance] = num_bytes[instance] = 0
+        for sites, positions in spec.selections:
+            count = num_samples * count_rows(positions, num_prompt, num_positions)
+            num_rows[instance] = max(num_rows[instance], count)
+            num_bytes[instance] += count * model.position_bytes(sites, readouts.get(instance), spec.columns)
+        for positions in spec.selectors:
+            for part in parts_of(positions):
+                if isinstance(part, Indices):
+                    num_listed[instance] = num_samples * len(part.values)
     return CaptureUse(num_rows=num_rows, num_bytes=num_bytes, num_listed=num_listed)
 
 

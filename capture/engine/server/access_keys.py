@@ -139,9 +139,9 @@ class HttpClient:
 
     @cached_property
     def _headers(self) -> Mapping[str, str]:
-        from starlette.datastructures import Headers
-
-        return Headers(scope=self._scope)
+        # No `starlette.datastructures.Headers`, which looks through all of them each time. The first of a name counts.
+        found = reversed(self._scope["headers"])
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in found}
 
     @property
     def _access(self) -> Access:

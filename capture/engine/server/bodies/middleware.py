@@ -332,12 +332,15 @@ class Bodies:
     def _extract(self, scope: Scope, extract: FieldExtractor, pieces: list[bytes]) -> tuple[bytes, ExtractedFields]:
         body = b"".join(pieces)
         pieces.clear()  # here, not on the event loop: giving this much memory back takes time
-        rest, fields = in_turn(partial(extract, body, self._names))
-        fields = {name: value for name, value in fields.items() if value is not None}
+        if len(body) < _MANY_VECTORS:
+            return in_turn(lambda: self._read_fields(scope, *extract(body, self._names)))
+        return self._read_fields(scope, *in_turn(partial(extract, body, self._names)))
+
+    def _read_fields(self, scope: Scope, rest: bytes, extracted: Fields) -> tuple[bytes, ExtractedFields]:
+        fields = {name: value for name, value in extracted.items() if value is not None}
         if not fields:
             return rest, NOTHING
-        read = partial(reader_of(scope["app"].state.engine_client).read_parts, fields)
-        return rest, ExtractedFields(fields, in_turn(read) if len(body) < _MANY_VECTORS else read())
+        return rest, ExtractedFields(fields, reader_of(scope["app"].state.engine_client).read_parts(fields))
 
 
 def _limited(receive: Receive, max_bytes: int, message: str) -> Receive:

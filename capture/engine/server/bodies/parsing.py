@@ -242,9 +242,10 @@ def _lift(body: bytes) -> tuple[bytes, _Lifted]:
 def _find(body: bytes, what: bytes, start: int) -> int:
     """The place of a byte; the length of the body if it is not there."""
     for window in range(start, len(body), _WINDOW):
+        if window > start:
+            time.sleep(PAUSE_S)
         if (found := body.find(what, window, window + _WINDOW)) >= 0:
             return found
-        time.sleep(PAUSE_S)
     return len(body)
 
 

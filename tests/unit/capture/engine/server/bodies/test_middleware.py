@@ -18,7 +18,8 @@ from starlette.exceptions import HTTPException
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.requests.call_context import NOTHING, taken
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
-from headgate.capture.engine.server.bodies.middleware import LONG_BODY
+from headgate.capture.engine.server.bodies.middleware import _MANY_VECTORS, LONG_BODY
+from headgate.capture.engine.server.loop_threads import _TURN
 from headgate.capture.schema.config import ServerConfig, parse_server, server_config
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError
@@ -97,6 +98,25 @@ def test_what_was_read_is_known_for_those_very_values() -> None:
     assert before.has("steering", fields)
     assert not before.has("steering", {**fields, "steering_vectors": dict(fields["steering_vectors"])})
     assert not before.has("capture", fields)
+
+
+@pytest.mark.parametrize("num_bytes", [LONG_BODY, 2 * _MANY_VECTORS])
+def test_fields_of_bodies_with_few_vectors_are_read_in_the_turn_that_found_them(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, turns = Site(), list[bool]()
+    read_parts = RequestReader.read_parts
+
+    def noting(self: RequestReader, values: Any) -> Any:
+        turns.append(_TURN.locked())
+        return read_parts(self, values)
+
+    monkeypatch.setattr(RequestReader, "read_parts", noting)
+    assert site.send("/v1/completions", "base64", prompt="x" * num_bytes).status_code == 200
+
+    assert turns == [num_bytes < _MANY_VECTORS]
+    assert not _TURN.locked()
+    assert site.call.taken.wanted["steering"].content.prefill.payload == VECTORS.tobytes()
 
 
 def test_short_json_is_left_alone() -> None:

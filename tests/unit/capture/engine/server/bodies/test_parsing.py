@@ -372,3 +372,14 @@ def test_what_is_no_json_for_another_reason_stays_so(read: Callable[[bytes], obj
     for body in (b'{"a": NaN', b"", b'{"a": 1}}', b'{"a": "\xff"}'):
         with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)):
             read(body)
+
+
+@pytest.mark.parametrize(("num_bytes", "is_long"), [(200_000, False), (9_000_000, True)])
+def test_only_the_search_of_long_bodies_pauses(num_bytes: int, is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+
+    fields = check({"steering_vectors": "A" * num_bytes, "stop": ["."]})
+
+    assert fields["steering_vectors"] == "A" * num_bytes
+    assert bool(pauses) == is_long
