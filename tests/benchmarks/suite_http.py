@@ -97,7 +97,8 @@ class Run:
         usage, stolen = server.usage(), stolen_s()
         answers, client_cpu = self.load.run(f"{server.url}/v1/completions", asked)
         figures = summarize(answers)
-        figures |= cpu_figures(usage, server.usage(), figures.get("wall_s")) | {"client_cpu": client_cpu}
+        used = server.usage()
+        figures |= cpu_figures(usage, used, figures.get("wall_s")) | {"client_cpu": client_cpu}
         if "wall_s" in figures:
             figures["stolen_cpu"] = (stolen_s() - stolen) / figures["wall_s"]
         figures |= delay_figures(delays, server.delays())
@@ -105,7 +106,9 @@ class Run:
             self.note(f"{name}: {len(errors)} of {len(answers)} requests failed, the first with {errors[0]}")
         if mode.is_capturing:
             figures |= self._captured(server, mode, before, answers, figures)
-        return figures | cost_figures(usage, server.usage(), figures["requests"] - figures["errors"])
+            # Not the API server's: it was asked for its counters until the last file was there.
+            used |= {role: found for role, found in server.usage().items() if role == "capture"}
+        return figures | cost_figures(usage, used, figures["requests"] - figures["errors"])
 
     def attempt(self, number: int, name: str, shape: str, **changes: float) -> dict[str, float] | None:
         """`measure`, with `changes` to the shape; None if the server or the load failed, which is noted."""

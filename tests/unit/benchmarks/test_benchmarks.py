@@ -13,6 +13,8 @@ import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,7 +37,7 @@ from tests.benchmarks.models import MODELS, ModelSize, size_of
 from tests.benchmarks.operations import NUM_SITES, op_sites, operations
 from tests.benchmarks.servers import FEATURES, SINKS, Usage, counters, delays, publish_plugins, start_facts
 from tests.benchmarks.suite import jobs_of, rounds_of
-from tests.benchmarks.suite_http import cost_figures, cpu_figures, delay_figures, read_options, runnable
+from tests.benchmarks.suite_http import Run, cost_figures, cpu_figures, delay_figures, read_options, runnable
 from tests.benchmarks.turns import LONG, Engine
 from tests.benchmarks.workload import HOOKS, MODES, SHAPES, Asked, chosen, listed, packed, server_of
 
@@ -106,6 +108,28 @@ def test_costs_are_cpu_milliseconds_of_each_process_for_a_request() -> None:
     assert (found["api_ms"], found["engine_ms"], found["capture_ms"]) == (5.0, 10.0, 2.5)
     assert (found["api_rss_mib"], found["api_files"], found["api_threads"]) == (1, 7, 3)
     assert cpu_figures(before, after, 0.5) == {"api_cpu": 1.0, "engine_cpu": 2.5}
+
+
+def test_waiting_for_files_is_no_cost_of_the_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = {"api": Usage(), "engine": Usage(), "capture": Usage()}
+    server: Any = SimpleNamespace(name="capture", url="", usage=lambda: dict(used), metrics=dict, delays=dict)
+    load: Any = SimpleNamespace()
+    run = Run(read_options(["m", "out"]), SIZE, {"capture": server}, load)
+
+    def answers(*_: object) -> tuple[list[Answer], float]:
+        used.update(api=Usage(1.0), engine=Usage(2.0), capture=Usage(0.5))
+        return [Answer(0.0, 0.1, 0.9, 1.0, 10)] * 10, 0.1
+
+    def drains(*_: object) -> dict[str, float]:
+        used.update(api=Usage(4.0), capture=Usage(0.75))
+        return {}
+
+    load.run = answers
+    monkeypatch.setattr(Run, "_captured", drains)
+
+    found = run.measure(1, "1 layer", SHAPES["tiny"])
+
+    assert (found["api_ms"], found["engine_ms"], found["capture_ms"]) == (100.0, 200.0, 75.0)
 
 
 def rounds() -> list[Round]:
