@@ -182,7 +182,7 @@ async def beside_busy_loop(
             await asyncio.sleep((1 - share) * STEP_S)
 
     def work(given: bytes) -> object:
-        return reading(in_turn(partial(extracted, given)))
+        return in_turn(lambda: reading(extracted(given)))
 
     busy, times = asyncio.create_task(be_busy()), []
     for given in bodies:
