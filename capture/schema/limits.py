@@ -84,7 +84,7 @@ def use_of(
         for positions in spec.selectors:
             for part in parts_of(positions):
                 if isinstance(part, Indices):
-                    num_listed[instance] = num_samples * len(part.values)
+                    num_listed[instance] = num_listed.get(instance, 0) + num_samples * len(part.values)
     return CaptureUse(num_rows=num_rows, num_bytes=num_bytes, num_listed=num_listed)
 
 

@@ -26,7 +26,7 @@ from headgate.capture.schema.positions import (
     parts_of,
     selector_from_wire,
 )
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.feed import EXAMPLE_MODEL as MODEL
 from tests.strategies import selectors
@@ -97,6 +97,16 @@ def test_positions_that_are_listed_count_as_such() -> None:
     use = use_of({"rows": spec}, num_prompt=9, max_tokens=5, num_samples=2, model=MODEL, readouts={})
 
     assert (use.num_rows, use.num_bytes, use.num_listed) == ({"rows": 14}, {"rows": 14 * 16 * 2}, {"rows": 6})
+
+
+def test_lists_of_hook_points_count_together() -> None:
+    lists = [Indices.of(values) for values in ([0, 1, 4, 9], [2, 3, 5], [7, 8])]
+    hooks = dict(zip((HookPoint.PRE_ATTN, HookPoint.POST_MLP), lists[1:], strict=True))
+    spec = CaptureSpec(sites=(SITE,), positions=lists[0], hook_positions=hooks)
+
+    use = use_of({"rows": spec}, num_prompt=12, max_tokens=5, num_samples=2, model=MODEL, readouts={})
+
+    assert use.num_listed == {"rows": 2 * (4 + 3 + 2)}
 
 
 @pytest.mark.parametrize(
