@@ -8,7 +8,7 @@ MOST_FILES = {
     "capture to a file": 33,
     "steering vectors": 22,
     "chat with capture": 34,
-    "gate": 32,
+    "gate": 33,
     "controller": 51,
 }
 """Of each walk; two more than were counted, since what runs now and then may fall into one, and for controllers ten.
