@@ -263,7 +263,7 @@ class CaptureFolder:
 
     def find(self, request_id: str, tag: str | None = None) -> list[StoredCapture]:
         """Every capture of `request_id`: one per tag, sample and, in shards, request that used the id again."""
-        tags = self.tags if tag is None else [tag]
+        tags = [known for known in self.tags if tag in (None, known)]  # a path such as "tag/" could lead elsewhere
         return [
             capture
             for capture in self._captures(tags, slug(request_id))

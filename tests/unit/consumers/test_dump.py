@@ -201,9 +201,10 @@ def test_links_below_a_root_are_not_followed(tmp_path: Path, runner: CliRunner) 
     ]
     rows = open_dataset(tmp_path / "root", index=False).num_rows
     assert set(rows.values()) == {listed[0]["num_rows"]}
-    shown = runner.invoke(app, ["show", str(tmp_path / "root"), "client-1", "--tag", "linked"])
-    assert shown.exit_code == 1
-    assert "no capture of request 'client-1' with tag 'linked'" in " ".join(shown.output.split())
+    for tag in ("linked", "linked/", "../outside/default"):
+        shown = runner.invoke(app, ["show", str(tmp_path / "root"), "client-1", "--tag", tag])
+        assert shown.exit_code == 1
+        assert f"no capture of request 'client-1' with tag {tag!r}" in " ".join(shown.output.split())
 
 
 def test_a_file_of_a_folder_that_became_a_link_is_not_read(tmp_path: Path) -> None:
