@@ -111,6 +111,13 @@ def test_nothing_is_dropped_or_left_behind(name, runs):
     assert (capture["dropped_rows"], capture["dispatch_errors"], capture["staged_bytes"]) == (0, 0, 0)
 
 
+def test_requests_are_missing_only_if_they_were_aborted(runs):
+    served = {name: run["requests"] for name, run in runs.items()}
+    missing = {name: [job for job in jobs(name) if job.index not in served[name]] for name in MODES}
+
+    assert all(job.abort_step is not None for found in missing.values() for job in found), missing
+
+
 def test_the_tokens_were_as_many_as_asked(runs):
     num_tokens = {
         name: sum(len(entry["prompt"]) + len(entry["tokens"]) for entry in run["requests"].values())
