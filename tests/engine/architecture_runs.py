@@ -182,6 +182,7 @@ def compare_with_modules(folder: Path, alone: Sequence[Alone]) -> dict[str, Any]
                 different.append("tokens")
             different += [f"{num} rows at {site}" for site, num in different_rows(each.rows, seen).items()]
             num_rows += sum(map(len, each.rows.values()))
+            assert num_rows, "no row was captured: there is nothing to compare"
     finally:
         stop_llm(llm)
     if different:
