@@ -30,7 +30,7 @@ from headgate.capture.engine.setup.startup_checks import refuse_unsupported_sett
 from headgate.capture.engine.site_action import SiteAction
 from headgate.capture.engine.vllm_types import Function, ModelRunner, VllmConfig, Worker, WorkerWrapper
 from headgate.capture.engine.worker.model_head import find_head
-from headgate.capture.engine.worker.runner import RunnerAdapter
+from headgate.capture.engine.worker.runner import LaunchedStep, RunnerAdapter
 from headgate.capture.monitoring.logs import speak_through_vllm
 from headgate.capture.monitoring.step_log import open_step_log
 from headgate.capture.schema.batch import Document
@@ -126,7 +126,8 @@ def install(worker: Worker) -> InstalledWorker:
     parts = {name: part for name, part in reversed(opened.items()) if part is not None}
     model = worker.model_runner.get_model()
     parent, stack_name, layers = find_decoder_stack(model)
-    facts = _facts(worker, model_info(config), [index for index, _ in layers], reapplies_mid(layers))
+    running = LaunchedStep(torch.device(worker.device))
+    facts = _facts(worker, model_info(config), [index for index, _ in layers], reapplies_mid(layers), running)
     find = partial(find_head, config, model, parent, facts.device, facts.gather, facts.tp_rank, worker)
     facts = replace(facts, head=find, post_norms=post_norms(layers))
     device_bytes = sum(part.headgate_allocate(facts) for part in parts.values())
@@ -138,7 +139,7 @@ def install(worker: Worker) -> InstalledWorker:
         part.headgate_start(facts)
     _add_to_model_memory(worker.model_runner, device_bytes)
     _key_graph(_configs(config, model), parts, actions)
-    installed = InstalledWorker(worker, facts, parts, device_bytes)
+    installed = InstalledWorker(worker, facts, parts, device_bytes, running)
     setattr(worker, ENGINE_ATTRIBUTE, installed)
     return installed
 
@@ -152,7 +153,14 @@ class InstalledWorker:
         device_bytes: Device memory that the parts allocated.
     """
 
-    def __init__(self, worker: Worker, facts: WorkerFacts, parts: Mapping[str, WorkerHooks], device_bytes: int) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        facts: WorkerFacts,
+        parts: Mapping[str, WorkerHooks],
+        device_bytes: int,
+        running: LaunchedStep,
+    ) -> None:
         self.facts = facts
         self.device_bytes = device_bytes
         self.parts = parts
@@ -164,14 +172,10 @@ class InstalledWorker:
             is_last_stage=facts.is_last_stage,
             verifies_drafts=worker.vllm_config.speculative_config is not None,
             step_log=self._step_log,
+            running=running,
         )
         _after(worker, "compile_or_warm_up_model", self._self_test)
         _before(worker, "shutdown", self.close)
-
-    @property
-    def is_running_requests(self) -> bool:
-        """Whether the runner launches the forward of a step of requests."""
-        return self._runner.is_running_requests
 
     def stats(self) -> Document:
         """Return the counters of every part, by name, and those of the rewrites of kernels."""
@@ -409,7 +413,9 @@ def post_norms(layers: Sequence[tuple[int, nn.Module]]) -> frozenset[Site]:
     return frozenset(found)
 
 
-def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_reapplied: bool) -> WorkerFacts:
+def _facts(
+    worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_reapplied: bool, running: LaunchedStep
+) -> WorkerFacts:
     CompilationMode = vllm_names.COMPILATION_MODE.get()
     CUDAGraphMode = vllm_names.GRAPH_MODE.get()
     get_pp_group = vllm_names.PIPELINE_GROUP.get()
@@ -435,18 +441,10 @@ def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_rea
         pp_size=get_pp_group().world_size,
         reapplies_mid=is_mid_reapplied,
         has_one_row_each=has_one_row_each if knows_steps else lambda: False,
-        runs_requests=partial(_runs_requests, worker),
+        runs_requests=running,
         actions=action_target(config),
         network_keys=network_keys(config),
     )
-
-
-def _runs_requests(worker: Worker) -> bool:
-    """Implement `WorkerFacts.runs_requests`."""
-    installed: InstalledWorker | None = getattr(worker, ENGINE_ATTRIBUTE, None)
-    if installed is None or not installed.is_running_requests:
-        return False
-    return installed.facts.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:

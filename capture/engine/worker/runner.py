@@ -347,6 +347,24 @@ class StageMessages:
         return output
 
 
+class LaunchedStep:
+    """Whether the forward of a step of requests is being launched: `WorkerFacts.runs_requests` of one worker.
+
+    Args:
+        device: The worker's.
+
+    Attributes:
+        is_on: Whether the runner executes a step of requests. The runner's adapter sets it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_on, self._has_graphs = False, device.type == "cuda"
+
+    def __call__(self) -> bool:
+        """Return whether it is, and no CUDA graph is recorded."""
+        return self.is_on and not (self._has_graphs and torch.cuda.is_current_stream_capturing())
+
+
 class RunnerAdapter:
     """Calls the worker hooks for one model runner. Step thread only.
 
@@ -361,6 +379,7 @@ class RunnerAdapter:
         is_last_stage: Whether `runner` samples. On earlier pipeline stages ``sample_tokens`` receives what was sampled,
             and nothing is gained by following a step up after it.
         step_log: Gets a line for each step that the parts see; None if steps are not logged.
+        running: Set while a step of requests is executed; None if nothing asks for it.
     """
 
     def __init__(
@@ -372,8 +391,10 @@ class RunnerAdapter:
         is_last_stage: bool = True,
         verifies_drafts: bool = False,
         step_log: StepLog | None = None,
+        running: LaunchedStep | None = None,
     ) -> None:
-        self._runner, self._step_log, self._samples = runner, step_log, is_last_stage
+        self._runner, self._step_log = runner, step_log
+        self._samples, self._running = is_last_stage, running or LaunchedStep(torch.device("cpu"))
         self._describers = overrides(parts, "headgate_describe_step")
         self._step_begins = in_turn(overrides(parts, "headgate_step_begins").values())
         self._step_ends = in_turn(overrides(parts, "headgate_step_ends").values())
@@ -389,13 +410,11 @@ class RunnerAdapter:
         self._is_to_follow_up = False
         """Whether a step was launched that no part has followed up yet: its sampling comes first."""
         self._layout, self._stages = batch_reader_of(runner), StageMessages(parts)
-        self._live: set[str] = set()
-        self._ended: set[str] = set()
-        """Without further steps; how they ended is said later, since only the front end knows."""
-        self._plain: set[str] = set()
+        self._live, self._plain = set[str](), set[str]()
+        self._ended: set[str] = set()  # without further steps; how they ended is said later: the front end knows
         plain = overrides(parts, "headgate_plain_request_added")
         self._follows_plain, self._plain_request_added = bool(plain), in_turn(plain.values())
-        self._was_active = self._is_laid_out = self._in_self_test = self.is_running_requests = False
+        self._was_active = self._is_laid_out = self._in_self_test = False
         self._verifies_drafts = verifies_drafts
         self._unsampled: tuple[SampledStep, object] | None = None
         """The step that was laid out last, and what laid it out, until its tokens are sampled."""
@@ -454,11 +473,11 @@ class RunnerAdapter:
         self._is_laid_out = False
         self._readings = self._unsampled = None
         self._stages.incoming = cast("StageTensors | None", args[0] if args else kwargs.get("intermediate_tensors"))
-        self.is_running_requests = True
+        self._running.is_on = True
         try:
             result = original(scheduler_output, *args, **kwargs)
         finally:
-            self.is_running_requests = False
+            self._running.is_on = False
         self._stages.incoming = None  # also of a step that was not laid out for the parts
         self._is_to_follow_up = self._is_laid_out
         if result is not None or not self._samples:

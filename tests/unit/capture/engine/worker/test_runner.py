@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headgate.capture.engine.contracts.worker_hooks import WorkerHooks, in_turn, overrides
-from headgate.capture.engine.worker.runner import RunnerAdapter, batch_reader_of, dummy_rows_routed
+from headgate.capture.engine.worker.runner import LaunchedStep, RunnerAdapter, batch_reader_of, dummy_rows_routed
 from headgate.capture.schema.errors import UnsupportedError
 
 
@@ -392,23 +392,24 @@ def test_dummy_runs_see_no_request(runner, recorder):
 def test_operations_know_forwards_of_requests_from_dummy_ones(runner):
     class Asking(WorkerHooks):
         def headgate_step_begins(self, view, token_ids):
-            seen.append((view is None, adapter.is_running_requests))
+            seen.append((view is None, running()))
             if token_ids == "broken":
                 raise ValueError("broken")
 
     seen = []
-    adapter = RunnerAdapter(runner, {"asking": Asking()})
+    running = LaunchedStep(torch.device("cpu"))
+    adapter = RunnerAdapter(runner, {"asking": Asking()}, running=running)
     run(runner, step(["a"], [4], [0], new=[request("a", 4)]))
     runner._dummy_run(8)
     adapter.run_dummy(8)
     run(runner, step(["a"], [1], [4]))
-    assert not adapter.is_running_requests
+    assert not running()
     runner.tokens = "broken"
     with pytest.raises(ValueError, match="broken"):
         run(runner, step(["a"], [1], [5]))
 
     assert seen == [(False, True), (True, False), (False, True), (False, True)]
-    assert not adapter.is_running_requests
+    assert not running()
 
 
 def test_the_self_test_may_prepare_its_own_step(runner, recorder):
