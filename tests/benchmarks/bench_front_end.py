@@ -36,7 +36,7 @@ import numpy as np
 
 from tests.benchmarks.models import ModelSize, write_model
 from tests.benchmarks.operations import op_sites
-from tests.benchmarks.workload import BASE, MODES, Asked, Shape
+from tests.benchmarks.workload import BASE, MODES, Asked, Shape, receiver
 
 MODEL, HIDDEN, LAYERS, VOCABULARY = "tiny", 2560, 34, 4096
 DEFAULT_MODES = (
@@ -174,14 +174,6 @@ class Served:
         scope: dict[str, Any] = {"type": "http", "method": "POST", "path": ROUTE, "raw_path": ROUTE.encode()}
         scope |= {"headers": headers, "query_string": b"", "client": ("127.0.0.1", 4000), "http_version": "1.1"}
         scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}, "scheme": "http", "server": ("127.0.0.1", 8000)}
-        asked = False
-
-        async def receive() -> dict[str, Any]:
-            nonlocal asked
-            if asked:
-                await asyncio.Event().wait()
-            asked = True
-            return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -191,7 +183,7 @@ class Served:
             self._changed.set()
 
         self._make_cold()
-        await self._app(scope, receive, send)
+        await self._app(scope, receiver(body), send)
 
 
 @asynccontextmanager

@@ -16,7 +16,6 @@ Times are the lowest of many turns: the machine may be busy with other things.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import os
 import tempfile
@@ -33,6 +32,7 @@ import torch
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.sites import HookPoint, Site
 from tests.benchmarks.models import write_model
+from tests.benchmarks.workload import receiver
 
 RUNNING, PROMPT = 256, 16
 TURNS, STEPS = 24, 12
@@ -171,20 +171,12 @@ async def ask(app: Any, body: bytes) -> float:
     path = "/v1/completions"
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
     scope["asgi"] = {"version": "3.0", "spec_version": "2.3"}
-    asked = False
-
-    async def receive() -> dict[str, Any]:
-        nonlocal asked
-        if asked:
-            await asyncio.Event().wait()
-        asked = True
-        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: dict[str, Any]) -> None:
         assert message["type"] != "http.response.start" or message["status"] == 200
 
     start = time.perf_counter()
-    await app(scope, receive, send)
+    await app(scope, receiver(body), send)
     return time.perf_counter() - start
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -348,6 +349,20 @@ def server_of(mode: Mode, servers: Mapping[str, frozenset[str]]) -> str | None:
         return mode.on if mode.on in servers else None
     able = [name for name, has in servers.items() if mode.needs and mode.needs <= has]
     return min(able, key=lambda name: len(servers[name]), default=None)
+
+
+def receiver(body: bytes) -> Callable[[], Awaitable[dict[str, Any]]]:
+    """Return an ASGI receive callable of a client that sends `body` at once and stays connected."""
+    asked = False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal asked
+        if asked:
+            await asyncio.Event().wait()
+        asked = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
 
 
 def pick(names: Sequence[str], known: Mapping[str, Any], what: str) -> list[str]:
