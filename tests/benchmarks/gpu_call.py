@@ -77,6 +77,11 @@ TOP_K_SERVERS = ("stock", "encode 80k", "read 16k", "read 80k")
 TOP_K_MODES = ("stock", "encode 80k idle", "80k edits", "encode 80k", "read 16k", "read 80k idle", "read 80k")
 ATTENTION_SERVERS = ("stock", "capture", "attention")
 ATTENTION_MODES = ("stock", "capture idle", "attention idle", "attention", "attention rows")
+READING_SERVERS = ("stock", "reading", "read 80k", "encode 80k")
+READING_MODES = (
+    *("stock", "attention idle", "attention", "lens", "lens, 4 layers", "read 80k idle", "read 80k"),
+    *("encode 80k idle", "80k edits"),
+)
 TOP_K_CASES = ("--cases", *map(str, range(40, 48)))
 """Of `bench_reconstruction`: the SAE of 80k features."""
 CROWD_SERVERS = ("stock", "both", "wide")
@@ -221,6 +226,7 @@ ANY_MODEL = {
     "attention": [
         http("attention", ["chat"], LIMIT_S, "--servers", *ATTENTION_SERVERS, "--modes", *ATTENTION_MODES),
     ],
+    "reading": [http("reading", ["chat"], LIMIT_S, "--servers", *READING_SERVERS, "--modes", *READING_MODES)],
     "parallel": [
         pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16),
         pytest_step("experts", 330, "tests/gpu/test_experts_gpu.py", lines=16),

@@ -91,6 +91,11 @@ class ModelSize(NamedTuple):
     hidden: int
     vocabulary: int
 
+    @property
+    def four_layers(self) -> list[int]:
+        """Four layers, evenly spread."""
+        return sorted({self.num_layers * part // 8 for part in (1, 3, 5, 7)})
+
 
 def size_of(folder: str | Path) -> ModelSize:
     """The size of the model in `folder`, from its ``config.json``."""

@@ -33,6 +33,7 @@ FEATURES: Mapping[str, frozenset[str]] = {
     "steering": frozenset({"steering"}),
     "capture": frozenset({"capture"}),
     "attention": frozenset({"capture", "attention"}),
+    "reading": frozenset({"capture", "attention", "lens"}),
     "both": frozenset({"steering", "capture"}),
     "wide": frozenset({"steering", "capture", "wide"}),
     "ops": frozenset({"steering", "ops", "gates"}),
@@ -312,16 +313,7 @@ def start(
     own_files.mkdir(parents=True)
     flags = ["--host", "127.0.0.1", "--port", str(port), "--shutdown-timeout", "10"]
     flags += steering_flags(name, folder, size, most)
-    if "capture" in FEATURES[name]:
-        flags += ["--capture-consumers", ",".join(filter(None, [f"filesystem:root={own_files}", params]))]
-        flags += [f"{OTHERS[other]}root={own_files / other}" for other in others]
-    read = next((sae for sae in SIZES if f"read {sae}" in FEATURES[name]), "")
-    if read:
-        sites = json.dumps({"post_mlp": [size.num_layers // 2]})
-        flags += ["--capture-sites", sites, "--capture-consumers", reading_consumer(read, folder, size)]
-    if "attention" in FEATURES[name]:
-        layer = size.num_layers // 2
-        flags += ["attention", "--capture-sites", json.dumps({"post_mlp": [layer], "q": [layer], "k": [layer]})]
+    flags += capturing_flags(name, folder, size, own_files, others, params)
     if "wide" in FEATURES[name]:
         flags += ["--additional-config", json.dumps({"headgate": {"capture": wide_section(command)}})]
     log = folder / f"{name}.log"
@@ -333,6 +325,28 @@ def start(
             env=environment(name, folder, others),
         )
     return Server(name, f"http://127.0.0.1:{port}", process, log, own_files)
+
+
+def capturing_flags(
+    name: str, folder: Path, size: ModelSize, files: Path, others: Sequence[str], params: str
+) -> list[str]:
+    """Flags of a server that say what it captures and for which consumers; for the arguments see `start`."""
+    has, layer = FEATURES[name], size.num_layers // 2
+    consumers, sites = list[str](), dict[str, list[int]]()
+    if "capture" in has:
+        consumers += [f"filesystem:{','.join(filter(None, [f'root={files}', params]))}"]
+        consumers += [f"{OTHERS[other]}root={files / other}" for other in others]
+    if read := next((sae for sae in SIZES if f"read {sae}" in has), ""):
+        consumers += [reading_consumer(read, folder, size)]
+        sites |= {"post_mlp": [layer]}
+    if "attention" in has:
+        consumers += ["attention"]
+        sites |= {"post_mlp": [layer], "q": [layer], "k": [layer]}
+    if "lens" in has:
+        consumers += ["lens"]
+        sites |= {"post_mlp": sorted({layer, *size.four_layers})}
+    flags = ["--capture-consumers", *consumers] if consumers else []
+    return flags + (["--capture-sites", json.dumps(sites)] if sites else [])
 
 
 def steering_flags(name: str, folder: Path, size: ModelSize, most: int) -> list[str]:

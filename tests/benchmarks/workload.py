@@ -113,8 +113,8 @@ class Mode:
         positions: Of which positions.
         layout: Of the files.
         consumer: What captures: ``filesystem``, or one of `servers.OTHERS`; ``attention`` answers with patterns of all
-            heads.
-        top: Of the patterns: how many keys of each query; None for whole rows.
+            heads, ``lens`` with strongest tokens.
+        top: Of patterns: how many keys of each query; None for whole rows. Of a lens: how many tokens.
     """
 
     needs: frozenset[str] = frozenset()
@@ -162,28 +162,24 @@ class Mode:
             found["sae_reconstruction"] = [self.reconstructs]
         if self.reads:
             found["capture"] = {"features": {"sae": self.reads, "positions": "all_generated", "top": READ_TOP}}
-        if self.layers is not None and self.consumer == "attention":
-            spec = {"layers": chosen(self.layers, size.num_layers), "queries": self.positions, "top": self.top}
-            found["capture"] = {self.consumer: spec}
+        if self.layers is not None and self.consumer in ("attention", "lens"):
+            rows = {"queries" if self.consumer == "attention" else "positions": self.positions}
+            found["capture"] = {self.consumer: {"layers": chosen(self.layers, size), "top": self.top, **rows}}
         elif self.layers is not None:
-            spec = {"hooks": {"post_mlp": chosen(self.layers, size.num_layers)}, "positions": self.positions}
+            spec = {"hooks": {"post_mlp": chosen(self.layers, size)}, "positions": self.positions}
             found["capture"] = {self.consumer: {**spec, "layout": self.layout, "tag": tag}}
         return found
 
 
-def chosen(layers: Layers, num_layers: int) -> Any:
+def chosen(layers: Layers, size: ModelSize) -> Any:
     """The layers that are captured, as `hooks` takes them."""
-    if layers == "all":
-        return "all"
-    if layers == "one":
-        return [num_layers // 2]
-    return sorted({num_layers * part // 8 for part in (1, 3, 5, 7)})
+    return {"all": "all", "one": [size.num_layers // 2], "four": size.four_layers}[layers]
 
 
 _STEERING, _CAPTURE, _OPS = frozenset({"steering"}), frozenset({"capture"}), frozenset({"steering", "ops", "gates"})
 _FEATURES, _NO_GATES = frozenset({"steering", "features"}), frozenset({"steering", "ops", "no gates"})
 _CONTROLLERS = frozenset({"steering", "ops", "controllers"})
-_ATTENTION = _CAPTURE | {"attention"}
+_ATTENTION, _LENS = _CAPTURE | {"attention"}, _CAPTURE | {"lens"}
 _DEFAULTS = frozenset({"steering", "ops", "gates", "capture", "defaults"})
 MODES: Mapping[str, Mode] = {
     "stock": Mode(on="stock"),
@@ -241,6 +237,8 @@ MODES: Mapping[str, Mode] = {
     "attention idle": Mode(_ATTENTION),
     "attention": Mode(_ATTENTION, layers="one", positions="all_generated", consumer="attention", top=32),
     "attention rows": Mode(_ATTENTION, layers="one", positions="all_generated", consumer="attention"),
+    "lens": Mode(_LENS, layers="one", positions="all_generated", consumer="lens", top=10),
+    "lens, 4 layers": Mode(_LENS, layers="four", positions="all_generated", consumer="lens", top=10),
     "both idle": Mode(_STEERING | _CAPTURE),
     "both": Mode(_STEERING | _CAPTURE, configs=16, layers="one"),
 }

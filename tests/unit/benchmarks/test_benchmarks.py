@@ -286,7 +286,8 @@ def test_each_request_brings_operations_of_its_own_to_the_op_sites_of_the_server
 
 
 def test_layers_are_spread_over_the_model() -> None:
-    assert (chosen("one", 34), chosen("four", 34), chosen("all", 34)) == ([17], [4, 12, 21, 29], "all")
+    gemma = ModelSize(34, 2560, 262144)
+    assert (chosen("one", gemma), chosen("four", gemma), chosen("all", gemma)) == ([17], [4, 12, 21, 29], "all")
 
 
 def test_a_mode_runs_on_the_server_with_the_least_beyond_what_it_needs() -> None:
