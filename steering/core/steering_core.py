@@ -214,7 +214,7 @@ class SteeringCore:
     def description(self, req_id: str) -> Callable[[int], Mapping[str, Any]] | None:
         """Return the trace of a request that captured; see `CorePart`."""
         log = self._readings.log(req_id)
-        return None if log is None else lambda end: join_notes(log.notes, end) if log.notes else {}
+        return None if log is None else lambda end: join_notes(log, end) if log else {}
 
     def decide(self) -> Decided | None:
         """Let controllers decide; see `CorePart`."""

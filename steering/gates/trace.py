@@ -27,30 +27,24 @@ what was applied; not finite where there is nothing. Rows from ``first`` on that
 were computed again before a token was sampled after them. Or the ``actions`` of controllers."""
 
 
-class TraceLog:
-    """Pieces of one trace in their order: rows that go on where the piece before ends lengthen that one.
+def add_note(log: list[Note], note: Note) -> None:
+    """Add a piece, which stays as it is, to the pieces of a trace in their order.
 
-    Attributes:
-        notes: The pieces.
+    Rows that go on where the piece before ends lengthen that one.
+
+    Args:
+        log: Pieces that were added here, and no others.
+        note: The piece.
     """
-
-    def __init__(self) -> None:
-        self.notes: list[Note] = []
-        self._end = 0
-        """Position after the last row."""
-
-    def add(self, note: Note) -> None:
-        """Add a piece, which stays as it is."""
-        if "values" in note:
-            if note["first"] < self._end:
-                self.notes = _without_rows(self.notes, note["first"])
-            self._end = note["first"] + note["rows"]
-        last = self.notes[-1] if self.notes else None
-        if last is not None and _goes_on(last, note):
-            last["rows"] += note["rows"]
-            last["values"] += note["values"]
-        else:
-            self.notes.append({**note, "values": bytearray(note["values"])} if "values" in note else note)
+    if "values" in note:
+        last_rows = next((each for each in reversed(log) if "values" in each), None)
+        if last_rows is not None and note["first"] < last_rows["first"] + last_rows["rows"]:
+            log[:] = _without_rows(log, note["first"])
+    if log and _goes_on(log[-1], note):
+        log[-1]["rows"] += note["rows"]
+        log[-1]["values"] += note["values"]
+    else:
+        log.append({**note, "values": bytearray(note["values"])} if "values" in note else note)
 
 
 def _without_rows(notes: Iterable[Note], first: int) -> list[Note]:
@@ -257,10 +251,10 @@ def _last_computed(notes: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, 
         if "values" not in note:
             continue
         if note["first"] < end:
-            log = TraceLog()
+            log: list[Note] = []
             for each in notes:
-                log.add(dict(each))
-            return log.notes
+                add_note(log, dict(each))
+            return log
         end = note["first"] + note["rows"]
     return notes
 

@@ -15,7 +15,7 @@ from headgate.steering.core.rules.registry import RuleRegistry
 from headgate.steering.gates.conversations import ConversationLatches, LatchKey
 from headgate.steering.gates.gate import COUNT, FOLLOWING, NamedProbe, Reading
 from headgate.steering.gates.step_table import ReportedCounts, StepTable
-from headgate.steering.gates.trace import BEFORE, NEVER, NOW, GateSource, Note, TraceLog
+from headgate.steering.gates.trace import BEFORE, NEVER, NOW, GateSource, Note, add_note
 from headgate.steering.vectors.dtypes import Float32Rows
 
 MAX_NAMES = 256
@@ -338,8 +338,8 @@ class RequestReadings:
         """The last ones that ended, since what workers have counted of them comes later."""
         self._traced: dict[str, int] = {}
         """Tokens of the prompts of requests whose traces are wanted."""
-        self._logs: dict[str, TraceLog] = {}
-        """Logs of requests that capture."""
+        self._logs: dict[str, list[Note]] = {}
+        """Pieces of the traces of requests that capture, in few; see `add_note`."""
         self._since: dict[str, int] = {}
         """Positions from which the present rules act, of requests that met a change."""
         self._followed: dict[str, ReadRequest] = {}
@@ -397,19 +397,23 @@ class RequestReadings:
 
     def describe(self, req_id: str, num_prompt: int) -> None:
         """Keep the whole trace of a request that captures, whether or not it asks for it. Input thread."""
-        self._logs[req_id] = TraceLog()
+        self._logs[req_id] = []
         self._traced[req_id] = num_prompt
         self._known = object()
 
-    def log(self, req_id: str) -> TraceLog | None:
-        """Return the pieces of the trace of a request that is described, in few; None of others."""
+    def log(self, req_id: str) -> list[Note] | None:
+        """Return the pieces of the trace of a request that is described, in few, to which its next ones are added.
+
+        Returns:
+            None for any other request.
+        """
         return self._logs.get(req_id)
 
     def keep(self, notes: Mapping[str, Note]) -> None:
         """Keep pieces of the traces of requests that are described."""
         for req_id, note in notes.items() if self._logs else ():
             if (log := self._logs.get(req_id)) is not None:
-                log.add(note)
+                add_note(log, note)
 
     def settle(self) -> None:
         """Finish with the steps so far; to be called before something acts on their rows no more, or acts anew."""

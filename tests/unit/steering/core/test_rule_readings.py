@@ -143,7 +143,7 @@ def test_a_prompt_that_begins_again_under_other_rules_has_nothing_of_those_befor
     trace = join_notes(notes, None)
     assert trace["positions"] == ([1, 2, 3] if is_on else [])
     assert trace["scores"] == ({"new": [2.0] * 3} if is_on else {})
-    assert trace == join_notes(steps.log("a").notes, None)
+    assert trace == join_notes(steps.log("a"), None)
     assert steps.counts.rules == ({"old": 3, "new": 3} if is_on else {"old": 3})
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.documents.request import open_reader
-from headgate.steering.gates.trace import SteeringTrace, TraceLog, join_notes
+from headgate.steering.gates.trace import Note, SteeringTrace, add_note, join_notes
 
 MODEL = ModelInfo(name="m", num_layers=4, hidden_size=2, dtype="float32", sites=())
 VECTORS = {"post_mlp": {1: [1.0, 2.0]}}
@@ -111,25 +111,25 @@ def test_rows_on_which_nothing_acts_have_positions_alone() -> None:
     st.none() | st.integers(0, 20),
 )
 def test_a_log_of_pieces_makes_the_same_trace(pieces: list[tuple[int, int, tuple[str, ...]]], end: int | None) -> None:
-    notes, position, log = [], 0, TraceLog()
+    notes, position, log = [], 0, list[Note]()
     for at, (gap, num_rows, scores) in enumerate(pieces):
         rows = [[10 * at + each] * (len(scores) + 2) for each in range(num_rows)]
         action = {"position": position, "action": {"set_scale": f"{at}"}}
         notes += [note(position + gap, rows, scores, ("g",)), {"actions": [action]}][: 1 + gap]
         position += gap + num_rows
     for each in notes:
-        log.add(each)
+        add_note(log, each)
 
-    assert join_notes(log.notes, end) == join_notes(notes, end)
-    assert len(log.notes) <= len(notes)
+    assert join_notes(log, end) == join_notes(notes, end)
+    assert len(log) <= len(notes)
 
 
 def test_pieces_that_follow_one_another_are_one() -> None:
-    log = TraceLog()
+    log: list[Note] = []
     for at in range(5):
-        log.add(note(at, [[at]], ("p",)))
+        add_note(log, note(at, [[at]], ("p",)))
 
-    assert [(each["first"], each["rows"]) for each in log.notes] == [(0, 5)]
+    assert [(each["first"], each["rows"]) for each in log] == [(0, 5)]
 
 
 def test_a_trace_of_nothing_has_all_its_keys() -> None:

@@ -150,7 +150,7 @@ def test_only_traces_of_its_requests_say_that_a_controller_was_switched_off(tmp_
     core.step(["a", "b"])
 
     def noted(name: str) -> list[str]:
-        return [note["controller"] for note in join_notes(core.core._readings.log(name).notes, None)["actions"]]
+        return [note["controller"] for note in join_notes(core.core._readings.log(name), None)["actions"]]
 
     assert noted("a") == ["failing", "telling"]
     assert noted("b") == ["telling"]

@@ -72,7 +72,7 @@ def test_a_request_whose_prompt_begins_again_ends_for_controllers_and_begins_ane
         ("a", module): (PROMPT, 2.0),
         ("a", static): (PROMPT, 0),
     }
-    noted = join_notes(core.core._readings.log("a").notes, None)["actions"]
+    noted = join_notes(core.core._readings.log("a"), None)["actions"]
     assert [(note["position"], note["action"]) for note in noted[-2:]] == [
         (PROMPT, {"set_steering": {"scale": 1.0}, "compose": True}),
         (PROMPT, {"set_scale": "a", "scale": 1.0}),
