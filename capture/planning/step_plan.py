@@ -189,6 +189,25 @@ def count_copies(groups: Sequence[PackGroup]) -> int:
     return sum(len(group.site_ids) * len(group.rows) for group in groups)
 
 
+def memory_rows(group: PackGroup, row_bytes: int) -> int:
+    """Rows of host memory that a group takes whose rows have another shape than the stream; 0 for any other group."""
+    if group.shape is None:
+        return 0
+    return -(-group.shape.row_bytes * len(group.site_ids) * len(group.rows) // row_bytes)
+
+
+def row_cost(shape: SiteShape | None, row_bytes: int) -> int:
+    """Rows of host memory to reckon with for a row at a site or readout: one, or more for a wide one.
+
+    Where parts are cut a narrow row counts as one at least, since its index takes a place, too.
+
+    Args:
+        shape: Of the site or readout; None: that of the stream.
+        row_bytes: Bytes of a row of host memory.
+    """
+    return 1 if shape is None else max(-(-shape.row_bytes // row_bytes), 1)
+
+
 def joined(plans: Sequence[StepPlan]) -> tuple[PackGroup, ...]:
     """The groups of some steps whose wanted rows follow each other; rows count from the first step's first one.
 

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.planning.step_plan import PackGroup, StepPlan, joined, rows_between
+from headgate.capture.planning.step_plan import PackGroup, StepPlan, joined, memory_rows, row_cost, rows_between
 from headgate.capture.schema.batch import Int32Array
 from headgate.capture.staging.device_copy import Copied, DeviceCopier
-from headgate.capture.staging.readouts import memory_rows, row_cost
 
 GRANULARITY = 16
 """Leases are multiples of so many rows."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.monitoring.logs import SparseLog
-from headgate.capture.planning.step_plan import PackGroup, unwanted
+from headgate.capture.planning.step_plan import PackGroup, memory_rows, row_cost, unwanted
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB
 from headgate.capture.schema.consumer import (
@@ -222,25 +222,6 @@ def jobs_of(
             first += num_rows
         target += memory_rows(group, row_bytes) * row_bytes // OUTPUT_BYTES
     return jobs
-
-
-def memory_rows(group: PackGroup, row_bytes: int) -> int:
-    """Rows of host memory that a group takes whose rows have another shape than the stream; 0 for any other group."""
-    if group.shape is None:
-        return 0
-    return -(-group.shape.row_bytes * len(group.site_ids) * len(group.rows) // row_bytes)
-
-
-def row_cost(shape: SiteShape | None, row_bytes: int) -> int:
-    """Rows of host memory to reckon with for a row at a site or readout: one, or more for a wide one.
-
-    Where parts are cut a narrow row counts as one at least, since its index takes a place, too.
-
-    Args:
-        shape: Of the site or readout; None: that of the stream.
-        row_bytes: Bytes of a row of host memory.
-    """
-    return 1 if shape is None else max(-(-shape.row_bytes // row_bytes), 1)
 
 
 class RingReadouts:

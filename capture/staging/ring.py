@@ -17,7 +17,7 @@ import torch
 
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.monitoring.stats import StagingCounters
-from headgate.capture.planning.step_plan import StepPlan
+from headgate.capture.planning.step_plan import StepPlan, memory_rows
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import RING_BYTES, RING_SHARE
 from headgate.capture.schema.consumer import OUTPUT_BYTES
@@ -35,7 +35,7 @@ from headgate.capture.staging.host_rows import (
     round_up,
     rows_at,
 )
-from headgate.capture.staging.readouts import BoundReadout, RingReadouts, memory_rows
+from headgate.capture.staging.readouts import BoundReadout, RingReadouts
 
 NUM_TRASH_ROWS = 64
 """Unwanted rows share this many slots: 8192 rows at one address slow a prefill by 3 % on an H200, at 64 by nothing."""

@@ -30,6 +30,7 @@ from headgate.capture.engine.site_action import SiteAction, SiteRun, SiteValue
 from headgate.capture.engine.vllm_names import versions
 from headgate.capture.links.shared_memory import SharedStaging
 from headgate.capture.monitoring.machine_memory import available_memory, share_of_memory
+from headgate.capture.planning.step_plan import row_cost
 from headgate.capture.schema.batch import BatchView, Document, FinalState, NewRequest
 from headgate.capture.schema.config import HELD_STEPS, MIB, CaptureConsumersConfig
 from headgate.capture.schema.consumer import HeadReadout, HeadReduction, ReadoutSite
@@ -38,7 +39,7 @@ from headgate.capture.schema.registry import load_configured, load_readouts
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.column_shards import ColumnShards
-from headgate.capture.staging.readouts import BoundReadout, Function, bind, row_cost
+from headgate.capture.staging.readouts import BoundReadout, Function, bind
 from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing, most_part_rows
 
 ROWS = "rows"
