@@ -146,7 +146,7 @@ def check_pool(spec: CaptureSpec, num_prompt: int, field: str) -> None:
     """Refuse a condition of a request that records none of the rows that could decide.
 
     Args:
-        spec: Resolved, with absolute positions.
+        spec: With the option `IF_PROBE`, resolved, with absolute positions.
         num_prompt: Length of the prompt.
         field: Path of the spec, for errors.
 
@@ -154,8 +154,6 @@ def check_pool(spec: CaptureSpec, num_prompt: int, field: str) -> None:
         RequestError: Naming the field.
     """
     condition = _condition_of(spec)
-    if condition is None:
-        return
     if condition.pool == "token":
         decides = any(int(part.wanted(num_prompt)[-1]) > 0 for part in parts_of(spec.positions))
         why = "token, and `positions` selects position 0 alone, which does not count"
@@ -202,16 +200,15 @@ def check_any_prompt(spec: CaptureSpec, context_length: int, field: str) -> None
         raise refusal
 
 
-def _condition_of(spec: CaptureSpec) -> Condition | None:
-    given = spec.options.get(IF_PROBE)
-    return None if given is None else msgspec.convert(given, Condition)
+def _condition_of(spec: CaptureSpec) -> Condition:
+    return msgspec.convert(spec.options[IF_PROBE], Condition)
 
 
-def scores_of(request: RequestInfo, model: ModelInfo, probes: Mapping[str, Probe]) -> ProbeScores | None:
-    """Return what collects the scores of a request that begins; None if it has no condition.
+def scores_of(request: RequestInfo, model: ModelInfo, probes: Mapping[str, Probe]) -> ProbeScores:
+    """Return what collects the scores of a request that begins.
 
     Args:
-        request: The request.
+        request: The request, whose spec has the option `IF_PROBE`.
         model: The model being served.
         probes: By name, as they were read when the consumer was opened.
 
@@ -219,8 +216,6 @@ def scores_of(request: RequestInfo, model: ModelInfo, probes: Mapping[str, Probe
         ConsumerError: If the front end has read another probe under that name.
     """
     condition = _condition_of(request.spec)
-    if condition is None:
-        return None
     probe = probes.get(condition.probe)
     if probe is None or probe.sha256 != condition.sha256:
         raise ConsumerError(

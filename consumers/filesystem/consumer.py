@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -472,8 +472,10 @@ class FilesystemConsumer(StreamingConsumer):
         root, numbering = self._remote.path if self._remote else settings.local_root, settings.if_exists == "number"
         self._store = LocalStore(root, fsync=settings.fsync, numbering=numbering)
         self._source = None if settings.reads is None else settings.reads.open(context)
-        self._quota.open()
+        if self._quota is not None:
+            self._quota.open()
         if self._remote is not None:
+            assert self._quota is not None  # noqa: S101  (of the spool)
             self._remote.start(
                 f"headgate-{context.instance_name}",
                 threads=settings.upload_threads,
@@ -525,7 +527,8 @@ class FilesystemConsumer(StreamingConsumer):
 
     @classmethod
     def check_lengths(cls, spec: CaptureSpec, context: SpecContext, lengths: RequestLengths) -> None:
-        check_pool(spec, lengths.num_prompt, context.field)
+        if IF_PROBE in spec.options:
+            check_pool(spec, lengths.num_prompt, context.field)
         if (reads := context.parsed_params(parse_params).reads) is not None:
             reads.check_lengths(spec, context, lengths)
 
@@ -590,7 +593,7 @@ class FilesystemConsumer(StreamingConsumer):
     def _write(self, blocks: Sequence[RowBlock]) -> None:
         for block in blocks:
             data = self._bytes_of(block)
-            self._gatherer.add(self._quota.within(block, data), data)
+            self._gatherer.add(block if self._quota is None else self._quota.within(block, data), data)
         if self._gatherer.is_full:
             self._hand_over(self._gatherer.pop_all())
 
@@ -604,12 +607,12 @@ class FilesystemConsumer(StreamingConsumer):
             )
         if self._source is not None:
             finished = self._computed(self._source, finished)
-        ticket = self._book(finished.request)
+        settle = self._book(finished.request)
         pieces = self._gatherer.pop(finished.request.request_id)
         outcome: Outcome = Future()
         with self._outstanding_lock:
             self._outstanding.add(outcome)
-        outcome.add_done_callback(partial(self._stored, ticket, _num_files(finished.request)))
+        outcome.add_done_callback(partial(self._stored, settle, _num_files(finished.request)))
         index = self._writers.end(finished.request.request_id)
         self._threads[index].submit(
             partial(self._request_writers[index].finish, finished, pieces, outcome),
@@ -657,7 +660,8 @@ class FilesystemConsumer(StreamingConsumer):
     def abandon(self, request: RequestInfo) -> None:
         if self._source is not None:
             self._source.abandon(self._own_request(request))
-        self._quota.release(request.request_id)
+        if self._quota is not None:
+            self._quota.release(request.request_id)
         self._gatherer.pop(request.request_id)
         index = self._writers.end(request.request_id)
         self._threads[index].submit(partial(self._request_writers[index].abandon, request))
@@ -763,27 +767,33 @@ class FilesystemConsumer(StreamingConsumer):
             num_bytes = sum(piece.rows.nbytes for pieces in of_writer.values() for piece in pieces)
             self._threads[index].submit(partial(self._request_writers[index].append, of_writer), num_bytes)
 
-    def _book(self, request: RequestInfo) -> int:
-        """Count the files that an ended request will have; return the ticket of `DiskQuota.store`.
+    def _book(self, request: RequestInfo) -> Callable[[int], None] | None:
+        """Count the files that an ended request will have, if there is a limit.
+
+        Returns:
+            Takes the bytes that they have in the end; None without a limit.
 
         Raises:
             ConsumerError: If they, or the request's rows, do not fit.
         """
+        if self._quota is None:
+            return None
         self._quota.add(request.request_id, str(request.spec.options["tag"]), _num_files(request) * FILE_BYTES)
         try:
-            return self._quota.store(request.request_id)
+            return partial(self._quota.settle, self._quota.store(request.request_id))
         except ConsumerError:
             self.abandon(request)
             raise
 
-    def _stored(self, ticket: int, num_files: int, outcome: Outcome) -> None:
+    def _stored(self, settle: Callable[[int], None] | None, num_files: int, outcome: Outcome) -> None:
         payload = {} if outcome.exception() is not None else outcome.result()
         is_stored = bool(payload.get("paths"))
         with self._outstanding_lock:
             self._outstanding.discard(outcome)
             if IF_PROBE in payload:
                 self._decided[is_stored] += 1
-        self._quota.settle(ticket, payload["num_bytes"] + num_files * FILE_BYTES if is_stored else 0)
+        if settle is not None:
+            settle(payload["num_bytes"] + num_files * FILE_BYTES if is_stored else 0)
 
 
 def _fitting_probes(params: Mapping[str, Any], context: ConsumerContext) -> dict[str, Probe]:
@@ -836,9 +846,11 @@ def _browsed(context: ReportContext) -> Path:
     return settings.local_root.resolve()
 
 
-def _quota(settings: FilesystemParams, remote: RemoteRoot | None) -> DiskQuota:
+def _quota(settings: FilesystemParams, remote: RemoteRoot | None) -> DiskQuota | None:
+    """Return what counts the bytes below a root with a limit, or in the spool, which always has one."""
     if remote is None:
-        return DiskQuota(settings.max_tag_bytes, settings.max_root_bytes, settings.local_root)
+        limits = settings.max_tag_bytes, settings.max_root_bytes
+        return None if limits == (None, None) else DiskQuota(*limits, settings.local_root)
 
     def no_room(tag: str, limit: int) -> str:
         return (

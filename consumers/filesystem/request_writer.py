@@ -31,7 +31,7 @@ from headgate.capture.schema.config import KIB
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.sites import Site
-from headgate.consumers.filesystem.condition import ProbeScores, scores_of
+from headgate.consumers.filesystem.condition import IF_PROBE, ProbeScores, scores_of
 from headgate.consumers.filesystem.formats.layout import (
     Decision,
     Finished,
@@ -512,7 +512,8 @@ class RequestWriter:
         running = self._running[request.request_id] = _Running(request)
         try:
             self._layout(request).check_free(self._target(request))
-            running.scores = scores_of(request, self._context.model, self._probes)
+            if IF_PROBE in request.spec.options:
+                running.scores = scores_of(request, self._context.model, self._probes)
         except Exception as error:  # noqa: BLE001  (whatever it is, it is this request's outcome)
             self._fail(running, error)
 

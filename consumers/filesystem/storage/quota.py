@@ -54,7 +54,7 @@ class DiskQuota:
     consumer's. Other processes that write to the same root are seen when a folder is measured, and not between.
 
     Args:
-        max_tag_bytes: Of one tag; None for no limit.
+        max_tag_bytes: Of one tag; None for no limit. At least one of the two is given.
         max_root_bytes: Of all of them; None for no limit.
         root: Holds a folder for each tag.
         measure: What counts under a folder now.
@@ -86,11 +86,6 @@ class DiskQuota:
         self._tickets = count()
         self._num_kept = MAX_TAGS
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether there is any limit; without one, nothing is counted and the disk is not looked at."""
-        return self._max_tag_bytes is not None or self._max_root_bytes is not None
-
     def open(self) -> None:
         """Measure the root if it has a limit: before anybody waits, since it may take long."""
         if self._max_root_bytes is not None:
@@ -103,8 +98,6 @@ class DiskQuota:
             block: Rows of several requests, whose specs have the option ``tag``.
             data: Its rows as uint8 ``[S, N, row_bytes]``.
         """
-        if not self.is_limited:
-            return block
         num_sites, _, row_bytes = data.shape
         spans = tuple(
             span
@@ -119,8 +112,6 @@ class DiskQuota:
 
     def add(self, request_id: str, tag: str, num_bytes: int) -> bool:
         """Count rows or files of a request; False once there is no room for all of them."""
-        if not self.is_limited:
-            return True
         if request_id in self._refused:
             return False
         self._apply_settled()
@@ -148,13 +139,11 @@ class DiskQuota:
 
     def settle(self, ticket: int, num_bytes: int) -> None:
         """Count a request with what its files take: 0 if none were written. Any thread."""
-        if self.is_limited:
-            self._settled.append((ticket, num_bytes))
+        self._settled.append((ticket, num_bytes))
 
     def removed(self, num_bytes: int, num_files: int) -> None:
         """Stop counting files that are no longer below the root. Any thread."""
-        if self.is_limited:
-            self._removed.append(num_bytes + num_files * FILE_BYTES)
+        self._removed.append(num_bytes + num_files * FILE_BYTES)
 
     def release(self, request_id: str) -> None:
         """Stop counting a request that failed: nothing will be stored. May be called again."""

@@ -15,6 +15,7 @@ from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
 from headgate.consumers.filesystem import FilesystemConsumer
+from headgate.consumers.filesystem.storage import quota as quotas
 from headgate.consumers.filesystem.storage.quota import FILE_BYTES, MAX_TAGS, MEASURE_AGAIN_S, DiskQuota, bytes_below
 
 ROOT = Path("/captures")
@@ -159,11 +160,17 @@ def test_tags_are_forgotten_but_for_those_in_use() -> None:
     assert tags.looks == 3 * MAX_TAGS + 1
 
 
-def test_without_a_limit_nobody_looks() -> None:
-    tags = Tags()
+def test_without_a_limit_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(folder: Path) -> int:
+        raise AssertionError(f"somebody looked at {folder}")
 
-    assert quota(tags, None).add("1", "a", 1 << 40)
-    assert tags.looks == 0
+    monkeypatch.setattr(quotas, "bytes_below", look)
+    consumer = FilesystemConsumer(
+        {"root": str(tmp_path), "threads": 1}, ConsumerContext(instance_name="filesystem", model=EXAMPLE_MODEL)
+    )
+
+    assert Feed(consumer).whole(request("one"))["num_rows"] == 8
+    consumer.close(10)
 
 
 def test_files_are_added_up(tmp_path: Path) -> None:
