@@ -132,6 +132,10 @@ def variable_of(role: str) -> str:
 class KeyRing:
     """The keys of one API server process. Event loop only.
 
+    Attributes:
+        has_keys: Whether any client can have a key here.
+        open_roles: The roles that need no key: there is no file of keys, and none of these in the environment.
+
     Args:
         path: The operator's file of keys; None if there is none.
         is_counting: Whether requests can be counted here over all processes of the server: see `Usage`.
@@ -147,32 +151,22 @@ class KeyRing:
         self._of_environment = tuple(key for role in sorted(self._roles) for key in _keys_of_environment(role))
         self._of_file: Sequence[AccessKey] = ()
         self._version: Version | None = None
+        self.has_keys = path is not None or bool(self._of_environment)
+        kept = {role for key in self._of_environment for role in key.roles}
+        self.open_roles = self._roles - kept if path is None else frozenset[str]()
         if path is not None:
             self._read(path)
 
-    def find(self, given: Iterable[str], role: str, *, is_local: bool) -> AccessKey | None:
-        """Find the key that lets a client do what needs `role`.
+    def find(self, given: Iterable[str], role: str) -> AccessKey:
+        """Find the key that lets a client do what needs `role`, which is none of `open_roles`.
 
         Args:
             given: What the client sent that may be a key.
             role: The role.
-            is_local: Whether the server can be reached from its own machine alone.
-
-        Returns:
-            None if no key is needed: there is no file of keys and none of this role in the environment, and the server
-            is reached from its own machine alone.
 
         Raises:
             ForbiddenError: If there is no such key.
         """
-        if not self.needs_key(role):
-            if is_local:
-                return None
-            raise ForbiddenError(
-                "this server listens beyond its own machine and has no key for this; the operator sets "
-                f"{variable_of(role)} (one key, or several separated by commas), names a file of keys with "
-                "--headgate-keys, or starts it with --host 127.0.0.1"
-            )
         known = self.matching(given)
         for key in known:
             if key.has_role(role) and not key.is_expired():
@@ -189,22 +183,13 @@ class KeyRing:
         return [key for digest in digests for key in keys if _has_digest(key, digest)]
 
     @property
-    def has_keys(self) -> bool:
-        """Whether any client can have a key here."""
-        return self._path is not None or bool(self._of_environment)
-
-    @property
     def has_file(self) -> bool:
         """Whether there is a file of keys."""
         return self._path is not None
 
-    def needs_key(self, role: str) -> bool:
-        """Whether a key is needed even from the server's own machine."""
-        return self._path is not None or any(role in key.roles for key in self._of_environment)
-
     def described(self, role: str, *, is_local: bool) -> str:
         """Describe for the log who may do what needs `role`."""
-        if self.needs_key(role):
+        if role not in self.open_roles:
             return f"{sum(key.has_role(role) for key in self._keys())} keys"
         return "open, on this machine alone" if is_local else f"closed, {variable_of(role)} is not set"
 

@@ -8,7 +8,7 @@ from functools import wraps
 
 from msgspec.structs import replace
 
-from headgate.capture.engine.access.caller import current_client
+from headgate.capture.engine.access.caller import current_caller, current_client
 from headgate.capture.engine.client_errors import as_client_error, is_without_field, overloaded
 from headgate.capture.engine.contracts.core_calls import run_each_async
 from headgate.capture.engine.contracts.wire_format import CAPTURE
@@ -177,10 +177,11 @@ def _resolved(
 def _meter(
     reader: RequestReader, headgate_request: HeadgateRequest, prompt: object, params: SamplingParams
 ) -> Meter | None:
-    if headgate_request.capture is None or reader.capture is None:
+    if headgate_request.capture is None or reader.capture is None or (caller := current_caller()) is None:
         return None
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-    return open_meter(reader.capture, headgate_request.capture, None if tokens is None else len(tokens), params)
+    num_prompt = None if tokens is None else len(tokens)
+    return open_meter(caller, reader.capture, headgate_request.capture, num_prompt, params)
 
 
 async def _with_refusals(

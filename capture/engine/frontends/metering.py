@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator
 
-from headgate.capture.engine.access.caller import Charge, current_caller
+from headgate.capture.engine.access.caller import Caller, Charge, current_caller
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.capture_request import capturing_key
@@ -63,10 +63,13 @@ class Meter:
         return min(sum(sum(use.num_bytes.values()) for use in uses), self.charge.num_bytes)
 
 
-def open_meter(front: FrontEnd, ask: CaptureRequest, num_prompt: int | None, params: SamplingParams) -> Meter | None:
+def open_meter(
+    caller: Caller, front: FrontEnd, ask: CaptureRequest, num_prompt: int | None, params: SamplingParams
+) -> Meter | None:
     """Count what a client captures; None if it is not counted.
 
     Args:
+        caller: The client.
         front: Capture's front end.
         ask: What is asked, resolved.
         num_prompt: Tokens of the prompt; None if they are not known.
@@ -76,8 +79,8 @@ def open_meter(front: FrontEnd, ask: CaptureRequest, num_prompt: int | None, par
         QuotaError: If a quota of the client's key has no room for it.
         RequestError: If its prompt is not known, and so not what it could capture.
     """
-    caller, key = current_caller(), capturing_key()
-    if caller is None or key is None or not ask.is_explicit or not key.limits.are_counted:
+    key = capturing_key()
+    if key is None or not ask.is_explicit or not key.limits.are_counted:
         return None
     field = f"{CAPTURE}.{next(iter(ask.specs))}"
     if num_prompt is None or params.max_tokens is None:

@@ -68,16 +68,25 @@ class Access:
     def find(self, role: str, headers: Mapping[str, str]) -> AccessKey | None:
         """Find the key with which a request may do what needs `role`; see `KeyRing.find`.
 
-        Without keys, requests that a web page of another site made are refused, too.
+        Returns:
+            None if no key is needed: there is none of this role, and the server is reached from its own machine alone.
+            Then requests that a web page of another site made are refused, too.
 
         Raises:
             ForbiddenError: If it may not.
         """
-        self.keys.refresh()
-        key = self.keys.find(_given(headers), role, is_local=self.is_local)
-        if key is None and not self._has_socket:
+        if role not in self.keys.open_roles:
+            self.keys.refresh()
+            return self.keys.find(_given(headers), role)
+        if not self.is_local:
+            raise ForbiddenError(
+                "this server listens beyond its own machine and has no key for this; the operator sets "
+                f"{variable_of(role)} (one key, or several separated by commas), names a file of keys with "
+                "--headgate-keys, or starts it with --host 127.0.0.1"
+            )
+        if not self._has_socket:
             _check_own(headers, role)
-        return key
+        return None
 
     def identify(self, headers: Mapping[str, str]) -> Caller | None:
         """Find the client that sent a request by the keys that it carries; None if none of them is known and valid."""

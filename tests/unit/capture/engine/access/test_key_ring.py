@@ -37,13 +37,11 @@ def test_environment_keys_let_in_whoever_has_one(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HEADGATE_STEERING_KEYS", " old-key ,new-key,,")
     ring = KeyRing()
 
-    for local in (True, False):
-        for number, key in enumerate(("old-key", "new-key"), 1):
-            found = ring.find([key], "steer", is_local=local)
-            assert found is not None
-            assert found.name == f"env.steer.{number}"
-            assert ring.find(["wrong", key], "steer", is_local=local) == found
-    assert ring.find([], "capture", is_local=True) is None
+    for number, key in enumerate(("old-key", "new-key"), 1):
+        found = ring.find([key], "steer")
+        assert found.name == f"env.steer.{number}"
+        assert ring.find(["wrong", key], "steer") == found
+    assert ring.open_roles == {"capture", "admin"}
     assert ring.described("steer", is_local=True) == "2 keys"
     assert "old-key" not in repr(ring)
 
@@ -55,18 +53,17 @@ def test_without_one_nobody_passes_even_from_the_same_machine(
     monkeypatch.setenv("HEADGATE_STEERING_KEYS", "old-key,new-key")
 
     with pytest.raises(ForbiddenError, match="HEADGATE_STEERING_KEYS") as raised:
-        KeyRing().find(given, "steer", is_local=True)
+        KeyRing().find(given, "steer")
 
     assert "old-key" not in str(raised.value)
     assert "new-key" not in str(raised.value)
 
 
-def test_without_configured_keys_the_own_machine_is_let_in_alone() -> None:
+def test_without_configured_keys_every_role_is_open() -> None:
     ring = KeyRing()
 
-    assert ring.find([], "steer", is_local=True) is None
-    with pytest.raises(ForbiddenError, match="the operator sets HEADGATE_STEERING_KEYS"):
-        ring.find([""], "steer", is_local=False)
+    assert ring.open_roles == known_roles()
+    assert not ring.has_keys
     assert ring.described("capture", is_local=True) == "open, on this machine alone"
     assert ring.described("capture", is_local=False) == "closed, HEADGATE_CAPTURE_KEYS is not set"
 
@@ -82,7 +79,7 @@ def test_all_keys_are_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch
         return real(one, other)
 
     monkeypatch.setattr(key_ring.secrets, "compare_digest", compare)
-    ring.find(["first"], "capture", is_local=False)
+    ring.find(["first"], "capture")
 
     assert compared == [digest_of("first"), digest_of("alice"), digest_of("bob")]
 
@@ -104,24 +101,24 @@ def test_roles_of_a_file_say_what_its_keys_may(tmp_path: Path) -> None:
         *(("root", role) for role in ("steer", "capture", "admin")),
     }
     with pytest.raises(ForbiddenError, match=r"'steer'; 'alice' has capture"):
-        ring.find(["alice"], "steer", is_local=True)
+        ring.find(["alice"], "steer")
     with pytest.raises(ForbiddenError, match="headgate keys add"):
-        ring.find([], "capture", is_local=True)
+        ring.find([], "capture")
 
 
 def _passes(ring: KeyRing, key: str, role: str) -> bool:
     try:
-        return ring.find([key], role, is_local=True) is not None
+        ring.find([key], role)
     except ForbiddenError:
         return False
+    return True
 
 
 def test_two_keys_of_one_name_are_one_client(tmp_path: Path) -> None:
     both = {**entry("alice", "capture"), "sha256": [digest_of("new"), digest_of("old")]}
     ring = KeyRing(write(tmp_path / "keys.json", both))
 
-    names = {found.name for key in ("new", "old") if (found := ring.find([key], "capture", is_local=False))}
-    assert names == {"alice"}
+    assert {ring.find([key], "capture").name for key in ("new", "old")} == {"alice"}
 
 
 def test_an_expired_key_is_refused(tmp_path: Path) -> None:
@@ -133,9 +130,9 @@ def test_an_expired_key_is_refused(tmp_path: Path) -> None:
         )
     )
 
-    assert ring.find(["bob"], "capture", is_local=True) is not None
+    assert ring.find(["bob"], "capture").name == "bob"
     with pytest.raises(ForbiddenError, match="'alice' has expired"):
-        ring.find(["alice"], "capture", is_local=True)
+        ring.find(["alice"], "capture")
 
 
 def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(

@@ -28,7 +28,7 @@ def test_a_key_is_shown_once_and_its_digest_kept(path: Path) -> None:
     key = added.stdout.strip().splitlines()[-1]
     assert len(key) > 40
     assert key not in path.read_text()
-    found = KeyRing(path).find([key], "capture", is_local=False)
+    found = KeyRing(path).find([key], "capture")
     assert found is not None
     assert (found.name, found.tags) == ("alice", ("alice-*", "x"))
     assert path.stat().st_mode & 0o777 == 0o600

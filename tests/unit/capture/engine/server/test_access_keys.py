@@ -86,6 +86,14 @@ def test_without_keys_the_own_machine_is_let_in(headers: dict[str, str]) -> None
     assert require_role("capture", request_of(headers)) is None
 
 
+@pytest.mark.parametrize("headers", [{}, {"x-headgate-key": "made-up"}])
+def test_without_keys_other_machines_are_not(headers: dict[str, str]) -> None:
+    from fastapi import HTTPException
+
+    with pytest.raises(HTTPException, match=r"beyond its own machine .* the operator sets HEADGATE_STEERING_KEYS"):
+        require_role("steer", request_of(headers, "0.0.0.0"))
+
+
 @pytest.mark.parametrize(
     ("headers", "named"),
     [
