@@ -25,8 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headgate.capture.delivery.completeness import ConsumerRequestReader
 from headgate.capture.delivery.consumer_queue import UnfinishedWork
-from headgate.capture.delivery.delivery import CloseReport, ConsumerRequestReader, Delivery, DeliveryStats, Dispatched
+from headgate.capture.delivery.delivery import CloseReport, Delivery, DeliveryStats, Dispatched
 from headgate.capture.links.child_process import (
     END_S,
     Connection,

@@ -11,17 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
 
-from headgate.capture.delivery.completeness import TokenCheck
+from headgate.capture.delivery.completeness import ConsumerRequestReader, TokenCheck
 from headgate.capture.delivery.consumer_queue import ConsumerQueue, ConsumerThread
-from headgate.capture.delivery.delivery import (
-    CloseReport,
-    ConsumerRequestReader,
-    DeliveryStats,
-    Dispatched,
-    Handoff,
-)
+from headgate.capture.delivery.delivery import CloseReport, DeliveryStats, Dispatched
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.delivery.row_packets import BlockPart, Packet, RowPool, Splitter, StepCoalescer
 from headgate.capture.links.network import NetworkKeys
@@ -48,6 +43,61 @@ from headgate.capture.schema.consumer import (
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, open_consumers
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.host_rows import StagedRows
+
+T = TypeVar("T")
+
+
+class Handoff(Generic[T]):
+    """First in, first out: the step thread puts, and the one dispatch thread takes.
+
+    It has no bound of its own: rows are bounded by the staging memory that they lie in, and everything else is small.
+    The lock keeps items from being put after the end; nothing else runs under it, so the step thread never waits for a
+    consumer here. A `SimpleQueue` wakes the other thread without running Python for it.
+    """
+
+    def __init__(self) -> None:
+        self._items: SimpleQueue[T | None] = SimpleQueue()  # None follows the last item
+        self._lock = threading.Lock()
+        self._is_closed = self._is_exhausted = False
+
+    def put(self, item: T) -> bool:
+        """Append `item`; False once closed."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            self._items.put(item)
+            return True
+
+    def next_item(self, timeout_s: float | None) -> T | None:
+        """Wait for the next item and remove it.
+
+        Args:
+            timeout_s: Seconds to wait; None for as long as it takes, which `close` ends.
+
+        Returns:
+            None when the time is up, or when it is closed and empty.
+        """
+        if self._is_exhausted:
+            return None
+        try:
+            item = self._items.get(timeout=timeout_s)
+        except Empty:
+            return None
+        self._is_exhausted = item is None
+        return item
+
+    def close(self) -> None:
+        """Refuse further items; `next_item` still returns the items that were put."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._items.put(None)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is closed and everything was taken. For the thread that takes."""
+        with self._lock:  # without it, the end might not be put yet, and the last item be mistaken for it
+            return self._is_exhausted or (self._is_closed and self._items.qsize() == 1)
 
 
 class Dispatcher:

@@ -1,23 +1,26 @@
 """One request on its way to one consumer, and the checks of its result: nothing says ``ok`` when rows are missing.
 
-`DeliveryAudit` counts which positions reached the consumer at how many sites, `TokenCheck` compares the tokens that
-rows were computed from with the request's own, and `OpenRequests` sends each request's result once.
+`ConsumerRequestReader` makes it of the request's beginning, `DeliveryAudit` counts which positions reached the consumer
+at how many sites, `TokenCheck` compares the tokens that rows were computed from with the request's own, and
+`OpenRequests` sends each request's result once.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from headgate.capture.monitoring.logs import SparseLog
 from headgate.capture.monitoring.stats import QueueCounters
-from headgate.capture.schema.batch import FinalState, Int32Array, Int64Array
-from headgate.capture.schema.consumer import ModelInfo, RequestInfo
-from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.batch import Begin, FinalState, Int32Array, Int64Array
+from headgate.capture.schema.consumer import ModelInfo, ReadoutFacts, ReadoutSite, RequestInfo, by_consumer
+from headgate.capture.schema.results import CaptureResult, Origin
+from headgate.capture.schema.sites import Site
+from headgate.capture.schema.spec import CaptureSpec, SpecReader
 
 SPARE_POSITIONS = 64
 """Positions of output that there is room for at first; the arrays grow by doubling."""
@@ -176,6 +179,59 @@ class ConsumerRequest:
         self.is_begun = self.is_passed_over = False
         self.ended_at: float | None = None
         self.is_reported = False
+
+
+class ConsumerRequestReader:
+    """Makes the request of each consumer of a `Begin`.
+
+    Args:
+        sites: Of the worker, in the order of the ring.
+        bits: Of the consumers that are served, by their instances; others get nothing.
+        readouts: The readouts that the worker computes.
+    """
+
+    def __init__(self, sites: Sequence[Site], bits: Mapping[str, int], readouts: Sequence[ReadoutSite]) -> None:
+        self._specs = SpecReader(sites)
+        self._bits = dict(bits)
+        self._readouts = by_consumer(readouts)
+
+    def read(self, begin: Begin) -> dict[int, ConsumerRequest]:
+        """Return the request as each consumer knows it, by the consumer's bit."""
+        found = {}
+        for instance, raw in ({} if begin.capture is None else begin.capture["specs"]).items():
+            if (bit := self._bits.get(instance)) is not None:
+                spec = self._specs.read(raw)
+                own = self._readouts.get(bit, {})
+                readouts = {site: facts for site, facts in own.items() if site in spec.sites}
+                found[bit] = ConsumerRequest(request_info(begin, spec, readouts))
+        return found
+
+
+def request_info(begin: Begin, spec: CaptureSpec, readouts: Mapping[Site, ReadoutFacts]) -> RequestInfo:
+    """Return a request that captures as one consumer knows it.
+
+    Args:
+        begin: The request.
+        spec: What it wants of the consumer, at sites of this worker.
+        readouts: Of those sites.
+
+    Raises:
+        ValueError: If its id does not say which of several samples it is.
+    """
+    capture = begin.capture
+    assert capture is not None  # noqa: S101  (there is a spec)
+    num_samples = capture["n"]
+    return RequestInfo(
+        request_id=begin.req_id,
+        client_request_id=capture["id"],
+        # With n > 1 vLLM calls the samples "0_ID", "1_ID", ...
+        sample_index=int(begin.req_id.split("_", 1)[0]) if num_samples > 1 else 0,
+        num_samples=num_samples,
+        prompt_token_ids=begin.prompt_token_ids,
+        spec=spec,
+        readouts=readouts,
+        origin=Origin(capture["reply"], capture["key"], capture.get("streamed", False)),
+    )
 
 
 def result_of(

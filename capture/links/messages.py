@@ -31,7 +31,8 @@ import torch
 import zmq
 from torch import Tensor
 
-from headgate.capture.delivery.delivery import CloseReport, DeliveryStats, request_info
+from headgate.capture.delivery.completeness import request_info
+from headgate.capture.delivery.delivery import CloseReport, DeliveryStats
 from headgate.capture.delivery.row_packets import select_spans
 from headgate.capture.planning.step_plan import PackGroup, RequestSpans, SiteSet, count_up
 from headgate.capture.schema.batch import Begin, End, FinalState, Int64Array, MemoryWanted
