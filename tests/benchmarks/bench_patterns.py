@@ -1,4 +1,4 @@
-"""CPU time of attention patterns in a capture process: ``python -m tests.benchmarks.bench_patterns [--requests N]``.
+"""CPU time of attention patterns in a capture process: ``python -m tests.benchmarks.bench_patterns --requests N``.
 
 Requests with 128 tokens of prompt generate 1024 together, eight at a time, and ask for the 32 largest keys of the eight
 heads of one layer, of the sizes of Gemma 3 4B. No engine, and no GPU: printed are the CPU time of one request, and how
@@ -24,6 +24,7 @@ from headgate.capture.schema.consumer import (
     RowSpan,
     SpecContext,
 )
+from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import HookPoint, Site, SiteShape
 from headgate.consumers.attention import AttentionConsumer
 
@@ -38,7 +39,7 @@ MODEL = ModelInfo(
 )  # fmt: skip
 
 
-def requests_of(count: int) -> list[RequestInfo]:
+def requests_of(count: int, *, is_streamed: bool) -> list[RequestInfo]:
     """The requests, checked as a server does it."""
     context = SpecContext(instance_name="attention", model=MODEL, params={}, client_request_id="r")
     asked = {"layers": [17], "queries": "all_generated", "top": 32}
@@ -46,7 +47,13 @@ def requests_of(count: int) -> list[RequestInfo]:
     spec = spec.with_positions(lambda selector: selector.resolve(PROMPT, "queries"))
     prompt = np.arange(PROMPT, dtype=np.int64)
     return [
-        RequestInfo(request_id=str(number), client_request_id=str(number), prompt_token_ids=prompt, spec=spec)
+        RequestInfo(
+            request_id=str(number),
+            client_request_id=str(number),
+            prompt_token_ids=prompt,
+            spec=spec,
+            origin=Origin(None, str(number), is_streamed),
+        )
         for number in range(count)
     ]
 
@@ -60,11 +67,11 @@ def blocks_of(site: Site, requests: list[RequestInfo], start: int, stop: int) ->
     return RowBlock(sites=(site,), rows=rows, positions=positions, spans=tuple(spans))
 
 
-def run(count: int) -> tuple[float, float]:
+def run(count: int, *, is_streamed: bool) -> tuple[float, float]:
     """CPU milliseconds of a request, and seconds from the last row to the last answer."""
     torch.set_num_threads(1)
     consumer = AttentionConsumer({}, ConsumerContext(instance_name="attention", model=MODEL))
-    requests = requests_of(count)
+    requests = requests_of(count, is_streamed=is_streamed)
     began = time.process_time()
     for one in requests:
         consumer.begin(one)
@@ -88,7 +95,9 @@ def main() -> None:
     """Print both figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=8, help="that run at once")
-    cpu_ms, waited = run(parser.parse_args().requests)
+    parser.add_argument("--streamed", action="store_true", help="their answers are streamed, with parts of patterns")
+    arguments = parser.parse_args()
+    cpu_ms, waited = run(arguments.requests, is_streamed=arguments.streamed)
     print(f"{cpu_ms:.0f} ms of CPU a request; {waited:.2f} s from row to answer")
 
 

@@ -373,6 +373,48 @@ def test_top_gives_the_largest_keys_and_the_rest() -> None:
     assert (patterns["2.attention.rest"].float() - (whole.sum(-1) - values.sum(-1))).abs().max() <= 1e-3
 
 
+@pytest.mark.parametrize("num_keys", [1, 5, 32, 63, 64, 100, 255, 256, 300, 1000, 1033])
+@pytest.mark.parametrize("num_nonzero", [0, 3, 40, 2000])
+def test_the_largest_weights_are_those_of_a_sort(num_keys: int, num_nonzero: int) -> None:
+    random = np.random.default_rng(num_keys)
+    weights = np.exp(random.normal(0, 4, (3, 7, num_keys)).astype(np.float32))
+    weights[0] = np.round(weights[0])  # many are equal, and many are 0
+    weights[2, :3, num_nonzero:] = 0
+    weights[2, 3:, : num_keys - num_nonzero] = 0
+    weights[1, 4] = 1e-42  # subnormal
+    for count in {1, min(32, num_keys), num_keys}:
+        values, places = attention._largest(weights, count)
+
+        order = np.argsort(-weights, axis=-1, kind="stable")[..., :count]
+        expected = np.take_along_axis(weights, order, axis=-1)
+        np.testing.assert_array_equal(values, expected)
+        np.testing.assert_array_equal(places[values > 0], order[values > 0])
+
+
+@pytest.mark.parametrize("top", [None, 3, 40])
+def test_a_row_that_is_not_finite_has_no_numbers_and_leaves_others_alone(top: int | None) -> None:
+    sound = request({"layers": [1], "queries": "all", "top": top}, output=300)
+
+    class Broken(ExampleRequest):
+        def rows(self, site: Any, positions: Any) -> Tensor:
+            rows = super().rows(site, positions)
+            if site.hook is HookPoint.Q:
+                rows[positions == 290] = torch.nan
+            return rows
+
+    whole = fetch_patterns(answer(consumer(), sound, [(0, 999)]))
+    found = fetch_patterns(answer(consumer(), Broken(sound.info.spec, model=MODEL, prompt=9, output=300), [(0, 999)]))
+
+    names = ["1.attention"] if top is None else ["1.attention.values", "1.attention.rest"]
+    for name in names:
+        at = found.queries.tolist().index(290)
+        assert found[name][at].isnan().any(dim=-1).all()
+        others = torch.arange(len(found.queries)) != at
+        torch.testing.assert_close(found[name][others], whole[name][others], atol=1e-6, rtol=0)
+    if top is not None:
+        assert (found["1.attention.keys"][at] == -1).all()
+
+
 def test_only_the_chosen_queries_and_the_keys_before_them_are_captured() -> None:
     spec = request({"layers": [1], "queries": [3, 5]}).info.spec
 
