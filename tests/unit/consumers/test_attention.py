@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -413,6 +414,39 @@ def test_a_row_that_is_not_finite_has_no_numbers_and_leaves_others_alone(top: in
         torch.testing.assert_close(found[name][others], whole[name][others], atol=1e-6, rtol=0)
     if top is not None:
         assert (found["1.attention.keys"][at] == -1).all()
+
+
+def test_parts_are_cut_to_the_queries_that_every_layer_has() -> None:
+    parts = [(np.array(at), {".rest": torch.tensor(at)}) for at in ([], [1, 3, 5], [6, 7], [8, 9])]
+
+    for queries in ([1, 3, 5, 6, 7, 8, 9], [1, 3, 6], [1, 7, 8, 9], [3, 5], []):
+        assert attention._joined(parts, np.array(queries, np.int64))[".rest"].tolist() == queries
+
+
+def test_work_for_ended_requests_is_done_first_and_each_requests_in_order() -> None:
+    work, begin, done = attention._Work(1), Event(), list[str]()
+    blocking = work.submit("x", begin.wait, 10)
+    owners = {name: object() for name in "abc"}
+    asked = {name: work.submit(owners[name[0]], done.append, name) for name in ("a1", "b1", "c1", "a2", "b2", "c2")}
+    while not blocking.running():
+        pass
+    work.hurry(owners["c"])
+    work.hurry(owners["b"])
+    asked["a1"].cancel()
+    begin.set()
+    for name in ("b2", "a2"):
+        asked[name].result(10)
+
+    assert done == ["c1", "c2", "b1", "b2", "a2"]
+    assert isinstance(work.submit("a", int, "no").exception(10), ValueError)
+    begin.clear()
+    blocked, left = work.submit("a", begin.wait, 10), work.submit("a", int)
+    while not blocked.running():
+        pass
+    work.close()
+    assert left.cancelled()
+    begin.set()
+    assert blocking.result() is blocked.result(10) is True
 
 
 def test_only_the_chosen_queries_and_the_keys_before_them_are_captured() -> None:
