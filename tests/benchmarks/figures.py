@@ -149,6 +149,7 @@ PLAIN = (
     "server_ttft",
     "queued",
     "prefilled",
+    "accepted",
     "gb_s",
     "gb_s_drained",
     "dropped",

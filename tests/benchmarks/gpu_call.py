@@ -28,6 +28,7 @@ MAX_FILES = 8
 MAX_BYTES = 16 << 20
 LIMIT_S = 575
 PYTEST = ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--tb=short")
+WRITES_MODELS = "tests.benchmarks.models"
 SANITIZED = "many_steps_under_way and one-step and bfloat16"
 
 
@@ -96,6 +97,9 @@ DEFAULTS = ("--servers", "stock", "defaults", "--kv-gib", "16")
 """Servers as users have them: sizes by headgate, and nothing has processors of its own."""
 OPEN_SHAPES = ("open-50", "open-70", "open-90")
 OPEN_MODES = ("stock", "defaults idle", "vector shared", "1 gate", "1 layer", "all layers")
+DRAFTS_MODES = ("stock", "defaults idle", "vector shared", "1 gate", "1 layer")
+NGRAM = '{{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}}'
+EAGLE = '{{"method": "eagle3", "model": "{work}/llama3-8b-eagle3", "num_speculative_tokens": 3}}'
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 
@@ -132,6 +136,12 @@ def suite(name: str, limit_s: int, *more: str) -> Step:
     return Step(name, (*command, "--seconds", "{left}", "--files", "{files}", *more), limit_s, lines=24)
 
 
+def drafts(name: str, shape: str, speculative_config: str = "") -> Step:
+    """The suite over HTTP, all servers with one ``--speculative-config``, or with none."""
+    flags = ("--flags", "--speculative-config", speculative_config) if speculative_config else ()
+    return http(name, [shape], LIMIT_S, *DEFAULTS, "--modes", *DRAFTS_MODES, *flags)
+
+
 def kernels(*more: str) -> Step:
     """Kernel times of idle engines."""
     command = (sys.executable, "-m", "tests.benchmarks.bench_kernels", "{model}", "{work}/kernels", *more)
@@ -162,6 +172,7 @@ DISK = Step(
 RING = tuple(
     f"tests/gpu/test_{name}_cuda.py" for name in ("staging", "staging_stress", "readouts", "signals", "value_upload")
 )
+SETTINGS = ("-rs", "tests/gpu/test_idle_settings_gpu.py")
 ON_TWO = ("--variants", "stock", "both", *FEW)
 GATHERED = (
     *("--variants", "stock", "ops", "gathered", "--modes", "stock", "ops idle", "gathered idle"),
@@ -181,6 +192,8 @@ ANY_MODEL = {
         pytest_step("staging", 100, *RING),
         pytest_step("soak", 330, "tests/gpu/test_soak_gpu.py", lines=24),
     ],
+    "idle-settings": [pytest_step("idle-settings", 560, *SETTINGS, "-k", "not two_gpus", lines=50)],
+    "idle-parallel": [pytest_step("idle-parallel", 560, *SETTINGS, "-k", "two_gpus", lines=30)],
     "drafts-soak": [pytest_step("drafts-soak", 540, "tests/gpu/test_draft_soak_gpu.py", lines=24)],
     "changes": [pytest_step("changes", 450, "tests/gpu/test_changes_gpu.py", lines=24)],
     "race": [sanitized("memcheck", 120), sanitized("racecheck", 300)],
@@ -205,6 +218,12 @@ ANY_MODEL = {
         http("http-crowd", ["crowd"], LIMIT_S, *CROWD_SETTING, "--servers", *CROWD_SERVERS, "--modes", *CROWD_MODES),
     ],
     "crowd": [http("crowd", ["crowd"], LIMIT_S, *DEFAULTS, "--modes", *DEFAULTS_MODES, can_pin=False)],
+    "drafts-cost": [drafts("drafts", "repeats", NGRAM)],
+    "plain-cost": [drafts("plain", "repeats")],
+    "eagle-cost": [
+        Step("eagle-model", (sys.executable, "-m", WRITES_MODELS, "{work}", "llama3-8b-eagle3"), 60),
+        drafts("eagle", "chat", EAGLE),
+    ],
     "crowd-open": [http("crowd-open", OPEN_SHAPES, LIMIT_S, *DEFAULTS, "--modes", *OPEN_MODES, can_pin=False)],
     "crowd-steps": [steps("crowd-steps", "crowd", LIMIT_S, *CROWD_SETTING, "--modes", *CROWD_MODES, server="wide")],
     "gates": [http("gates", ["decode"], LIMIT_S, "--servers", *GATE_SERVERS, "--modes", *GATE_MODES)],
@@ -311,8 +330,9 @@ class Runner:
         """What is run; a benchmark ends by itself a little before it is stopped."""
         filled = {"model": self._model, "work": self._work, "files": self._options.files, "left": int(limit_s - 25)}
         command = [part.format(**filled) for part in step.command]
-        benchmark = step.command[1:2] == ("-m",) and step.command[2] != "pytest"
-        return command + (self._options.more if benchmark else [])
+        benchmark = step.command[1:2] == ("-m",) and step.command[2] not in ("pytest", WRITES_MODELS)
+        last = command.index("--flags") if "--flags" in command else len(command)
+        return [*command[:last], *(self._options.more if benchmark else []), *command[last:]]
 
     def run(self, step: Step) -> Outcome:
         """One step, to its end or to its limit."""
@@ -378,7 +398,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_call", description="One call on a GPU host, under ten minutes.")
     parser.add_argument(
         "call",
-        help="check, race, idle, soak, drafts-soak, changes, lora-fp8, models, quantised, verify, "
+        help="check, race, idle, idle-settings, idle-parallel, soak, drafts-soak, drafts-cost, eagle-cost, "
+        "plain-cost, changes, lora-fp8, models, quantised, verify, "
         "memory, kernels, http, http-main, http-crowd, "
         "crowd, crowd-open, "
         "http-parts, http-inline, ops, gates, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",

@@ -72,10 +72,12 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "gemma3-4b": {**_sized(_GEMMA3, 2560, 10240, 34, 8, 4, 256), "query_pre_attn_scalar": 256},
     "gemma3-27b": {**_sized(_GEMMA3, 5376, 21504, 62, 32, 16, 128), "query_pre_attn_scalar": 168},
     "llama3-8b": _sized(_LLAMA3, 4096, 14336, 32, 32, 8, 128),
+    "llama3-8b-eagle3": _sized(_LLAMA3, 4096, 14336, 1, 32, 8, 128),
     "qwen3-30b-a3b": {**_sized(_QWEN3_MOE, 2048, 6144, 48, 32, 4, 128), "moe_intermediate_size": 768},
     "tiny": {**_sized(_GEMMA3, 128, 256, 6, 4, 2, 32), "query_pre_attn_scalar": 32, "vocab_size": 4096},
 }
-"""Name -> ``config.json``. ``tiny`` is for trying the benchmarks themselves, on any machine."""
+"""Name -> ``config.json``. ``llama3-8b-eagle3`` drafts for ``llama3-8b``, under the method ``eagle3``; ``tiny`` is for
+trying the benchmarks themselves, on any machine."""
 
 
 class ModelSize(NamedTuple):

@@ -241,13 +241,18 @@ CLOCKED = {
 core, and from the first step to the first token. What a client waits beyond the first is its body's way and reading."""
 
 
+DRAFTS = {"drafted": "spec_decode_num_draft_tokens_total", "accepted": "spec_decode_num_accepted_tokens_total"}
+"""vLLM's counters, on servers with speculative decoding."""
+
+
 def delays(page: str) -> dict[str, float]:
-    """``{name: seconds}`` of `CLOCKED` on a page of metrics, summed over engines, and ``requests``.
+    """``{name: seconds}`` of `CLOCKED` on a page of metrics, ``requests``, and tokens of `DRAFTS`, summed over engines.
 
     What the page does not have is left out: another vLLM may call it otherwise.
     """
     series = {name: f"{histogram}_sum" for name, histogram in CLOCKED.items()}
     series["requests"] = f"{CLOCKED['server_ttft']}_count"
+    series |= DRAFTS
     lines = {name: re.findall(rf"^vllm:{one}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE) for name, one in series.items()}
     return {name: sum(map(float, values)) for name, values in lines.items() if values}
 

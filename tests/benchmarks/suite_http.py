@@ -201,10 +201,11 @@ def cost_figures(before: Mapping[str, Usage], after: Mapping[str, Usage], reques
 
 
 def delay_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Means of `servers.CLOCKED` over the requests of one round, in ms."""
+    """Means of `servers.CLOCKED` over the requests of one round, in ms, and ``accepted``: the share of its drafts."""
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
-    count = grown.get("requests")
-    return {name: 1e3 * grown[name] / count for name in CLOCKED if name in grown} if count else {}
+    count, drafted = grown.get("requests"), grown.get("drafted")
+    found = {name: 1e3 * grown[name] / count for name in CLOCKED if name in grown} if count else {}
+    return {**found, "accepted": grown["accepted"] / drafted} if drafted else found
 
 
 def turns(run: Run, deadline: float) -> None:

@@ -36,6 +36,7 @@ class Shape(NamedTuple):
         in_flight: Requests that run at once: whenever one ends, the next is sent.
         requests: How many there are in all.
         prompt: Tokens of each prompt, all random: no prefix is shared.
+        period: If above 0, a prompt repeats so many tokens, as text does whose continuation n-grams guess.
         tokens: Tokens that each generates; on average, if more requests are sent than run at once: they come and go
             one by one then. With equal lengths all of them would end, and the next ones begin, in the same step.
         share: If above 0, the loop is open: requests arrive by a Poisson process at this share of stock's capacity,
@@ -49,6 +50,7 @@ class Shape(NamedTuple):
     tokens: int
     share: float = 0.0
     rate: float = 0.0
+    period: int = 0
 
     @property
     def most_tokens(self) -> int:
@@ -75,6 +77,7 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "chat": Shape(in_flight=16, requests=96, prompt=256, tokens=128),
+    "repeats": Shape(in_flight=16, requests=96, prompt=256, tokens=128, period=32),
     "prefill": Shape(in_flight=16, requests=16, prompt=4096, tokens=1),
     "decode": Shape(in_flight=64, requests=64, prompt=128, tokens=1024),
     "decode-512": Shape(in_flight=64, requests=64, prompt=128, tokens=512),
@@ -84,7 +87,8 @@ SHAPES = {
     "short": Shape(in_flight=16, requests=48, prompt=256, tokens=128),
     "tiny": Shape(in_flight=2, requests=4, prompt=24, tokens=4),
 }
-"""``chat`` is the landscape's, but for the lengths; ``short`` is that in short turns, as ``decode-512`` is ``decode``;
+"""``chat`` is the landscape's, but for the lengths; ``repeats`` is that with prompts that repeat themselves, for n-gram
+drafts; ``short`` is it in short turns, as ``decode-512`` is ``decode``;
 ``small crowd`` is for CPU milliseconds a request on a machine without a GPU (a tiny model, `--kv-gib 0`);
 ``tiny`` tries the benchmark."""
 
@@ -308,9 +312,11 @@ class Asked:
     def body(self, index: int) -> tuple[str, bytes]:
         """The media type and the bytes of request number `index`."""
         rng = random.Random(f"{self.seed}/{self.shape}/{index}")  # no prompt begins like one of another workload
+        length, period = self.shape.prompt, self.shape.period or self.shape.prompt
+        repeated = rng.choices(range(1000, self.size.vocabulary), k=period) * -(-length // period)
         made = {
             "model": self.model,
-            "prompt": rng.choices(range(1000, self.size.vocabulary), k=self.shape.prompt),
+            "prompt": repeated[:length],
             "max_tokens": self.shape.tokens_of(index),
             "ignore_eos": True,
             "temperature": 0,

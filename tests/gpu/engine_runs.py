@@ -70,13 +70,12 @@ reduction's blocks, and with them the order of its additions, by timing candidat
 differs from stock otherwise (on an H200 in 2 to 3 of 40 requests)."""
 
 
-def open_engine(mode: str, config: dict[str, Any]) -> Any:
-    """`LLM` for `mode` with the `additional_config`; chunked prefill, prefix caching and async scheduling as vLLM's
-    defaults have them.
+def engine_settings(mode: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of `LLM` for `mode` with the `additional_config`; chunked prefill, prefix caching and async scheduling
+    as vLLM's defaults have them.
     """
-    from vllm import LLM
-
     settings: dict[str, Any] = {
+        "model": MODEL,
         "load_format": "dummy",
         "max_model_len": 4096,
         "gpu_memory_utilization": 0.1,
@@ -88,7 +87,14 @@ def open_engine(mode: str, config: dict[str, Any]) -> Any:
         "seed": 0,
         **({} if mode == "eager" else {"compilation_config": REPRODUCIBLE}),
     }
-    return LLM(MODEL, **{**settings, **json.loads(os.environ.get("GPU_TEST_ENGINE", "{}"))})
+    return {**settings, **json.loads(os.environ.get("GPU_TEST_ENGINE", "{}"))}
+
+
+def open_engine(mode: str, config: dict[str, Any]) -> Any:
+    """`LLM` of `engine_settings`."""
+    from vllm import LLM
+
+    return LLM(**engine_settings(mode, config))
 
 
 def params(mode: str, **kwargs: Any) -> Any:

@@ -47,6 +47,22 @@ def with_saes(headgate: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**headgate, "steering": {**steering, "saes": found}}
 
 
+def prompts(longest: int, vocabulary: int) -> list[list[int]]:
+    """Random prompts of `LENGTHS` and others, none longer than `longest` tokens."""
+    rng, low = random.Random(0), min(1000, vocabulary // 2)
+    lengths = [*LENGTHS, *(rng.randrange(4, 300) for _ in range(NUM_REQUESTS - len(LENGTHS)))]
+    return [[rng.randrange(low, min(vocabulary, 200_000)) for _ in range(min(length, longest))] for length in lengths]
+
+
+def told(output: Any) -> dict[str, Any]:
+    """Tokens and logprobs of one answer."""
+    (found,) = output.outputs
+    return {
+        "tokens": list(found.token_ids),
+        "logprobs": [sorted((token, one.logprob) for token, one in step.items()) for step in found.logprobs],
+    }
+
+
 def main() -> None:
     """Serve all prompts at once, in an engine core in this process: so all engines see the same batches."""
     variant, out = sys.argv[1:3]
@@ -61,20 +77,9 @@ def main() -> None:
     llm = open_engine(
         "stock" if not PARTS[variant] else "idle", {"headgate": with_saes(PARTS[variant], Path(out).parent)}
     )
-    rng = random.Random(0)
-    lengths = [*LENGTHS, *(rng.randrange(4, 300) for _ in range(NUM_REQUESTS - len(LENGTHS)))]
-    prompts = [[rng.randrange(1000, min(VOCABULARY, 200_000)) for _ in range(length)] for length in lengths]
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=5, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    answers = [
-        {
-            "tokens": list(output.outputs[0].token_ids),
-            "logprobs": [
-                sorted((token, one.logprob) for token, one in step.items()) for step in output.outputs[0].logprobs
-            ],
-        }
-        for output in outputs
-    ]
+    given = [{"prompt_token_ids": ids} for ids in prompts(max(LENGTHS), VOCABULARY)]
+    answers = [told(output) for output in llm.generate(given, params, use_tqdm=False)]
     Path(out).write_text(json.dumps(answers))
 
 

@@ -251,6 +251,16 @@ def test_requests_that_come_and_go_differ_in_length_and_others_do_not() -> None:
     assert {decode.tokens_of(index) for index in range(9)} == {decode.tokens} == {decode.most_tokens}
 
 
+def test_a_prompt_with_a_period_repeats_it_to_its_whole_length() -> None:
+    shape = SHAPES["repeats"]._replace(prompt=70, period=32)
+
+    prompt = msgspec.json.decode(Asked(MODES["stock"], shape, SIZE, "m", seed=1).body(0)[1])["prompt"]
+
+    assert len(prompt) == 70
+    assert prompt[32:] == prompt[:38]
+    assert len({*prompt[:32]}) > 16
+
+
 def test_no_two_prompts_begin_alike() -> None:
     asked = [Asked(MODES["stock"], shape, SIZE, "m", seed) for shape in SHAPES.values() for seed in (1, 2)]
 
@@ -317,6 +327,21 @@ def test_delays_of_one_round_are_means_of_what_vllm_clocked_in_it() -> None:
     assert delay_figures(after, after) == {}
 
 
+def test_the_share_of_drafts_that_a_round_accepts_is_summed_over_engines() -> None:
+    def page(drafted: int, accepted: int, engine: int) -> str:
+        labels = f'{{engine="{engine}",model_name="m"}}'
+        return (
+            f"vllm:spec_decode_num_draft_tokens_total{labels} {drafted}.0\n"
+            f"vllm:spec_decode_num_draft_tokens_created{labels} 1.7e+09\n"
+            f"vllm:spec_decode_num_accepted_tokens_total{labels} {accepted}.0\n"
+        )
+
+    before, after = delays(page(100, 90, 0)), delays(page(150, 100, 0) + page(50, 10, 1))
+
+    assert delay_figures(before, after) == {"accepted": pytest.approx(0.2)}
+    assert delay_figures(after, after) == {}
+
+
 def test_counters_are_summed_over_workers_and_consumers() -> None:
     page = (
         "# HELP headgate_capture_consumer_bytes x\n"
@@ -354,6 +379,7 @@ def test_models_have_the_sizes_of_the_real_ones() -> None:
         "gemma3-4b": (34, 2560),
         "gemma3-27b": (62, 5376),
         "llama3-8b": (32, 4096),
+        "llama3-8b-eagle3": (1, 4096),
         "qwen3-30b-a3b": (48, 2048),
     }
 
@@ -380,7 +406,8 @@ CALLS = [
     for call in (
         *("check", "race", "idle", "soak", "verify", "dynamic", "memory", "kernels", "parallel", "parallel-cost"),
         *("http", "http-main", "http-inline", "http-decode", "ops", "gates", "controllers", "saes", "suite"),
-        *("http-crowd", "crowd", "crowd-open"),
+        *("http-crowd", "crowd", "crowd-open", "idle-settings", "idle-parallel"),
+        *("drafts-cost", "eagle-cost", "plain-cost"),
     )
 ]
 
@@ -406,11 +433,25 @@ def test_the_steps_of_a_call_are_what_the_programs_take(call: str, model: str) -
             tests = [word for word in command if word.startswith("tests/")]
             assert tests
             assert all(Path(word).exists() for word in tests)
+        elif program == gpu_call.WRITES_MODELS:
+            assert {*command[command.index(program) + 2 :]} <= MODELS.keys()
         elif program == "tests.benchmarks.bench_kernels":
             assert "stock" in bench_kernels.read_options(command[command.index(program) + 1 :]).variants
         else:
             read = {"suite": suite.read_options, "suite_http": read_options}[program.rpartition(".")[2]]
             assert read(command[command.index(program) + 1 :]).seconds == step.limit_s - 25
+
+
+def test_other_options_stand_before_the_flags_of_servers() -> None:
+    options = gpu_call.read_options(["eagle-cost", "--out", "unused", "--more", "--rounds", "2"])
+    writes, measures = options.steps
+    runner = gpu_call.Runner(options)
+
+    assert "--rounds" not in runner.command(writes, writes.limit_s)
+    command = runner.command(measures, measures.limit_s)
+    parsed = read_options(command[command.index("tests.benchmarks.suite_http") + 1 :])
+    assert (parsed.rounds, parsed.flags[0]) == (2, "--speculative-config")
+    assert json.loads(parsed.flags[1])["model"] == str(options.work / "llama3-8b-eagle3")
 
 
 def test_a_call_that_there_is_not_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
