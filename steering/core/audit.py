@@ -144,16 +144,14 @@ class Audit:
         return None if name is None else self._owners.get((of, name))
 
     def note(self, method: str, name: str | None, by: Actor, answer: Mapping[str, Any]) -> None:
-        """Note a change that was made, if `method` is one.
+        """Note a change that was made.
 
         Args:
-            method: Method of the engine core.
+            method: One of `ACTIONS`.
             name: Name of the module, SAE or probe.
             by: The client.
             answer: The method's.
         """
-        if method not in ACTIONS:
-            return
         of = OWNED.get(method)
         if of is not None and name is not None:
             self._owners.pop((of, name), None)

@@ -23,7 +23,7 @@ from headgate.steering.core.resolved import (
     resolved_of,
 )
 from headgate.steering.core.rules.registry import KeptRule, kept_rule
-from headgate.steering.core.saes import KeptPrograms, SaeRegistry, bytes_of
+from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.gates.conversations import Conversation, ConversationLatches, LatchKey
 from headgate.steering.gates.gate import (
@@ -38,7 +38,7 @@ from headgate.steering.gates.lowering import GatedPrograms, Own, lower_gates
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.operations import Lookup
-from headgate.steering.programs.program import Program, joined
+from headgate.steering.programs.program import KeptPrograms, Program, bytes_of, joined
 from headgate.steering.programs.wire import ContentWire, content_from_wire, content_to_wire
 from headgate.steering.spec import SteeringSpec, programs_to_wire
 from headgate.steering.vectors.dtypes import StoredType

@@ -11,7 +11,7 @@ from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.config import cross_stages
 from headgate.steering.core.admission import Reservations
-from headgate.steering.core.audit import BY, OPERATOR, OWNED, Actor, Audit
+from headgate.steering.core.audit import ACTIONS, BY, OPERATOR, OWNED, Actor, Audit
 from headgate.steering.core.content import demand_of
 from headgate.steering.core.gates import GateContent, lowered_rule
 from headgate.steering.core.probes import described, refuse_unfit
@@ -123,8 +123,10 @@ class OperatorCalls:
         if method not in self._methods:
             raise RequestError("method", f"steering has no method {method!r}; known: {', '.join(self._methods)}")
         self.forget_unused()
-        by = Actor(**args[BY]) if BY in args else OPERATOR
         given = {key: value for key, value in args.items() if key != BY}
+        if method not in ACTIONS:
+            return self._methods[method](**given)
+        by = Actor(**args[BY]) if BY in args else OPERATOR
         name = given.get("name")
         self._audit.check(method, name, by, is_registered=_is_registered(self._state, method, name))
         answer = self._methods[method](**given)

@@ -17,11 +17,14 @@ MAX_BYTES = 256 << 20
 
 
 class ProbeRegistry:
-    """Probes by name. Any thread; a probe that a caller has stays as it is when its name is registered anew."""
+    """Probes by name. Any thread; a probe that a caller has stays as it is when its name is registered anew.
+
+    Attributes:
+        by_name: All probes: another object after each change.
+    """
 
     def __init__(self) -> None:
-        self._probes: Mapping[str, Probe] = {}
-        """Replaced as a whole by each change."""
+        self.by_name: Mapping[str, Probe] = {}
         self._lock = Lock()
 
     def put(self, name: str, probe: Probe) -> None:
@@ -31,32 +34,27 @@ class ProbeRegistry:
             RequestError: If the weights of all take more than `MAX_BYTES`. Nothing has changed.
         """
         with self._lock:
-            changed = {**self._probes, name: probe}
+            changed = {**self.by_name, name: probe}
             size = sum(each.nbytes for each in changed.values())
             if size > MAX_BYTES:
                 raise RequestError(
                     "weight",
                     f"all registered probes would take {size >> 20} MiB of {MAX_BYTES >> 20}; unregister some first",
                 )
-            self._probes = changed
+            self.by_name = changed
 
     def remove(self, name: str) -> None:
         """Forget the probe of that name."""
         with self._lock:
-            self._probes = {other: probe for other, probe in self._probes.items() if other != name}
-
-    @property
-    def by_name(self) -> Mapping[str, Probe]:
-        """All probes: another object after each change."""
-        return self._probes
+            self.by_name = {other: probe for other, probe in self.by_name.items() if other != name}
 
     def find(self, name: str) -> Probe | None:
         """Return the probe of that name, if there is one."""
-        return self._probes.get(name)
+        return self.by_name.get(name)
 
     def all(self) -> dict[str, Probe]:
         """Return all probes by name, in the order of the names."""
-        return dict(sorted(self._probes.items()))
+        return dict(sorted(self.by_name.items()))
 
     def names(self) -> list[dict[str, Any]]:
         """Return plain values of all probes for front ends, each with its key among registered names as ``name``."""

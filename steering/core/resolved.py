@@ -141,6 +141,11 @@ class ModuleRegistry:
         """Undo `hold`, if the request holds anything."""
         self._disuse(self._of_request.pop(req_id, frozenset()))
 
+    @property
+    def has_unused(self) -> bool:
+        """Whether there are contents without a reference."""
+        return bool(self._unused)
+
     def take_unused(self) -> tuple[bytes, ...]:
         """Return the keys of contents without a reference, sorted, each once."""
         unused, self._unused = tuple(sorted(self._unused)), set()

@@ -6,13 +6,10 @@ Registered SAEs are only read: rows of features are taken from mapped files when
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
-from threading import Lock
-from typing import Generic, TypeVar
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
@@ -21,60 +18,9 @@ from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.gates.gate import is_reached
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, feature_entries, sae_key
-from headgate.steering.programs.program import Entry, Program
+from headgate.steering.programs.program import Entry, KeptPrograms, Program, bytes_of
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
-
-Made = TypeVar("Made")
-
-MAX_BYTES = 64 << 20
-"""Programs of one kind that an engine core keeps: some 400 of 16 features of a model of width 2560."""
-
-
-class KeptPrograms(Generic[Made]):
-    """Keeps what was made last, by what it was made of. Any thread.
-
-    Args:
-        max_bytes: Upper limit for the bytes of all together.
-    """
-
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._kept: OrderedDict[Hashable, tuple[Made, int]] = OrderedDict()
-        self._lock = Lock()
-
-    def find(self, key: Hashable) -> Made | None:
-        """Return what was kept under a key; None if nothing is."""
-        with self._lock:
-            found = self._kept.get(key)
-            if found is None:
-                return None
-            self._kept.move_to_end(key)
-            return found[0]
-
-    def keep(self, key: Hashable, made: Made, num_bytes: int) -> None:
-        """Keep something, at the expense of what was not found for the longest time."""
-        with self._lock:
-            earlier = self._kept.pop(key, None)
-            self._num_bytes += num_bytes - (0 if earlier is None else earlier[1])
-            self._kept[key] = made, num_bytes
-            while self._num_bytes > self._max_bytes:
-                _, (_, dropped) = self._kept.popitem(last=False)
-                self._num_bytes -= dropped
-
-    def clear(self) -> None:
-        """Forget all."""
-        with self._lock:
-            self._kept.clear()
-            self._num_bytes = 0
-
-
-def bytes_of(*programs: Program) -> int:
-    """Return the bytes of programs; one that comes twice counts once."""
-    each = {id(program): program for program in programs}.values()
-    return sum(array.nbytes for program in each for array in (program.rows, program.codes, program.params))
-
 
 logger = logging.getLogger("headgate")
 
@@ -180,6 +126,9 @@ def _check_order(path: Path, read_site: Site, write_sites: Sequence[Site]) -> No
 class SaeRegistry:
     """SAEs by name, and the programs of edits. Any thread.
 
+    Attributes:
+        by_name: All SAEs: another object after each change.
+
     Args:
         dtype: The model's.
         max_per_site: Features of one phase at one site, at most.
@@ -188,33 +137,27 @@ class SaeRegistry:
     def __init__(self, dtype: StoredType, max_per_site: int = 0) -> None:
         self._dtype: StoredType = dtype
         self._max_per_site = max_per_site
-        self._saes: Mapping[str, Sae] = {}
-        """Replaced as a whole by each change."""
+        self.by_name: Mapping[str, Sae] = {}
         self._made: KeptPrograms[Program] = KeptPrograms()
         """By edits and SAEs: many requests of a load change the same features."""
 
     def put(self, sae: Sae) -> None:
         """Register an SAE, in place of an earlier one of its name."""
-        self._saes = {**self._saes, sae.name: sae}
+        self.by_name = {**self.by_name, sae.name: sae}
         self._made.clear()
 
     def remove(self, name: str) -> None:
         """Forget an SAE, if it is there."""
-        self._saes = {other: sae for other, sae in self._saes.items() if other != name}
+        self.by_name = {other: sae for other, sae in self.by_name.items() if other != name}
         self._made.clear()
-
-    @property
-    def by_name(self) -> Mapping[str, Sae]:
-        """All SAEs: another object after each change."""
-        return self._saes
 
     def find(self, name: str) -> Sae | None:
         """Return the SAE of that name, if there is one."""
-        return self._saes.get(name)
+        return self.by_name.get(name)
 
     def all(self) -> list[Sae]:
         """Return all SAEs, in the order of their names."""
-        return [sae for _, sae in sorted(self._saes.items())]
+        return [sae for _, sae in sorted(self.by_name.items())]
 
     def names(self) -> list[dict[str, object]]:
         """Return the descriptions of all SAEs, each with its key among registered names as ``name``."""
@@ -228,7 +171,7 @@ class SaeRegistry:
         """
         if not edits:
             return None
-        saes = self._saes  # of this moment
+        saes = self.by_name  # of this moment
         for edit in edits:
             if edit.sae not in saes:
                 known = ", ".join(sorted(saes)) or "none"

@@ -326,6 +326,11 @@ class SteeringState:
         with self._registry.lock:
             self._registry.release(req_id)
 
+    @property
+    def has_unused(self) -> bool:
+        """Whether there are contents without a reference."""
+        return self._registry.has_unused
+
     def take_unused(self) -> tuple[bytes, ...]:
         """Return the keys of contents without a reference, sorted, each once: workers can forget them."""
         with self._registry.lock:
@@ -333,6 +338,8 @@ class SteeringState:
 
     def _features(self, spec: SteeringSpec) -> Programs:
         """Return the programs of a spec's edits of features; they may be read from a disk, so without the lock."""
+        if not spec.prefill_features and not spec.decode_features:
+            return NO_PROGRAMS
         prefill = self.saes.program(spec.prefill_features)
         if spec.decode_features is spec.prefill_features:
             return prefill, prefill

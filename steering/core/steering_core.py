@@ -163,7 +163,8 @@ class SteeringCore:
                     taken.pop(name, None)
             taken.update(resolved.own_wire or programs_to_wire(*resolved.own))
         if self._controllers is not None:
-            static = Static.of(resolved, None if resolved.takes_own else spec.decode)
+            vectors = None if resolved.takes_own else spec.decode
+            static = Static(vectors, resolved.named, has_programs=resolved.own[1] is not None)
             self._controllers.add(req_id, num_prompt, spec.rules, static, is_traced=is_traced)
         return taken
 
@@ -249,7 +250,8 @@ class SteeringCore:
             self._controllers.begin(req_id)
         if resolved is None:
             return True
-        self.operator.forget_unused()
+        if self.state.has_unused:
+            self.operator.forget_unused()
         limits = self._offline_limits if is_offline else self._limits
         has_slots = self.reservations.offer(
             req_id, resolved.demand, req_id, priority=priority, max_waiting=limits.max_waiting

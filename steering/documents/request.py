@@ -42,7 +42,7 @@ from headgate.steering.documents.operations import MODULE_FIELDS as MODULE_OPS
 from headgate.steering.documents.operations import REQUEST_FIELDS, Clamps, Operations, PhaseOps, has_sources, read_ops
 from headgate.steering.documents.schema import one_of
 from headgate.steering.documents.vectors import Vectors, check_scale, read_tier
-from headgate.steering.gates.gate import WHO_KNOWS_RULES, names_of, probe_key, rule_key
+from headgate.steering.gates.gate import WHO_KNOWS_RULES, Gate, names_of, probe_key, rule_key
 from headgate.steering.gates.trace import RETURN_TRACE, TRACE, SteeringTrace, join_notes, read_asked
 from headgate.steering.lenses.directions import LensDirections
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
@@ -473,7 +473,7 @@ class SteeringReader:
 
     def has_sources(self, values: Mapping[str, Any]) -> bool:
         """Whether operations name rows of earlier requests."""
-        return has_sources(values)
+        return any(field in values for field in REQUEST_FIELDS.ops) and has_sources(values)
 
     def read_with(self, values: Mapping[str, Any], find: FindKept) -> PartRequest | None:
         """Read the fields with rows of earlier requests, which may be others each time."""
@@ -486,16 +486,21 @@ class SteeringReader:
 
     def _read(self, values: Mapping[str, Any], find: FindKept | None = None) -> PartRequest | None:
         spec, ops = read_steering(values, self.steerable, find)
-        if gates := read_gate_fields(values, self.steerable):
+        gates: tuple[Gate, ...] = ()
+        if GATES in values or PREDECESSOR in values:
+            gates = read_gate_fields(values, self.steerable)
+        if gates:
             spec = SteeringSpec(gates=gates) if spec is None else replace(spec, gates=gates)
         if (rules := read_selection(values.get(RULES))) is not None:
             spec = replace(spec or SteeringSpec(), rules=rules)
         if spec is None:
             return None
-        features = PhaseFeatures(spec.prefill_features, spec.decode_features)
-        of_ops = {} if ops is None else ops.modules
-        names = {**names_of(gates), **features.names, **of_ops, **_names(values, spec.modules)}
-        names.update({rule_key(name): RULES for name in rules or ()})
+        names = names_of(gates) if gates else {}
+        if spec.prefill_features or spec.decode_features:
+            names |= PhaseFeatures(spec.prefill_features, spec.decode_features).names
+        names |= {} if ops is None else ops.modules
+        names |= _names(values, spec.modules)
+        names |= {rule_key(name): RULES for name in rules or ()}
         return PartRequest(
             wire=to_wire(spec),
             field=next(iter(values)),
@@ -521,7 +526,8 @@ class SteeringReader:
             if name not in known:
                 raise _unknown(name, field, known)
         if isinstance(wanted.content, SteeringSpec):
-            self._check_sum(wanted.content, wanted.names, known)
+            if wanted.content.modules:
+                self._check_sum(wanted.content, wanted.names, known)
             self.check_features(wanted.content, known)
 
     def check_features(self, spec: SteeringSpec, known: Known) -> None:

@@ -20,6 +20,7 @@ from headgate.capture.engine.requests.call_context import Notes, taken
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.capture_request import refuse_unconfigured
 from headgate.capture.engine.requests.sampling_params import (
+    CAPTURE_FIELDS,
     CaptureRequest,
     HeadgateRequest,
     is_plain,
@@ -71,6 +72,8 @@ class OpenPart:
         """Whether the names in `wanted` can be used, as far as is known here."""
         if not wanted.names:
             return True
+        if not wanted.names.keys() <= self.known.keys():
+            return False
         try:
             self.reader.check(wanted, self.known)
         except RequestError:
@@ -121,7 +124,8 @@ class RequestReader:
             return self._without_capture(params)
         refuse_forged(params)
         refuse_unknown_in(params)
-        return self._with_parts(params, self.capture.capture_reader.read(params, request_id))
+        ask = self.capture.capture_reader.read(params, request_id) if _may_capture(params, self.capture) else None
+        return self._with_parts(params, ask)
 
     def read_answered(self, params: SamplingParams, request_id: str, *, is_offline: bool) -> HeadgateRequest | None:
         """Check the fields like `read`, and add the address that results go to."""
@@ -131,7 +135,9 @@ class RequestReader:
             return self._without_capture(params, is_offline=is_offline)
         refuse_forged(params)
         refuse_unknown_in(params)
-        ask = self.capture.read(params, request_id, is_offline=is_offline)
+        ask = None
+        if _may_capture(params, self.capture):
+            ask = self.capture.read(params, request_id, is_offline=is_offline)
         return self._with_parts(params, ask, is_offline=is_offline)
 
     def _without_capture(self, params: SamplingParams, *, is_offline: bool = False) -> HeadgateRequest | None:
@@ -165,7 +171,8 @@ class RequestReader:
             RequestError: Naming the field.
         """
         for wanted in headgate_request.parts.values():
-            wanted.check_positions(num_prompt)
+            if wanted.positions:
+                wanted.check_positions(num_prompt)
 
     def read_parts(self, values: Document) -> dict[str, PartRequest | None]:
         """Read the fields of each part that has any set; None for a part whose fields request nothing.
@@ -254,6 +261,11 @@ def _owned(found: PartRequest) -> PartRequest:
 def _asks_nothing(params: SamplingParams, capture: FrontEnd | None) -> bool:
     """Whether nothing is to be read: most requests, which shall not pay for ours."""
     return is_plain(params) and (capture is None or not capture.capture_reader.has_unasked)
+
+
+def _may_capture(params: SamplingParams, capture: FrontEnd) -> bool:
+    """Whether a request sets a field of capture's, or a consumer may look at it unasked."""
+    return capture.capture_reader.has_unasked or bool(read_fields(params, CAPTURE_FIELDS))
 
 
 def read_notes(reader: RequestReader, headgate_request: HeadgateRequest, notes: Notes) -> Document:

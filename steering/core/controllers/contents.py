@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load, Reservations
 from headgate.steering.core.gates import GateContent
-from headgate.steering.core.resolved import Module, Resolved
+from headgate.steering.core.resolved import Module
 from headgate.steering.core.state import SteeringState
 from headgate.steering.documents.gates import read_then
 from headgate.steering.documents.operations import KeptRows, VectorReader
@@ -40,11 +40,6 @@ class Static(NamedTuple):
     def is_empty(self) -> bool:
         """Whether nothing steers it."""
         return self.vectors is None and not self.modules and not self.has_programs
-
-    @classmethod
-    def of(cls, resolved: Resolved, vectors: PhaseVectors | None) -> Static:
-        """Make it of a request's steering, and its own vectors of the decode phase."""
-        return cls(vectors, resolved.named, resolved.own[1] is not None)
 
 
 NOTHING = Static()
