@@ -29,8 +29,7 @@ from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.sites import BEFORE_KERNEL, HookPoint, Site
 from headgate.steering.config import WHERE, SteeringConfig, cross_stages
 from headgate.steering.features.sparse_coder import SparseCoder
-from headgate.steering.gates.coefficient_changes import CoefficientChanges
-from headgate.steering.gates.step_table import ReportedCounts
+from headgate.steering.gates.step_table import CoefficientChanges, ReportedCounts
 from headgate.steering.programs.codes import CODE, WRITE, WRITE_SCALE, Code
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steered

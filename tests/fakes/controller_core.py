@@ -18,7 +18,7 @@ from headgate.steering.controllers import (
 )
 from headgate.steering.core.controllers.controllers import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
-from headgate.steering.gates.coefficient_changes import CoefficientChange
+from headgate.steering.gates.step_table import CoefficientChange
 from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.controllers import Scripted

@@ -25,7 +25,7 @@ from headgate.capture.schema.errors import RequestError, finite, shown
 from headgate.steering.controllers.actions import GLOBAL, SetGlobal, SetScale, SetSteering, SetSteeringEach
 from headgate.steering.core.content import Limits, check_programs
 from headgate.steering.core.controllers.contents import FIELD, Contents, Drive, Drives, Static
-from headgate.steering.gates.coefficient_changes import (
+from headgate.steering.gates.step_table import (
     CoefficientChange,
     CoefficientChanges,
     ColumnChanges,

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array, StepOutcome
 from headgate.capture.schema.sites import Site
-from headgate.steering.gates.coefficient_changes import CoefficientChanges, ColumnChanges
-from headgate.steering.gates.step_table import ReportedCounts
+from headgate.steering.gates.step_table import CoefficientChanges, ColumnChanges, ReportedCounts
 from headgate.steering.programs.codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.readings import (

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.steering.gates.coefficient_changes import CoefficientChange, by_column
+from headgate.steering.gates.step_table import CoefficientChange, by_column
 
 decided = st.lists(
     st.builds(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headgate.steering.gates.coefficient_changes import CoefficientChange
+from headgate.steering.gates.step_table import CoefficientChange
 from headgate.steering.gates.trace import join_notes
 from headgate.steering.spec import SteeringSpec, to_wire
 from tests.deadlines import patience

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate.steering.gates.coefficient_changes import (
+from headgate.steering.gates.step_table import (
     CoefficientChange,
     CoefficientChanges,
     ColumnChanges,
