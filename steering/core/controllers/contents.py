@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load, Reservations
@@ -17,6 +17,7 @@ from headgate.steering.documents.operations import KeptRows, VectorReader
 from headgate.steering.gates.lowering import DECODE, joined_entries, then_programs
 from headgate.steering.programs.codes import gate_field
 from headgate.steering.programs.program import Program, entries_of
+from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, weighted_sum
 
 FIELD = "controller"
@@ -72,7 +73,7 @@ class Contents:
         module, known = self._state.module(name, FIELD), self._modules.get(name)
         if known is not None and known[0] is module:
             return known[1]
-        program = self.of_document({"module": name})
+        program = self._checked(self._joined(module.decode, module.decode_program), f"{FIELD}.module")
         self._modules[name] = module, program
         return program
 
@@ -92,7 +93,8 @@ class Contents:
         """
         where = f"{FIELD}.{next(iter(document), 'content')}"
         then = read_then(document, self._steerable, VectorReader(KeptRows()), FIELD)
-        content = self._content()
+        modules = {module.name: module for module in self._state.modules()}
+        content = GateContent(self._steerable, self._state.probes, self._state.saes, modules)
         return self._checked(then_programs(then, content, content.dtype)[DECODE], where)
 
     def of_static(self, static: Static) -> Program:
@@ -130,15 +132,14 @@ class Contents:
         return self._of_vectors(shared.decode, "there are no global vectors for generated positions")
 
     def _of_vectors(self, vectors: PhaseVectors | None, otherwise: str) -> Program:
-        content = self._content()
-        program = joined_entries(vectors, None, 1.0, content.dtype, content.width)
+        program = self._joined(vectors)
         if program is None:
             raise RequestError(FIELD, otherwise)
         return self._checked(program, FIELD)
 
-    def _content(self) -> GateContent:
-        modules = {module.name: module for module in self._state.modules()}
-        return GateContent(self._steerable, self._state.probes, self._state.saes, modules)
+    def _joined(self, vectors: PhaseVectors | None, program: Program | None = None) -> Program | None:
+        dtype = cast("StoredType", self._steerable.dtype)
+        return joined_entries(vectors, program, 1.0, dtype, self._steerable.width)
 
     def _checked(self, program: Program | None, where: str) -> Program:
         if program is None:
