@@ -27,6 +27,8 @@ from tests.fakes.server import Server, serving
 PROCESSES = ("front end", "engine", "capture", "controllers")
 HIDDEN = 576
 _PLAIN = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+_PAUSE = {**_PLAIN, "max_tokens": 64, "ignore_eos": True}
+"""Runs for longer than the quarter of a second after which the capture process reports what has ended; for no walk."""
 _MESSAGES = [{"role": "user", "content": "Name a fruit."}]
 _VECTOR = np.random.default_rng(7).normal(0, 1, HIDDEN).round(3).tolist()
 _FILES = {"filesystem": {"hooks": {"post_mlp": [3]}, "positions": "all"}}
@@ -65,17 +67,24 @@ def trace(rounds: int = 3) -> dict[str, Walk]:
     Files that ran for a plain request of the same route, or while the server started and nothing else, are left out.
     """
     with tempfile.TemporaryDirectory() as name, _traced_server(Path(name)) as server:
-        board = Path(name) / "board"
         requests = _requests()
         for _ in range(rounds):
             for number, (route, body) in enumerate(requests.values(), 1):
-                with board.open("r+b") as file:
-                    file.write(bytes([number]))
+                _begin(Path(name), number)
                 answer = server.post(f"/v1/{route}", model="smol", **body)
                 assert answer.status_code == 200, answer.text
                 results = answer.json().get("capture_results") or {}
                 assert all(result["status"] == "ok" for result in results.values()), results
+                if results:
+                    _begin(Path(name), 0)
+                    assert server.post("/v1/completions", model="smol", **_PAUSE).status_code == 200
         return _walks((Path(name) / "seen").read_text(), list(requests))
+
+
+def _begin(folder: Path, number: int) -> None:
+    """Let what runs from now on count for a walk; 0 for none."""
+    with (folder / "board").open("r+b") as file:  # never truncated: all processes map it
+        file.write(bytes([number]))
 
 
 @contextmanager
