@@ -9,10 +9,9 @@ Shapes: N rows, D hidden size, V tokens of the vocabulary, K strongest tokens, T
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import msgspec
@@ -35,7 +34,6 @@ from headgate.capture.schema.consumer import (
     RequestInfo,
     RowArguments,
     RowBlock,
-    RunningRequests,
     SpecContext,
     StreamingConsumer,
     check_fields,
@@ -44,7 +42,7 @@ from headgate.capture.schema.consumer import (
     read_params,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, read_flag, shown
-from headgate.capture.schema.results import CHUNK_VALUES
+from headgate.capture.schema.results import CHUNK_VALUES, encode_rows, join_rows
 from headgate.capture.schema.sites import HookPoint, Site, parse_layers
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.schema.vocabulary import Vocabulary, read_token, word_like
@@ -442,11 +440,12 @@ class LensConsumer(StreamingConsumer):
 
     location = "driver"
     is_awaited = True
+    sends_parts = True
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
         self._settings = parse_params(params)
-        self._running = RunningRequests[_Reading]()
+        self._running: dict[str, _Reading] = {}
 
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
@@ -506,174 +505,168 @@ class LensConsumer(StreamingConsumer):
                 raise ConsumerError(
                     f"lens {name!r}: its file has changed at {site.name} since the engine started; restart the engine"
                 )
-        self._running.add(request, _Reading(self._settings, request.spec))
+        self._running[request.request_id] = _Reading(self._settings, request.spec, self.context.vocabulary)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
-        self._look_up(blocks)
-        with self._running.lock:
-            for block in blocks:
-                for span in block.spans:
-                    part = slice(span.start, span.stop)
-                    reading = self._running[span.request.request_id]
-                    reading.add(block.sites, block.positions[part], block.rows[:, part].numpy())
-
-    def _look_up(self, blocks: Sequence[RowBlock]) -> None:
-        """Let the vocabulary know the texts of all tokens, here and not on the event loop, which makes chunks of them.
-
-        A tokenizer takes longer for a text than all else that a chunk costs.
-        """
-        vocabulary = self.context.vocabulary
-        if vocabulary is None or not vocabulary.has_texts:
-            return
+        streamed: dict[str, RequestInfo] = {}
         for block in blocks:
-            ids = self._settings.layout.split(block.rows.numpy())[0]
             for span in block.spans:
-                own = ids[:, span.start : span.stop, : span.request.spec.options[TOP]]
-                for token in np.unique(own[np.isfinite(own)]).tolist():
-                    vocabulary.shown(int(token))
-
-    def take_new(self, key: str, sample_index: int, num_rows: int) -> dict[str, Any] | None:
-        """See `StreamedResults.take_new`: the payload with the positions that are new, as many as a chunk may have."""
-        with self._running.lock:
-            reading = self._running.of_sample(key, sample_index)
-            return None if reading is None else reading.take_new(num_rows, self.context.vocabulary)
+                request, part = span.request, slice(span.start, span.stop)
+                self._running[request.request_id].add(block.sites, block.positions[part], block.rows[:, part].numpy())
+                if request.is_streamed:
+                    streamed[request.request_id] = request
+        for request_id, request in streamed.items():  # a request's layers may come in several blocks
+            for num_rows, payload in self._running[request_id].take_new():
+                self.send_part(request, payload, num_rows)
 
     def finish(self, finished: FinishedRequest) -> dict[str, Any]:
-        reading = self._running.pop(finished.request)
+        reading = self._running.pop(finished.request.request_id)
         if reading.is_full:
             raise ConsumerError(
                 f"these are more tokens than a result may hold here, {self._settings.params.max_values} (parameter "
                 "max_values): positions times layers times tokens; ask for fewer"
             )
-        return reading.payload(finished.final.num_rows, self.context.vocabulary)
+        return reading.payload(finished.final.num_rows)
 
     def abandon(self, request: RequestInfo) -> None:
-        self._running.discard(request)
+        self._running.pop(request.request_id, None)
 
     def close(self, timeout_s: float) -> None:
         self._running.clear()
 
 
-@dataclass
+_Part = tuple[tuple[Site, ...], Int64Array, npt.NDArray[np.float32]]
+"""Sites, positions and outputs ``[sites, positions, P]``."""
+
+
 class _Reading:
     """The outputs of one request so far.
 
     Attributes:
+        is_full: It was more than a result may hold, and is thrown away.
+
+    Args:
         settings: Of the consumer.
         spec: The request's.
-        is_full: It was more than a result may hold, and is thrown away.
-        num_taken: Positions below it went out with a stream.
-        parts: By site, positions and outputs ``[n, P]``.
+        vocabulary: Has the texts of tokens; None if they are not known.
     """
 
-    settings: _Settings
-    spec: CaptureSpec
-    is_full: bool = False
-    num_values: int = 0
-    num_taken: int = 0
-    parts: dict[Site, list[tuple[Int64Array, Any]]] = field(default_factory=dict)
+    def __init__(self, settings: _Settings, spec: CaptureSpec, vocabulary: Vocabulary | None) -> None:
+        self.is_full = False
+        self._settings = settings
+        self._spec = spec
+        self._text_of = None if vocabulary is None or not vocabulary.has_texts else vocabulary.shown
+        self._num_tokens: int = spec.options[TOP] + len(spec.options[TOKENS])
+        self._left = settings.params.max_values
+        self._parts: list[_Part] = []
+        self._num_taken = 0
+        self._sent: list[dict[str, Any]] | None = []
+        """Parts that went out with a stream, as JSON; None if they are not all that is here."""
+        self._num_sent_rows = 0
+        """Positions of theirs are below it."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are wanted of each row: the strongest, and the given ones."""
-        return int(self.spec.options[TOP] + len(self.spec.options[TOKENS]))
-
-    def add(self, sites: Sequence[Site], positions: Int64Array, rows: Any) -> None:
+    def add(self, sites: Sequence[Site], positions: Int64Array, rows: npt.NDArray[np.float32]) -> None:
         """Take outputs ``[S, n, P]`` at some positions."""
-        self.num_values += rows.shape[0] * rows.shape[1] * self.num_tokens
-        self.is_full = self.is_full or self.num_values > self.settings.params.max_values
+        self._left -= rows.shape[0] * rows.shape[1] * self._num_tokens
+        self.is_full = self.is_full or self._left < 0
         if self.is_full:
-            self.parts.clear()
+            self._parts, self._sent = [], None
             return
-        for site, found in zip(sites, rows, strict=True):
-            self.parts.setdefault(site, []).append((positions.copy(), found.copy()))
+        self._parts.append((tuple(sites), positions.copy(), rows.copy()))
 
-    def take_new(self, num_rows: int, vocabulary: Vocabulary | None) -> dict[str, Any] | None:
-        """Return the payload of the rows below `num_rows` that were not returned here before, as many as a chunk has.
+    def take_new(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield payloads of the rows that were added since the last call, as many as a chunk has.
 
-        Most chunks of a stream bring none: that costs a comparison for each layer.
+        Yields:
+            The number of rows up to the last position, and the payload: positions that every layer has.
         """
-        if not self.parts or any(_last_position(parts[-1]) < self.num_taken for parts in self.parts.values()):
-            return None
-        most = max(1, CHUNK_VALUES // (len(self.spec.sites) * self.num_tokens))
-        payload = self.payload(num_rows, vocabulary, self.num_taken, most)
-        if not payload["positions"]:
-            return None
-        self.num_taken = payload["positions"][-1] + 1
-        return payload
+        parts = self._parts[self._num_taken :]
+        self._num_taken = len(self._parts)
+        sites, positions, rows = self._joined(parts)
+        if len(positions) * len(self._spec.sites) != sum(len(part[0]) * len(part[1]) for part in parts):
+            self._sent = None
+        size = max(1, CHUNK_VALUES // (len(self._spec.sites) * self._num_tokens))
+        for start in range(0, len(positions), size):
+            part = slice(start, start + size)
+            payload = encode_rows(self._payload(sites, positions[part], rows[:, part]))
+            self._num_sent_rows = int(positions[part][-1]) + 1
+            if self._sent is not None:
+                self._sent.append(payload)
+            yield self._num_sent_rows, payload
 
-    def payload(
-        self,
-        num_rows: int,
-        vocabulary: Vocabulary | None,
-        first: int = 0,
-        most: int | None = None,
-    ) -> dict[str, Any]:
-        """The answer: positions that every layer has, from `first` on, below `num_rows`; the first `most` of them."""
-        # Parts come by ascending position: a stream, which asks for each chunk, looks at none twice.
-        new = {site: parts[bisect_left(parts, first, key=_last_position) :] for site, parts in self.parts.items()}
-        whole = {site: self._joined(parts) for site, parts in new.items()}
-        common = np.arange(0)
-        for number, (positions, _) in enumerate(whole.values()):
-            if number == 0:
-                common = positions
-            elif not np.array_equal(common, positions):  # some were lost: most often, they are the same
-                common = np.intersect1d(common, positions, assume_unique=True)
-        common = common[(common >= first) & (common < num_rows)][:most]
-        layers = {
-            str(site.layer): self._layer(rows[np.searchsorted(positions, common)], vocabulary)
-            for site, (positions, rows) in sorted(whole.items(), key=lambda each: each[0].layer)
-        }
-        return {LENS: self.spec.options[LENS], "positions": common.tolist(), "layers": layers}
+    def payload(self, num_rows: int) -> dict[str, Any]:
+        """The payload of the positions below `num_rows` that every layer has; JSON if it went out with a stream."""
+        if self._sent and self._num_sent_rows <= num_rows:
+            whole: dict[str, Any] = join_rows(self._sent)
+            return whole
+        sites, positions, rows = self._joined(self._parts)
+        is_kept = positions < num_rows
+        return self._payload(sites, positions[is_kept], rows[:, is_kept])
 
-    def _joined(self, parts: Sequence[tuple[Int64Array, Any]]) -> tuple[Int64Array, Any]:
-        """Positions and outputs of all parts, if there are any."""
+    def _joined(self, parts: Sequence[_Part]) -> _Part:
+        """Return the outputs of all parts at the positions that every site has; sites by layer."""
         if not parts:
-            return np.empty(0, np.int64), np.empty((0, self.settings.layout.size), np.float32)
-        return np.concatenate([positions for positions, _ in parts]), np.concatenate([rows for _, rows in parts])
+            return (), np.empty(0, np.int64), np.empty((0, 0, self._settings.layout.size), np.float32)
+        if all(part[0] == parts[0][0] for part in parts):  # almost always: no row was lost
+            sites, positions, rows = parts[0]
+            if len(parts) > 1:
+                positions = np.concatenate([part[1] for part in parts])
+                rows = np.concatenate([part[2] for part in parts], axis=1)
+            return sites, positions, rows
+        of_site = {site: self._rows_of(site, parts) for part in parts for site in part[0]}
+        common = reduce(partial(np.intersect1d, assume_unique=True), (found[0] for found in of_site.values()))
+        chosen = [found[np.searchsorted(positions, common)] for positions, found in of_site.values()]
+        return tuple(of_site), common, np.stack(chosen)
 
-    def _layer(self, rows: Any, vocabulary: Vocabulary | None) -> dict[str, Any]:
-        ids, logprobs, given, ranks = self.settings.layout.split(rows)
-        top, count = self.spec.options[TOP], len(self.spec.options[TOKENS])
-        ids, logprobs = ids[:, :top], logprobs[:, :top]
+    def _rows_of(self, site: Site, parts: Sequence[_Part]) -> tuple[Int64Array, npt.NDArray[np.float32]]:
+        own = [(positions, rows[sites.index(site)]) for sites, positions, rows in parts if site in sites]
+        return np.concatenate([positions for positions, _ in own]), np.concatenate([rows for _, rows in own])
+
+    def _payload(self, sites: Sequence[Site], positions: Int64Array, rows: npt.NDArray[np.float32]) -> dict[str, Any]:
+        """The payload of some rows ``[sites, positions, P]``: of all layers at once."""
+        ids, logprobs, given, ranks = self._settings.layout.split(rows)
+        top, count = self._spec.options[TOP], len(self._spec.options[TOKENS])
+        ids, logprobs = ids[..., :top], logprobs[..., :top]
         ids = np.where(np.isfinite(ids), ids, 0).astype(np.int64)  # a fifth of the time of `nan_to_num`
-        texts = None if vocabulary is None or not vocabulary.has_texts else vocabulary.shown
-        tokens = np.full(ids.shape, None).tolist() if texts is None else _texts(ids, texts)
+        tokens = np.full(ids.shape, None).tolist() if self._text_of is None else _texts(ids, self._text_of)
         is_ranked = logprobs > -np.inf
-        return {
+        found = {
             "ids": _cut(ids.tolist(), is_ranked),
             "tokens": _cut(tokens, is_ranked),
             "logprobs": _cut(logprobs.tolist(), is_ranked),
-            "token_logprobs": _listed(given[:, :count]),
-            "token_ranks": _listed(ranks[:, :count], int),
+            "token_logprobs": _listed(given[..., :count]),
+            "token_ranks": _listed(ranks[..., :count], int),
         }
+        order = sorted(range(len(sites)), key=lambda number: sites[number].layer)
+        layers = {str(sites[at].layer): {name: of_all[at] for name, of_all in found.items()} for at in order}
+        return {LENS: self._spec.options[LENS], "positions": positions.tolist(), "layers": layers}
 
 
-def _last_position(part: tuple[Int64Array, Any]) -> int:
-    return int(part[0][-1])
-
-
-def _texts(ids: Int64Array, text_of: Callable[[int], str]) -> list[list[str]]:
+def _texts(ids: Int64Array, text_of: Callable[[int], str]) -> list[list[list[str]]]:
     """Return the texts of ids, which are looked up once each: a lens reads the same few tokens again and again."""
     different, places = np.unique(ids, return_inverse=True)
     texts = np.array([text_of(one) for one in different.tolist()], dtype=object)
-    found: list[list[str]] = texts[places].reshape(ids.shape).tolist()
+    found: list[list[list[str]]] = texts[places].reshape(ids.shape).tolist()
     return found
 
 
-def _cut(rows: list[list[Any]], is_ranked: npt.NDArray[np.bool_]) -> list[list[Any]]:
-    """Return the first entries of each row: as many as are ranked."""
+def _cut(layers: list[list[list[Any]]], is_ranked: npt.NDArray[np.bool_]) -> list[list[list[Any]]]:
+    """Return the first entries of each row of each layer: as many as are ranked."""
     if is_ranked.all():
-        return rows
-    return [row[:count] for row, count in zip(rows, is_ranked.sum(axis=1).tolist(), strict=True)]
+        return layers
+    counts = is_ranked.sum(axis=2).tolist()
+    return [
+        [row[:count] for row, count in zip(rows, of_rows, strict=True)]
+        for rows, of_rows in zip(layers, counts, strict=True)
+    ]
 
 
-def _listed(values: Any, kind: type[int | float] = float) -> list[list[int | float | None]]:
-    """Return the rows of values as lists; None for one that is not finite: JSON has no NaN."""
+def _listed(values: Any, kind: type[int | float] = float) -> list[list[list[int | float | None]]]:
+    """Return the rows of values of each layer as lists; None for one that is not finite: JSON has no NaN."""
     is_finite = np.isfinite(values)
     listed = np.where(is_finite, values, 0).astype(kind)
     if not is_finite.all():
         listed = listed.astype(object)
         listed[~is_finite] = None
-    found: list[list[int | float | None]] = listed.tolist()
+    found: list[list[list[int | float | None]]] = listed.tolist()
     return found

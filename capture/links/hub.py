@@ -500,7 +500,7 @@ class ResultHub:
             key: Of the request.
             instance: The consumer.
             sample_index: Which of the ``n`` samples.
-            num_rows: As `StreamedResults.take_new` has it: a part with a later position is left for later.
+            num_rows: Positions below it belong to tokens that the client has; a part with others is left for later.
         """
         return self._table.take_part(key, sample_index, instance, num_rows)
 

@@ -26,8 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -404,7 +403,6 @@ def by_consumer(readouts: Iterable[ReadoutSite]) -> dict[int, dict[Site, Readout
 
 
 Parsed = TypeVar("Parsed")
-Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -876,9 +874,8 @@ class StreamingConsumer(CaptureConsumer):
     Attributes:
         send_part: ``send_part(request, payload, num_rows)`` gives a chunk of a stream a part of the result of a running
             request, of positions below `num_rows`, in JSON values. Any thread; it does not wait. Of use for requests
-            with `RequestInfo.is_streamed`, and where the class has `sends_parts`: consumers of the location ``worker``
-            have no other way to their front end before the end. The payload at the end has everything again, since a
-            part can get lost.
+            with `RequestInfo.is_streamed`, and where the class has `sends_parts`. The payload at the end has everything
+            again, since a part can get lost.
     """
 
     send_part: SendPart = staticmethod(send_nowhere)
@@ -904,54 +901,6 @@ class StreamingConsumer(CaptureConsumer):
         Its result is an error already. This is called after a `begin` or `write` that raised, after a call that took
         too long, and if the end of the request is unknown.
         """
-
-
-class RunningRequests(Generic[Kept]):
-    """The running requests of a consumer whose results are streamed, each with the part of its result so far.
-
-    The consumer's thread adds to it, and the event loop takes parts of it (`StreamedResults`): a caller that looks at
-    it or changes it holds `lock`. `add`, `pop`, `discard` and `clear` hold it themselves.
-    """
-
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self._by_id: dict[str, Kept] = {}
-        self._by_sample: dict[tuple[str, int], Kept] = {}
-
-    def add(self, request: RequestInfo, found: Kept) -> None:
-        """Note a request that begins."""
-        with self.lock:
-            self._by_id[request.request_id] = found
-            if request.origin is not None:
-                self._by_sample[request.origin.key, request.sample_index] = found
-
-    def __getitem__(self, request_id: str) -> Kept:
-        """Return what there is of a request, by its internal id."""
-        return self._by_id[request_id]
-
-    def of_sample(self, key: str, sample_index: int) -> Kept | None:
-        """Return what there is of a sample, as `StreamedResults.take_new` names it; None if it does not run."""
-        return self._by_sample.get((key, sample_index))
-
-    def pop(self, request: RequestInfo) -> Kept:
-        """Remove a request that has ended, and return what there is of it."""
-        with self.lock:
-            found = self._by_id[request.request_id]
-        self.discard(request)
-        return found
-
-    def discard(self, request: RequestInfo) -> None:
-        """Remove a request, if it is there."""
-        with self.lock:
-            self._by_id.pop(request.request_id, None)
-            if request.origin is not None:
-                self._by_sample.pop((request.origin.key, request.sample_index), None)
-
-    def clear(self) -> None:
-        """Remove all."""
-        with self.lock:
-            self._by_id.clear()
-            self._by_sample.clear()
 
 
 def read_params(kind: type[Parsed], params: Mapping[str, Any], consumer: str, **least: float) -> Parsed:

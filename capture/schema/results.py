@@ -225,24 +225,24 @@ class RowKeeper(Protocol):
 
 
 CHUNK_VALUES = 4096
-"""Numbers of a streamed result in one chunk, about: the event loop makes them. The rest waits for the next chunk."""
+"""Numbers of a streamed result in one chunk, about: the event loop writes them between others'."""
 
 
-@runtime_checkable
-class StreamedResults(Protocol):
-    """A consumer of the location ``driver`` whose results are streamed with the tokens that they belong to."""
+def encode_rows(payload: Any) -> Any:
+    """Return a part of a result with its lists, which have one entry for each position, as JSON."""
+    if isinstance(payload, dict):
+        return {name: encode_rows(value) for name, value in payload.items()}
+    return msgspec.Raw(msgspec.json.encode(payload)) if isinstance(payload, list) else payload
 
-    def take_new(self, key: str, sample_index: int, num_rows: int) -> object:
-        """Return the part of a running request's payload that was not returned before; None if there is none.
 
-        The event loop calls it for each chunk of a stream, so it must be quick. The payload at the end is whole.
-
-        Args:
-            key: Of the request; see `Origin`.
-            sample_index: Which of its ``n`` samples.
-            num_rows: Positions below it belong to tokens that the client has; others are left for later.
-        """
-        ...
+def join_rows(parts: Sequence[Any]) -> Any:
+    """Join parts that `encode_rows` made, at least one and none without positions: nothing is encoded twice."""
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: join_rows([part[name] for part in parts]) for name in first}
+    if isinstance(first, msgspec.Raw):
+        return msgspec.Raw(b"[" + b",".join(memoryview(part)[1:-1] for part in parts) + b"]")
+    return first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

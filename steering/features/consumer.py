@@ -6,9 +6,8 @@ Shapes: n rows, F features, D width of the rows, M features that a row can retur
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +29,6 @@ from headgate.capture.schema.consumer import (
     RequestInfo,
     RowArguments,
     RowBlock,
-    RunningRequests,
     SpecContext,
     StreamingConsumer,
     check_fields,
@@ -40,7 +38,7 @@ from headgate.capture.schema.consumer import (
     select_sites,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, finite, shown
-from headgate.capture.schema.results import CHUNK_VALUES
+from headgate.capture.schema.results import CHUNK_VALUES, encode_rows, join_rows
 from headgate.capture.schema.sites import Site, site_map
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.steering.features.importing import SaeSource, open_coder, sae_site
@@ -462,6 +460,7 @@ class FeaturesConsumer(StreamingConsumer):
 
     location = "driver"
     is_awaited = True
+    sends_parts = True
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
@@ -471,7 +470,7 @@ class FeaturesConsumer(StreamingConsumer):
             site: key_of([self._coders[name] for name in names])
             for site, names in _checked_sites(self._coders, context.model).items()
         }
-        self._running = RunningRequests[_RequestFeatures]()
+        self._running: dict[str, _RequestFeatures] = {}
 
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
@@ -517,29 +516,23 @@ class FeaturesConsumer(StreamingConsumer):
                 )
         options = request.spec.options
         labels = labels_of(self._coders[options["sae"]].path)
-        self._running.add(request, _RequestFeatures(options, labels, self._top, self._max_values))
+        self._running[request.request_id] = _RequestFeatures(options, labels, self._top, self._max_values)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
-        with self._running.lock:
-            self._write(blocks)
-
-    def _write(self, blocks: Sequence[RowBlock]) -> None:
         for block in blocks:
             for number, site in enumerate(block.sites):
                 rows = block.rows[number].numpy()
                 for span in block.spans:
-                    if site in span.request.spec.sites:
-                        part = slice(span.start, span.stop)
-                        self._running[span.request.request_id].add(block.positions[part], rows[part])
-
-    def take_new(self, key: str, sample_index: int, num_rows: int) -> dict[str, Any] | None:
-        """See `StreamedResults.take_new`: the payload with the positions that are new, as many as a chunk may have."""
-        with self._running.lock:
-            found = self._running.of_sample(key, sample_index)
-            return None if found is None else found.take_new(num_rows)
+                    request, part = span.request, slice(span.start, span.stop)
+                    if site in request.spec.sites:
+                        found = self._running[request.request_id]
+                        found.add(block.positions[part], rows[part])
+                        if request.is_streamed:
+                            for num_rows, payload in found.take_new():
+                                self.send_part(request, payload, num_rows)
 
     def finish(self, finished: FinishedRequest) -> dict[str, Any]:
-        found = self._running.pop(finished.request)
+        found = self._running.pop(finished.request.request_id)
         if found.is_full:
             raise ConsumerError(
                 f"these activations are more than a result may hold here, {self._max_values} (parameter max_values); "
@@ -548,7 +541,7 @@ class FeaturesConsumer(StreamingConsumer):
         return found.payload(finished.final.num_rows)
 
     def abandon(self, request: RequestInfo) -> None:
-        self._running.discard(request)
+        self._running.pop(request.request_id, None)
 
     def close(self, timeout_s: float) -> None:
         self._running.clear()
@@ -571,8 +564,10 @@ class _RequestFeatures:
         self.is_full = False
         self._sae: str = options["sae"]
         self._labels = labels
-        self._num_taken = 0
-        """Positions below it went out with a stream."""
+        self._sent: list[dict[str, Any]] = []
+        """Parts that went out with a stream, as JSON."""
+        self._num_sent_rows = 0
+        """Positions of theirs are below it."""
         self._is_binary = options.get(ENCODING) == BINARY
         self._given: list[int] | None = options.get("features")
         self._above: float = options.get("above", 0.0)
@@ -592,37 +587,46 @@ class _RequestFeatures:
             # Copies: slices would keep the rows of every request of the block.
             self._parts.append((positions.copy(), np.stack((ids, values))))
 
-    def take_new(self, num_rows: int) -> dict[str, Any] | None:
-        """Return the payload of the rows below `num_rows` that were not returned here before, as many as a chunk has.
+    def take_new(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield payloads of the rows that were added last, as many as a chunk has, each after its number of rows."""
+        if self.is_full:
+            self._sent.clear()
+            return
+        positions, outputs = self._parts[-1]
+        size = max(1, CHUNK_VALUES // self._count)
+        for start in range(0, len(positions), size):
+            part = slice(start, start + size)
+            payload = encode_rows(self._payload(positions[part], outputs[:, part]))
+            self._num_sent_rows = int(positions[part][-1]) + 1
+            if not self._is_binary:
+                self._sent.append(payload)
+            yield self._num_sent_rows, payload
 
-        Most chunks of a stream bring none: that costs one comparison.
-        """
-        if self.is_full or not self._parts or _last_position(self._parts[-1]) < self._num_taken:
-            return None
-        payload = self.payload(num_rows, self._num_taken, CHUNK_VALUES)
-        if not payload["positions"]:
-            return None
-        self._num_taken = payload["positions"][-1] + 1
-        return payload
-
-    def payload(self, num_rows: int, first: int = 0, most_values: int | None = None) -> dict[str, Any]:
-        """The payload of the rows at positions from `first` on, below `num_rows`; about `most_values` activations."""
-        # Parts come by ascending position: a stream, which asks for each chunk, looks at none twice.
-        parts = self._parts[bisect_left(self._parts, first, key=_last_position) :]
-        positions = np.concatenate([np.empty(0, np.int64), *(part for part, _ in parts)])
-        outputs = np.concatenate([np.empty((2, 0, self._count), np.float32), *(part for _, part in parts)], axis=1)
+    def payload(self, num_rows: int) -> dict[str, Any]:
+        """The payload of the rows at positions below `num_rows`; lists are JSON if they went out with a stream."""
+        if self._sent and self._num_sent_rows <= num_rows:
+            labels = self._labels.of({int(one) for part in self._sent for one in part["labels"]})
+            whole: dict[str, Any] = join_rows([{**part, "labels": None} for part in self._sent])
+            return {**whole, "labels": labels}
+        positions, outputs = self._joined()
         order = np.argsort(positions, kind="stable")
-        order = order[(positions[order] >= first) & (positions[order] < num_rows)]
-        if most_values is not None:
-            order = order[: max(1, most_values // self._count)]
-        head = {"sae": self._sae, "positions": positions[order].tolist()}
+        order = order[positions[order] < num_rows]
+        return self._payload(positions[order], outputs[:, order])
+
+    def _joined(self) -> tuple[Int64Array, npt.NDArray[np.float32]]:
+        positions = np.concatenate([np.empty(0, np.int64), *(part for part, _ in self._parts)])
+        nothing = np.empty((2, 0, self._count), np.float32)
+        return positions, np.concatenate([nothing, *(part for _, part in self._parts)], axis=1)
+
+    def _payload(self, positions: Int64Array, outputs: npt.NDArray[np.float32]) -> dict[str, Any]:
+        head = {"sae": self._sae, "positions": positions.tolist()}
         if self._is_binary:
-            found, values = self._arrays(*outputs[:, order])
+            found, values = self._arrays(*outputs)
             data = save({"ids": np.ascontiguousarray(found), "values": np.ascontiguousarray(values)})
             head |= {"format": "safetensors", "num_bytes": len(data), "data": b64encode(data).decode("ascii")}
             named = np.unique(found[found >= 0]).tolist() if self._labels else ()
         else:
-            head["ids"], head["values"] = ids, _ = self._listed(*outputs[:, order])
+            head["ids"], head["values"] = ids, _ = self._listed(*outputs)
             named = {one for row in ids if row is not None for one in row} if self._labels else ()
         return {**head, "labels": self._labels.of(named)}
 
@@ -651,6 +655,8 @@ class _RequestFeatures:
         else:
             counts, listed = [self._count] * len(values), [self._given] * len(values)
         is_sound: list[bool] = np.all(np.isfinite(values), axis=1).tolist()
+        if all(is_sound) and min(counts, default=self._count) == self._count:
+            return listed, values.tolist()
         rows = list(zip(listed, values.tolist(), counts, is_sound, strict=True))
         return (
             [row[:count] if sound else None for row, _, count, sound in rows],
@@ -661,10 +667,6 @@ class _RequestFeatures:
 def _whole(ids: npt.NDArray[np.float32]) -> Int64Array:
     """Return ids as integers, 0 of what is none."""
     return np.where(np.isfinite(ids), ids, 0).astype(np.int64)
-
-
-def _last_position(part: tuple[Int64Array, npt.NDArray[np.float32]]) -> int:
-    return int(part[0][-1])
 
 
 def _checked_sites(coders: Mapping[str, SparseCoder], model: ModelInfo) -> dict[Site, list[str]]:

@@ -1,4 +1,4 @@
-"""Attention patterns in chunks of a stream and in files: the whole answer's, bit for bit, and Hugging Face's."""
+"""Attention patterns in chunks of a stream and in files: the whole answer's, bit for bit, and Hugging Face's; lenses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
 FLAGS = [
     *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"),
     *("--max-num-batched-tokens", "32", "--max-num-seqs", "4"),
-    *("--capture-sites", json.dumps({"q": LAYERS, "k": LAYERS})),
+    *("--capture-sites", json.dumps({"q": LAYERS, "k": LAYERS, "post_mlp": LAYERS})),
 ]
 READS = json.dumps({"consumer": "attention", "params": {}})
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     files = f"filesystem:root={tmp_path_factory.mktemp('files')},reads={READS}"
-    with serving([*COMMAND, str(model_dir), *FLAGS, "--capture-consumers", "attention", files]) as running:
+    with serving([*COMMAND, str(model_dir), *FLAGS, "--capture-consumers", "attention", "lens", files]) as running:
         yield running
 
 
@@ -45,24 +45,53 @@ def complete(server: Server, wanted: dict[str, Any], **fields: Any) -> Any:
     )
 
 
-def streamed(server: Server, wanted: dict[str, Any]) -> tuple[list[Any], list[int], Patterns]:
-    """The payloads of chunks, with the number of tokens that the client has by then; and the tokens; and the answer."""
-    answer = complete(server, {"attention": wanted}, stream=True)
+def chunks_of(server: Server, consumer: str, wanted: dict[str, Any]) -> tuple[list[tuple[int, Any]], list[int], Any]:
+    """The payloads of chunks, with the number of rows of tokens that the client has by then; tokens; the answer's."""
+    answer = complete(server, {consumer: wanted}, stream=True)
     assert answer.status_code == 200, answer.text
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
-    chunks: list[Any] = []
+    chunks: list[tuple[int, Any]] = []
     tokens: list[int] = []
     last: Any = None
     for document in map(json.loads, lines):
         for choice in document["choices"]:
             tokens += choice.get("token_ids") or []
             if (found := choice.get("capture_results")) is not None:
-                patterns = fetch_patterns(found["attention"]["payload"])
-                assert patterns.queries[-1] < len(PROMPT) + len(tokens) - 1
-                chunks.append(found["attention"]["payload"])
+                chunks.append((len(PROMPT) + len(tokens) - 1, found[consumer]["payload"]))
         last = document.get("capture_results") or last
-    assert last["attention"]["status"] == "ok"
-    return chunks, tokens, fetch_patterns(last["attention"]["payload"])
+    assert last[consumer]["status"] == "ok"
+    return chunks, tokens, last[consumer]["payload"]
+
+
+def streamed(server: Server, wanted: dict[str, Any]) -> tuple[list[Any], list[int], Patterns]:
+    """The payloads of chunks, the tokens, and the patterns of the answer."""
+    chunks, tokens, last = chunks_of(server, "attention", wanted)
+    for num_rows, payload in chunks:
+        assert fetch_patterns(payload).queries[-1] < num_rows
+    return [payload for _, payload in chunks], tokens, fetch_patterns(last)
+
+
+def test_chunks_of_a_stream_have_what_a_lens_reads_of_their_tokens(server: Server) -> None:
+    wanted = {"layers": LAYERS, "positions": "all", "top": 4, "tokens": [5, 9]}
+    chunks, tokens, whole = chunks_of(server, "lens", wanted)
+    quiet = complete(server, {"lens": wanted}).json()
+
+    assert len(chunks) >= 3
+    assert whole["positions"] == list(range(len(PROMPT) + NUM_OUTPUT - 1))
+    positions = [position for _, payload in chunks for position in payload["positions"]]
+    assert positions == whole["positions"][: len(positions)]
+    assert len(positions) > len(PROMPT)
+    assert all(payload["positions"][-1] < num_rows for num_rows, payload in chunks)
+    expected = quiet["capture_results"]["lens"]["payload"]
+    assert quiet["choices"][0]["token_ids"] == tokens
+    for layer, of_layer in whole["layers"].items():
+        assert {*of_layer} == {"ids", "tokens", "logprobs", "token_logprobs", "token_ranks"}
+        for name, rows in of_layer.items():
+            assert [row for _, payload in chunks for row in payload["layers"][layer][name]] == rows[: len(positions)]
+        assert [each[0] for each in of_layer["ids"]] == [each[0] for each in expected["layers"][layer]["ids"]]
+        for name in ("logprobs", "token_logprobs"):
+            found, other = (torch.tensor(each["layers"][layer][name]) for each in (whole, expected))
+            torch.testing.assert_close(found, other, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("top", [None, 5])

@@ -243,15 +243,9 @@ class FrontEnd:
 
     def streamed(self, ask: CaptureRequest) -> Callable[[int, int], Mapping[str, object]] | None:
         """Return what takes new parts of a running request's results, by sample and rows; None if nothing streams."""
-        drivers = {} if self._drivers_here is None else self._drivers_here.consumers
-        # As `StreamedResults` has it: asking the protocol takes 20 µs, for each request.
-        takers = {name: getattr(drivers.get(name), "take_new", None) for name in ask.specs}
-        found = {name: partial(taker, ask.key) for name, taker in takers.items() if taker is not None}
-        if ask.is_streamed:
-            parts = self._partial.intersection(ask.specs)
-            found |= {name: partial(self.hub.take_part, ask.key, name) for name in parts}
-        if not found:
+        if not ask.is_streamed:
             return None
+        found = {name: partial(self.hub.take_part, ask.key, name) for name in self._partial.intersection(ask.specs)}
 
         def take_new(sample_index: int, num_rows: int) -> Mapping[str, object]:
             new = {name: taker(sample_index, num_rows) for name, taker in found.items()}

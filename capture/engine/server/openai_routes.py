@@ -147,7 +147,7 @@ async def _stream_chunks(chunks: AsyncGenerator[str, None], call: HttpCall) -> A
             chunk = _with_values(chunk, call)
             if chunk.startswith("data: [DONE]") and (last := _last_chunk(first or {}, call)) is not None:
                 # In one piece: each takes the server some 60 us to send.
-                chunk = f"{_event(last)}{chunk}"
+                chunk = _event(last, chunk)
             yield chunk
     finally:
         await chunks.aclose()
@@ -174,7 +174,7 @@ def _with_values(chunk: str, call: HttpCall) -> str:
     choices = _CHOICES.decode(fields["choices"])
     for place, values in found.items():
         choices[place].update(values)
-    return _event({**fields, "choices": choices}) + rest
+    return _event({**fields, "choices": choices}, rest)
 
 
 class _Choice(msgspec.Struct):
@@ -202,9 +202,9 @@ def _split(chunk: str) -> tuple[str, str]:
     return event[len(_DATA) :], rest
 
 
-def _event(content: object) -> str:
-    """Return an event of a stream."""
-    return f"{_DATA}{msgspec.json.encode(content).decode()}\n\n"
+def _event(content: object, rest: str) -> str:
+    """Return an event of a stream, and what comes after it."""
+    return f"{_DATA}{msgspec.json.encode(content).decode()}\n\n{rest}"
 
 
 def _new_results(call: HttpCall, choice: int | None) -> Document:
@@ -264,15 +264,15 @@ def states_of(call: HttpCall) -> list[tuple[int, object]]:
 def plain_results(call: HttpCall) -> Any:
     """Return what `encoded_results` says as JSON values; None if there is nothing."""
     found = encoded_results(call)
-    return None if found is None else msgspec.json.decode(found)
+    return None if found is None else msgspec.json.decode(msgspec.json.encode(found))
 
 
-def encoded_results(call: HttpCall) -> msgspec.Raw | None:
-    """JSON: ``{instance: result}`` for a call with one prompt, a list of those for one with several; None of none."""
+def encoded_results(call: HttpCall) -> object:
+    """``{instance: JSON}`` for a call with one prompt, a list of those for one with several; None of none."""
     found = [None if slot.results is None else _encoded(slot.results.merged, call) for slot in call.slots]
     if not any(found):
         return None
-    return msgspec.Raw(msgspec.json.encode(found[0] if len(found) == 1 else found))
+    return found[0] if len(found) == 1 else found
 
 
 def _encoded(results: Mapping[str, CaptureResult], call: HttpCall) -> dict[str, msgspec.Raw]:

@@ -7,15 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from headgate.capture.lens import LensKind, save
-from headgate.capture.schema.consumer import ConsumerContext, SpecContext
+from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RowBlock, SpecContext
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
-from headgate.capture.schema.results import Origin, StreamedResults
+from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.staging.readouts import bind
 from headgate.consumers import lens as lens_module
@@ -121,69 +122,110 @@ def test_requests_of_one_batch_get_their_own_lens_tokens_and_ranking(params: dic
         check(payloads[name]["layers"]["2"], expected, raw["top"], raw["tokens"], ranked)
 
 
-def test_a_stream_gets_each_position_once_and_none_of_tokens_that_the_client_lacks(params: dict[str, Any]) -> None:
-    consumer = LensConsumer(params, CONTEXT)
-    assert isinstance(consumer, StreamedResults)
-    feed = Feed(consumer, HEAD)
-    asked, other = (request(params, {"layers": [0, 2], "top": 3, "tokens": [4]}, name) for name in ("a", "b"))
-    for one, key in ((asked, "call.1"), (other, "call.2")):
-        one.info = replace(one.info, origin=Origin("ipc://hub", key))
-    feed.begin(asked, other)
+def plain(payload: Any) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(payload))
 
-    def new(num_rows: int) -> Any:
-        return consumer.take_new("call.1", 0, num_rows)
 
-    assert (new(9), consumer.take_new("call.1", 1, 9), consumer.take_new("unknown", 0, 9)) == (None, None, None)
-    feed.step({asked: (0, 4), other: (0, 5)})
-    first = new(4)
-    feed.step({asked: (4, 6)})
-    second, none, third = new(5), new(5), new(6)
-    whole = feed.finish(asked)
+def streamed(params: dict[str, Any], raw: Any, name: str = "r", **shape: Any) -> ExampleRequest:
+    asked = request(params, raw, name, **shape)
+    asked.info = replace(asked.info, origin=Origin("ipc://hub", "call.1", is_streamed=True))
+    return asked
 
-    assert [part["positions"] for part in (first, second, third)] == [[0, 1, 2, 3], [4], [5]]
-    assert none is None
+
+def feed_of(params: dict[str, Any]) -> tuple[Feed, list[tuple[str, int, Any]]]:
+    """A consumer, and the parts that it sends: request, rows up to the last one, payload as the client reads it."""
+    consumer, sent = LensConsumer(params, CONTEXT), list[tuple[str, int, Any]]()
+    consumer.send_part = lambda info, payload, rows: sent.append((info.request_id, rows, plain(payload)))
+    return Feed(consumer, HEAD), sent
+
+
+def test_a_stream_gets_each_position_once_and_together_the_answer(params: dict[str, Any]) -> None:
+    feed, sent = feed_of(params)
+    raw = {"layers": [0, 2], "top": 3, "tokens": [4]}
+    asked, other, quiet = streamed(params, raw, "a"), streamed(params, raw, "b"), request(params, raw, "c")
+    asked.final = replace(asked.final, token_ids=asked.final.token_ids[:7])
+    feed.begin(asked, other, quiet)
+    feed.step({asked: (0, 4), other: (0, 5), quiet: (0, 5)})
+    feed.step({asked: (4, 5)})
+    feed.step({asked: (5, 6)})
+    payload = feed.finish(asked)
+    feed.abandon(other)
+    whole = plain(payload)
+
+    assert [each[:2] for each in sent] == [("a", 4), ("b", 5), ("a", 5), ("a", 6)]
+    parts = [part for name, _, part in sent if name == "a"]
+    assert [part["positions"] for part in parts] == [[0, 1, 2, 3], [4], [5]]
+    assert isinstance(payload["layers"]["0"]["logprobs"], msgspec.Raw)  # nothing is encoded twice
     assert whole["positions"] == [0, 1, 2, 3, 4, 5]
     for layer in ("0", "2"):
         for name, rows in whole["layers"][layer].items():
-            assert [row for part in (first, second, third) for row in part["layers"][layer][name]] == rows
-    assert new(9) is None
-    feed.abandon(other)
-    assert consumer.take_new("call.2", 0, 9) is None
+            assert [row for part in parts for row in part["layers"][layer][name]] == rows
 
 
-def test_a_chunk_without_new_rows_makes_no_payload(params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    consumer = LensConsumer(params, CONTEXT)
-    feed = Feed(consumer, HEAD)
-    asked = request(params, {"layers": [0, 2]}, prompt=4, output=3)
-    asked.info = replace(asked.info, origin=Origin("ipc://hub", "call.1"))
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_answer_of_a_stream_is_that_of_others_however_blocks_come(params: dict[str, Any], is_late: bool) -> None:
+    """Layers in blocks of their own are one part if they come together; the answer has what no part has."""
+    raw = {"layers": [0, 2], "top": 3, "tokens": [4]}
+    (feed, sent), other = feed_of(params), Feed(LensConsumer(params, CONTEXT), HEAD)
+    asked, quiet, consumer = streamed(params, raw), request(params, raw), feed.consumer
+    assert isinstance(consumer, LensConsumer)
+    feed.begin(asked)
+    other.begin(quiet)
+    for start in (0, 4):
+        other.step({quiet: (start, start + 4)}, sites_per_block=1)
+        blocks: list[RowBlock] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(feed, "write", blocks.extend)
+            feed.step({asked: (start, start + 4)}, sites_per_block=1)
+        for together in [[block] for block in blocks] if is_late else [blocks]:
+            consumer.write(together)
+    payload = consumer.finish(FinishedRequest(request=asked.info, final=asked.final, dropped_rows=0))
+
+    assert plain(payload) == other.finish(quiet)
+    if not is_late:
+        assert [(rows, part["positions"]) for _, rows, part in sent] == [(4, [0, 1, 2, 3]), (8, [4, 5, 6, 7])]
+
+
+def test_a_stream_whose_last_tokens_were_taken_back_has_the_rest(params: dict[str, Any]) -> None:
+    feed, sent = feed_of(params)
+    asked = streamed(params, {"layers": [0, 2], "top": 3}, prompt=4, output=3)
     feed.begin(asked)
     feed.step({asked: (0, 4)})
-    assert consumer.take_new("call.1", 0, 4) is not None
+    feed.step({asked: (4, 6)})
+    asked.final = replace(asked.final, token_ids=asked.final.token_ids[:6])
 
-    monkeypatch.delattr(lens_module._Reading, "payload")
+    assert plain(feed.finish(asked))["positions"] == [0, 1, 2, 3, 4]
+    assert sent[-1][1] == 6
 
-    assert consumer.take_new("call.1", 0, 5) is None
 
-
-def test_a_chunk_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
+def test_a_part_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
     params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lens_module, "CHUNK_VALUES", 16)  # two positions
-    consumer = LensConsumer(params, CONTEXT)
-    feed = Feed(consumer, HEAD)
-    asked = request(params, {"layers": [0, 2], "top": 3, "tokens": [4]}, prompt=4, output=3)
-    asked.info = replace(asked.info, origin=Origin("ipc://hub", "call.1"))
+    feed, sent = feed_of(params)
+    asked = streamed(params, {"layers": [0, 2], "top": 3, "tokens": [4]}, prompt=4, output=3)
     feed.begin(asked)
-
     feed.step({asked: (0, 3)})
-    chunks: list[Any] = [consumer.take_new("call.1", 0, 3), consumer.take_new("call.1", 0, 4)]
     feed.step({asked: (3, 6)})
-    chunks += [consumer.take_new("call.1", 0, 6) for _ in range(2)]
-    whole = feed.finish(asked)
+    whole = plain(feed.finish(asked))
 
-    assert [chunk["positions"] for chunk in chunks] == [[0, 1], [2], [3, 4], [5]]
+    assert [(rows, part["positions"]) for _, rows, part in sent] == [(2, [0, 1]), (3, [2]), (5, [3, 4]), (6, [5])]
     for layer in ("0", "2"):
-        assert [row for chunk in chunks for row in chunk["layers"][layer]["ids"]] == whole["layers"][layer]["ids"]
+        assert [row for _, _, part in sent for row in part["layers"][layer]["ids"]] == whole["layers"][layer]["ids"]
+
+
+def test_a_stream_of_more_tokens_than_a_result_may_hold_is_an_error_and_gets_no_more_parts(
+    params: dict[str, Any],
+) -> None:
+    feed, sent = feed_of({**params, "max_values": 24})
+    asked = streamed(params, {"layers": [0, 2], "top": 3}, prompt=4, output=3)
+    feed.begin(asked)
+    feed.step({asked: (0, 3)})
+    feed.step({asked: (3, 6)})
+
+    assert [part["positions"] for _, _, part in sent] == [[0, 1, 2]]
+    with pytest.raises(ConsumerError, match="more tokens than a result may hold"):
+        feed.finish(asked)
 
 
 def test_rows_that_are_not_finite_have_no_numbers(params: dict[str, Any]) -> None:
@@ -229,28 +271,6 @@ def test_more_tokens_than_the_vocabulary_has_are_a_shorter_list(params: dict[str
 
     assert all(sorted(row) == list(range(6)) for row in read["layers"]["1"]["ids"])
     assert all(len(row) == 6 for row in read["layers"]["1"]["logprobs"])
-
-
-def test_the_event_loop_asks_no_tokenizer_for_texts(params: dict[str, Any]) -> None:
-    asked_of: list[int] = []
-
-    class Noting(Letters):
-        def shown(self, token: int) -> str:
-            asked_of.append(token)
-            return super().shown(token)
-
-    consumer = LensConsumer(params, replace(CONTEXT, vocabulary=Noting(VOCABULARY)))
-    feed = Feed(consumer, HEAD)
-    one = request(params, {"layers": [0, 2], "top": 3})
-    one.info = replace(one.info, origin=Origin("ipc://hub", "call.1"))
-    feed.begin(one)
-    feed.step({one: (0, 4)})
-    known = set(asked_of)
-
-    payload = consumer.take_new("call.1", 0, 4)
-
-    assert payload is not None
-    assert {token for read in payload["layers"].values() for row in read["ids"] for token in row} == known
 
 
 @pytest.mark.parametrize(

@@ -321,60 +321,107 @@ def test_binary_payloads_have_the_numbers_of_lists(params: dict[str, Any], tmp_p
     assert None in lists["ids"]
 
 
-def test_a_stream_takes_the_positions_that_are_new(params: dict[str, Any]) -> None:
-    feed = Feed(FeaturesConsumer(params, CONTEXT))
-    asked = request(params, {"sae": "a", "top": 2}, prompt=3, output=4)
-    asked.info = replace(asked.info, origin=Origin(reply=None, key="call-0"))
-    feed.begin(asked)
-    streamed = feed.consumer
-    assert isinstance(streamed, FeaturesConsumer)
+def streamed_request(params: dict[str, Any], raw: Any, **shape: Any) -> ExampleRequest:
+    asked = request(params, raw, **shape)
+    asked.info = replace(asked.info, origin=Origin(reply=None, key="call-0", is_streamed=True))
+    return asked
 
+
+def feed_of(params: dict[str, Any]) -> tuple[Feed, list[tuple[int, Any]]]:
+    """A consumer, and the parts that it sends: rows up to the last one, and the payload as its client reads it."""
+    consumer, sent = FeaturesConsumer(params, CONTEXT), list[tuple[int, Any]]()
+    consumer.send_part = lambda _, payload, num_rows: sent.append((num_rows, plain(payload)))
+    return Feed(consumer), sent
+
+
+def plain(payload: Any) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(payload))
+
+
+def test_a_stream_gets_each_position_once_and_together_the_answer(params: dict[str, Any], tmp_path: Path) -> None:
+    write_labels(tmp_path / "a.safetensors", {one: f"label {one}" for one in range(FEATURES)})
+    feed, sent = feed_of(params)
+    raw = {"sae": "a", "top": 2}
+    asked, quiet = streamed_request(params, raw, prompt=3, output=4), request(params, raw, prompt=3, output=4)
+    other = Feed(FeaturesConsumer(params, CONTEXT))
+    feed.begin(asked)
+    other.begin(quiet)
+    for start, stop in ((0, 4), (4, 5), (5, 6)):
+        feed.step({asked: (start, stop)})
+        other.step({quiet: (start, stop)})
+    payload = feed.finish(asked)
+    whole, expected = plain(payload), other.finish(quiet)
+
+    assert [num_rows for num_rows, _ in sent] == [4, 5, 6]
+    assert [part["positions"] for _, part in sent] == [[0, 1, 2, 3], [4], [5]]
+    assert isinstance(payload["values"], msgspec.Raw)  # nothing is encoded twice
+    assert whole == expected
+    assert list(whole["labels"]) == list(expected["labels"]) != []
+    for name in ("ids", "values"):
+        assert [row for _, part in sent for row in part[name]] == whole[name]
+
+
+def test_a_stream_whose_last_tokens_were_taken_back_has_the_rest(params: dict[str, Any]) -> None:
+    feed, sent = feed_of(params)
+    asked = streamed_request(params, {"sae": "a", "top": 2}, prompt=3, output=4)
+    feed.begin(asked)
     feed.step({asked: (0, 4)})
-    first = streamed.take_new("call-0", 0, 3)
-    assert streamed.take_new("call-0", 0, 3) is None
     feed.step({asked: (4, 6)})
-    second, whole = streamed.take_new("call-0", 0, 6), feed.finish(asked)
+    asked.final = replace(asked.final, token_ids=asked.final.token_ids[:6])
 
-    assert first is not None
-    assert second is not None
-    assert (first["positions"], second["positions"]) == ([0, 1, 2], [3, 4, 5])
-    assert first["ids"] + second["ids"] == whole["ids"]
-    assert streamed.take_new("call-0", 0, 6) is None
+    assert plain(feed.finish(asked))["positions"] == [0, 1, 2, 3, 4]
+    assert sent[-1][0] == 6
 
 
-def test_a_chunk_without_new_rows_makes_no_payload(params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    feed = Feed(FeaturesConsumer(params, CONTEXT))
-    asked = request(params, {"sae": "a", "top": 2}, prompt=3, output=4)
-    asked.info = replace(asked.info, origin=Origin(reply=None, key="call-0"))
-    feed.begin(asked)
-    streamed = feed.consumer
-    assert isinstance(streamed, FeaturesConsumer)
-    feed.step({asked: (0, 4)})
-    assert streamed.take_new("call-0", 0, 4) is not None
-
-    monkeypatch.delattr(consumer._RequestFeatures, "payload")
-
-    assert streamed.take_new("call-0", 0, 5) is None
-
-
-def test_a_chunk_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
+def test_a_part_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
     params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consumer, "CHUNK_VALUES", 4)  # two positions
-    streamed = FeaturesConsumer(params, CONTEXT)
-    feed = Feed(streamed)
-    asked = request(params, {"sae": "a", "top": 2}, prompt=4, output=3)
-    asked.info = replace(asked.info, origin=Origin(reply=None, key="call-0"))
+    feed, sent = feed_of(params)
+    asked = streamed_request(params, {"sae": "a", "top": 2}, prompt=4, output=3)
     feed.begin(asked)
 
     feed.step({asked: (0, 3)})
-    chunks: list[Any] = [streamed.take_new("call-0", 0, 3), streamed.take_new("call-0", 0, 4)]
     feed.step({asked: (3, 6)})
-    chunks += [streamed.take_new("call-0", 0, 6) for _ in range(2)]
-    whole = feed.finish(asked)
+    whole = plain(feed.finish(asked))
 
-    assert [chunk["positions"] for chunk in chunks] == [[0, 1], [2], [3, 4], [5]]
-    assert [row for chunk in chunks for row in chunk["ids"]] == whole["ids"]
+    assert [part["positions"] for _, part in sent] == [[0, 1], [2], [3, 4], [5]]
+    assert [num_rows for num_rows, _ in sent] == [2, 3, 5, 6]
+    assert [row for _, part in sent for row in part["ids"]] == whole["ids"]
+
+
+def test_a_stream_of_binary_parts_ends_with_binary_arrays(params: dict[str, Any]) -> None:
+    feed, sent = feed_of(params)
+    asked = streamed_request(params, {"sae": "a", "top": 2, "encoding": "binary"}, prompt=4, output=3)
+    feed.begin(asked)
+    feed.step({asked: (0, 3)})
+    feed.step({asked: (3, 6)})
+    whole = inline_rows(CaptureResult(status="ok", payload=feed.finish(asked)))
+
+    parts = [inline_rows(CaptureResult(status="ok", payload=part)) for _, part in sent]
+    for name in ("ids", "values"):
+        np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), whole[name])
+
+
+def test_a_stream_of_more_values_than_a_result_may_hold_is_an_error_and_gets_no_more_parts(
+    params: dict[str, Any],
+) -> None:
+    feed, sent = feed_of({**params, "max_values": 8})
+    asked = streamed_request(params, {"sae": "a", "top": 2}, prompt=4, output=3)
+    feed.begin(asked)
+    feed.step({asked: (0, 3)})
+    feed.step({asked: (3, 6)})
+
+    assert [part["positions"] for _, part in sent] == [[0, 1, 2]]
+    with pytest.raises(ConsumerError, match="more than a result may hold"):
+        feed.finish(asked)
+
+
+def test_a_request_that_is_not_streamed_sends_no_parts(params: dict[str, Any]) -> None:
+    feed, sent = feed_of(params)
+
+    assert isinstance(feed.whole(request(params, {"sae": "a", "top": 2}))["values"], list)
+    assert sent == []
 
 
 FILES = ConsumerContext(instance_name="files", model=EXAMPLE_MODEL)
