@@ -114,6 +114,7 @@ class Dispatcher:
         keep_bytes: Memory that may be kept for later rows while it is unused.
         hold_bytes: Staging memory from which on rows are held no longer.
         linger_s: Seconds after their forward that rows are held at most.
+        end_linger_s: Seconds that the end of a request waits for rows of others at most.
         has_own_blocks: See `StepCoalescer`.
     """
 
@@ -126,6 +127,7 @@ class Dispatcher:
         keep_bytes: int,
         hold_bytes: int = 0,
         linger_s: float = 0.0,
+        end_linger_s: float = 0.0,
         has_own_blocks: bool = False,
     ) -> None:
         self._requests = requests
@@ -137,6 +139,7 @@ class Dispatcher:
         self._held_ends: list[End] = []
         self._held_until = 0.0
         self._linger_s = linger_s
+        self._end_linger_s = end_linger_s
         self._token_checks: dict[str, TokenCheck] = {}
         self._log = SparseLog("capture dispatch")
         self._thread = threading.Thread(target=self._run, name="headgate-dispatch", daemon=True)
@@ -193,7 +196,7 @@ class Dispatcher:
         elif self._held.has(item.req_id):
             self._held_ends.append(item)
             has_others = len(self._token_checks) > len(self._held_ends)
-            self._held_until = min(self._held_until, time.monotonic() + END_LINGER_S if has_others else 0.0)
+            self._held_until = min(self._held_until, time.monotonic() + self._end_linger_s if has_others else 0.0)
         else:
             self._end(item)
 
@@ -295,7 +298,7 @@ class LocalDelivery:
         consumers: In any order; their bits are their places in ``config.consumers``.
         sender: Where results go.
         close_sender: Called last, with the seconds it may take; returns how many messages did not arrive.
-        watcher: Is notified of each result; None for no notifications.
+        watcher: Is notified of each result, in a capture process; None in the worker's own.
 
     Raises:
         ConfigError: If a spill file cannot be made.
@@ -324,6 +327,8 @@ class LocalDelivery:
             keep_bytes=min(place.staging_bytes, HELD_BYTES),
             hold_bytes=min(int(HELD_SHARE * place.staging_bytes), HELD_BYTES),
             linger_s=place.linger_s,
+            # In a capture process, whose work does not hold up the step thread, clients need not wait.
+            end_linger_s=END_LINGER_S if watcher is None else 0.0,
             has_own_blocks=all(opened.consumer.keeps_rows for opened in consumers),
         )
         for consumer in self._consumers.values():

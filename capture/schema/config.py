@@ -383,7 +383,8 @@ HELD_SHARE = 1 / 4
 HELD_BYTES = 512 * MIB
 """Bytes that held rows may take; more would save nothing, and memory for their copies is kept."""
 END_LINGER_S = 0.004
-"""Seconds that the end of a request may wait for rows of other requests, so that both are dispatched together.
+"""Seconds that the end of a request may wait for rows of other requests, so that both are dispatched together: on
+threads of the worker, and in no capture process.
 
 With 64 requests in flight whose clients wait for results, dispatching each end at once costs the step thread 4 %.
 """

@@ -1,4 +1,4 @@
-"""Attention patterns in chunks of a stream and in files: the whole answer's, bit for bit, and Hugging Face's; lenses."""
+"""Attention patterns in chunks of a stream and in files: the answer's, bit for bit, and Hugging Face's; and lenses."""
 
 from __future__ import annotations
 

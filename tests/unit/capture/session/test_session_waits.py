@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -11,6 +12,7 @@ from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsum
 from headgate.capture.schema.consumer import ConsumerContext
 from headgate.capture.session import lingers, open_session
 from headgate.consumers.filesystem import FilesystemConsumer
+from tests.fakes import capture_world
 from tests.fakes.capture_world import SITES, Keeper, make_staging, make_world, want, world
 from tests.fakes.pipeline import MODEL, TIMEOUT_S, final_state
 
@@ -73,6 +75,24 @@ def test_the_end_of_a_request_whose_client_waits_does_not() -> None:
         assert staging.num_kept_rows == 0
         (result,) = it.sender.wait(1)
     assert (result.status, result.num_rows) == ("ok", 4)
+
+
+@pytest.mark.parametrize("is_process", [True, False])
+def test_a_capture_process_delivers_an_end_at_once(monkeypatch: pytest.MonkeyPatch, is_process: bool) -> None:
+    """Others run, whose rows would wait; on threads of the worker the end waits for a moment, too."""
+    monkeypatch.setattr(local_delivery, "END_LINGER_S", 0.5)
+    monkeypatch.setattr(capture_world, "NUM_READERS", int(is_process))
+    with world((Keeper(), {}), linger_s=LONG_S) as it:
+        it.add("runs", {"c0": want()})
+        it.add("ends", {"c0": want()}, wait=True)
+        it.step(runs=(0, 4), ends=(0, 4))
+
+        started = time.monotonic()
+        it.session.request_finished("ends", final_state(num_tokens=5))
+        (result,) = it.sender.wait(1)
+
+        assert (result.status, result.num_rows) == ("ok", 4)
+        assert (time.monotonic() - started < 0.4) == is_process
 
 
 def test_rows_wait_no_longer_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
