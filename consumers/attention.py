@@ -840,7 +840,7 @@ def _split(queries: Int64Array, num_heads: int, wanted: WantedPatterns) -> Itera
 
 def _log_failure(sent: Future[None]) -> None:
     """Log why a part of a stream was not sent; the result at the end has its patterns."""
-    if (error := sent.exception()) is not None:
+    if not sent.cancelled() and (error := sent.exception()) is not None:
         logger.error("attention: patterns were not sent with a chunk", exc_info=error)
 
 

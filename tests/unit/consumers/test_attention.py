@@ -537,6 +537,22 @@ def test_chunks_of_a_stream_get_each_query_once_and_together_the_answer(top: int
         fetch_patterns([payload for payload, _ in (*chunks, chunks[0])])
 
 
+def test_parts_that_a_shutdown_cancels_are_no_failures(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = request({"layers": [1], "queries": "all"})
+    asked.info = replace(asked.info, origin=Origin("ipc://hub", "key", is_streamed=True))
+    begin, found = Event(), consumer()
+    monkeypatch.setattr(found, "_patterns", lambda *_: begin.wait(10))
+    feed = Feed(found)
+    feed.begin(asked)
+    feed.step({asked: (0, 9)})
+    found.close(0)
+    begin.set()
+
+    assert caplog.text == ""
+
+
 def test_a_prompt_goes_out_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a part are as long as its last query's: queries 0 to 3 have four keys each, the next two six."""
     asked = request({"layers": [1, 2], "queries": "all", "heads": [0, 3]}, output=2)
