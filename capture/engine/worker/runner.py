@@ -251,6 +251,25 @@ def dummy_rows_routed(runner: Any) -> Iterator[None]:
             batch.make_dummy = kept
 
 
+@contextmanager
+def drafts_left_out(runner: Any) -> Iterator[None]:
+    """Have dummy steps run the model alone.
+
+    A draft model runs after the model and may share the memory of its CUDA graphs (``draft_model`` under vLLM 0.26):
+    what the model returned would be overwritten before the self-test reads it.
+    """
+    methods = (("drafter", "dummy_run"), ("speculator", "propose"))
+    found = [(getattr(runner, holder, None), method) for holder, method in methods]
+    drafters = [(drafter, method) for drafter, method in found if hasattr(drafter, method)]
+    for drafter, method in drafters:
+        setattr(drafter, method, lambda *_args, **_kwargs: None)
+    try:
+        yield
+    finally:
+        for drafter, method in drafters:
+            delattr(drafter, method)
+
+
 def batch_reader_of(runner: ModelRunner) -> BatchReader:
     """Choose the layout reader for `runner`'s generation."""
     is_v2 = type(runner).__module__.startswith(V2_RUNNER_MODULES)
@@ -439,7 +458,7 @@ class RunnerAdapter:
         """
         self._in_self_test = True
         try:
-            with dummy_rows_routed(self._runner):
+            with dummy_rows_routed(self._runner), drafts_left_out(self._runner):
                 result = self._runner._dummy_run(num_tokens, **self._with_attention)
         finally:
             self._in_self_test = False

@@ -421,6 +421,30 @@ def test_the_self_test_may_prepare_its_own_step(runner, recorder):
     assert recorder.calls == []
 
 
+@pytest.mark.parametrize(("holder", "method"), [("drafter", "dummy_run"), ("speculator", "propose")])
+def test_the_self_test_reads_what_the_model_returned_and_no_draft_model_overwrote(runner, holder, method):
+    returned = torch.zeros(8)
+
+    class Drafter:
+        def overwrite(self, *_args, **_kwargs):
+            returned.fill_(2)
+
+    setattr(Drafter, method, Drafter.overwrite)
+    setattr(runner, holder, Drafter())
+
+    def _dummy_run(num_tokens):
+        returned.fill_(1)
+        getattr(getattr(runner, holder), method)(num_tokens)
+        return returned, returned
+
+    runner._dummy_run = _dummy_run
+
+    (output,) = RunnerAdapter(runner, {}).run_dummy(8)
+
+    assert output.tolist() == [1] * 8
+    assert runner._dummy_run(8)[0].tolist() == [2] * 8
+
+
 def test_rows_of_the_self_test_go_to_experts_in_both_generations_of_vllm(monkeypatch):
     from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu import input_batch
