@@ -296,16 +296,17 @@ SERVED = (
         "model_config.quantization",
         "quantised weights (--quantization, or the checkpoint's)",
         "0.3.0",
-        ("gpu/test_quantised_gpu.py", "gpu/test_lora_fp8_gpu.py"),
+        ("gpu/test_quantised_gpu.py", "gpu/test_lora_fp8_gpu.py", "gpu/test_idle_settings_gpu.py"),
         "an H100 and an H200",
-        "fp8, compressed-tensors (w8a8, w4a16), awq, gptq and mxfp4; other methods are not tested",
+        "fp8, compressed-tensors (w8a8, w4a16), awq, gptq and mxfp4; other methods are not tested. With fp8, compiled "
+        "reproducibly, the answers to requests that ask for nothing differ from stock's in last bits (13 of 40)",
     ),
     Served(
         "cache_config.cache_dtype",
         "type of the KV cache (--kv-cache-dtype)",
         NEXT,
-        ("gpu/test_quantised_gpu.py",),
-        "an H100",
+        ("gpu/test_quantised_gpu.py", "gpu/test_idle_settings_gpu.py"),
+        "an H100 and an H200",
         "fp8 alone; `attention` has no patterns then",
     ),
     Served(
@@ -372,7 +373,10 @@ SERVED = (
         "speculative_config",
         f"speculative decoding (--speculative-config), the methods {', '.join(DRAFT_METHODS)}",
         NEXT,
-        ("engine/test_drafts.py", "gpu/test_drafts_gpu.py", "gpu/test_draft_soak_gpu.py"),
+        (
+            *("engine/test_drafts.py", "gpu/test_drafts_gpu.py", "gpu/test_draft_soak_gpu.py"),
+            "gpu/test_idle_settings_gpu.py",
+        ),
         "a CPU (ngram, eagle, draft_model, mtp of DeepSeek without async_scheduling); an H100 (ngram, "
         "eagle, eagle3; gates with eagle); an H200 (mtp of DeepSeek; ngram, draft_model and eagle with 10^6 tokens)",
         "Rows of accepted tokens alone; no controllers",
@@ -381,8 +385,8 @@ SERVED = (
         "kv_transfer_config",
         "KV offloading to this machine's memory (--kv-offloading-size)",
         NEXT,
-        ("engine/test_kv_offloading.py", "gpu/test_kv_offloading_gpu.py"),
-        "an H100; a CPU, with copies of its own in place of vLLM's",
+        ("engine/test_kv_offloading.py", "gpu/test_kv_offloading_gpu.py", "gpu/test_idle_settings_gpu.py"),
+        "an H100 and an H200; a CPU, with copies of its own in place of vLLM's",
     ),
     Served(
         "model_config.is_multimodal_model",
