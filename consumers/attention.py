@@ -14,7 +14,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
 from itertools import groupby
@@ -62,6 +62,8 @@ WHOLE = ""
 """Name of a tensor of whole rows, after that of its layer."""
 BLOCK_SCORES = 1 << 22
 """Scores that are in memory at a time: 16 MiB, and as much again for what is computed of them."""
+RANKED_AT_ONCE = 1 << 18
+"""Weights whose largest are found together: where all of them are equal, this takes 64 bytes for each."""
 QUERIES_AT_ONCE = 32
 """Generated queries of a request that are computed together: fewer would cost more, since each time all keys are read.
 Chunks of a stream do not wait for so many."""
@@ -396,6 +398,15 @@ def _largest(weights_HQK: npt.NDArray[np.float32], count: int) -> tuple[npt.NDAr
     """
     *shape, num_keys = weights_HQK.shape
     rows = weights_HQK.reshape(-1, num_keys)
+    size = max(1, RANKED_AT_ONCE // num_keys)
+    found = [_largest_of(rows[start : start + size], count) for start in range(0, len(rows), size)]
+    values, places = (np.concatenate(each).reshape(*shape, count) for each in zip(*found, strict=True))
+    return values, places
+
+
+def _largest_of(rows: npt.NDArray[np.float32], count: int) -> tuple[npt.NDArray[np.float32], Int64Array]:
+    """Return what `_largest` does for rows ``[n, K]``, with shape ``[n, count]``."""
+    num_keys = rows.shape[1]
     least = np.full(len(rows), np.finfo(np.float32).smallest_subnormal)
     size = count * (4 if num_keys >= 8 * count else 2)
     if (turns := num_keys // size) > 1:
@@ -411,7 +422,7 @@ def _largest(weights_HQK: npt.NDArray[np.float32], count: int) -> tuple[npt.NDAr
     bits = rows.ravel()[at].view(np.int32).astype(np.int64)
     packed[row, columns] = bits << 32 | num_keys - (at - row * num_keys)
     packed.sort(axis=1)
-    found = packed[:, : -count - 1 : -1].reshape(*shape, count)
+    found = packed[:, : -count - 1 : -1]
     return (found >> 32).astype(np.int32).view(np.float32), num_keys - (found & 0xFFFFFFFF)
 
 
@@ -839,8 +850,10 @@ def _split(queries: Int64Array, num_heads: int, wanted: WantedPatterns) -> Itera
 
 
 def _log_failure(sent: Future[None]) -> None:
-    """Log why a part of a stream was not sent; the result at the end has its patterns."""
-    if not sent.cancelled() and (error := sent.exception()) is not None:
+    """Log why a part of a stream was not sent, but not for a request that ended early: its patterns are cancelled."""
+    if sent.cancelled() or isinstance(error := sent.exception(), CancelledError):
+        return
+    if error is not None:
         logger.error("attention: patterns were not sent with a chunk", exc_info=error)
 
 
@@ -968,15 +981,17 @@ def fetch_patterns(payload: Any) -> Patterns:
     """Return the patterns in the payload of one sample's result, from an `LLM` or out of an answer over HTTP.
 
     Args:
-        payload: The payload; or a list of the payloads of pipeline stages, or of chunks of a stream, whose queries are
-            put together. Chunks may lack the last queries; the payload at the end of the stream has all.
+        payload: The payload; or a list of the payloads of pipeline stages, or of chunks of a stream, which may be lists
+            themselves: their queries are put together. Chunks may lack the last queries; the payload at the end of the
+            stream has all.
 
     Raises:
         CaptureFileError: If it is no payload of the consumer `attention`, or damaged.
     """
     layers: dict[int, list[tuple[Int64Array, dict[str, Tensor]]]] = {}
     try:
-        parts = payload if isinstance(payload, list) else [payload]
+        given = payload if isinstance(payload, list) else [payload]
+        parts = [part for each in given for part in (each if isinstance(each, list) else [each])]
         for part in parts:
             tensors = load(base64.b64decode(part["data"], validate=True))
             queries: Int64Array = tensors.pop(QUERIES).numpy()

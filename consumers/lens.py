@@ -452,6 +452,10 @@ class LensConsumer(StreamingConsumer):
         parse_params(params)
 
     @classmethod
+    def join_parts(cls, parts: Sequence[Any]) -> Any:
+        return join_rows(parts)
+
+    @classmethod
     def offers(cls, params: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
         return {LENS: [LOGIT, *params.get("lenses", ())]}  # no file is read for each call
 
@@ -509,6 +513,7 @@ class LensConsumer(StreamingConsumer):
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         streamed: dict[str, RequestInfo] = {}
+        self._look_up(blocks)
         for block in blocks:
             for span in block.spans:
                 request, part = span.request, slice(span.start, span.stop)
@@ -518,6 +523,22 @@ class LensConsumer(StreamingConsumer):
         for request_id, request in streamed.items():  # a request's layers may come in several blocks
             for num_rows, payload in self._running[request_id].take_new():
                 self.send_part(request, payload, num_rows)
+
+    def _look_up(self, blocks: Sequence[RowBlock]) -> None:
+        """Let the vocabulary know the texts of tokens while the request runs, not while its client waits for the end.
+
+        A tokenizer takes longer for a text than all else that a row costs. Streamed rows are encoded at once anyway.
+        """
+        vocabulary = self.context.vocabulary
+        if vocabulary is None or not vocabulary.has_texts:
+            return
+        for block in blocks:
+            ids = self._settings.layout.split(block.rows.numpy())[0]
+            for span in block.spans:
+                if not span.request.is_streamed:
+                    own = ids[:, span.start : span.stop, : span.request.spec.options[TOP]]
+                    for token in np.unique(own[np.isfinite(own)]).tolist():
+                        vocabulary.shown(int(token))
 
     def finish(self, finished: FinishedRequest) -> dict[str, Any]:
         reading = self._running.pop(finished.request.request_id)
@@ -583,6 +604,8 @@ class _Reading:
         parts = self._parts[self._num_taken :]
         self._num_taken = len(self._parts)
         sites, positions, rows = self._joined(parts)
+        if len(sites) < len(self._spec.sites):
+            positions = positions[:0]
         if len(positions) * len(self._spec.sites) != sum(len(part[0]) * len(part[1]) for part in parts):
             self._sent = None
         size = max(1, CHUNK_VALUES // (len(self._spec.sites) * self._num_tokens))

@@ -34,7 +34,14 @@ from headgate.capture.links.peer import (
     suffix,
 )
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.results import CaptureResult, CaptureResults, merge_samples, merge_stages
+from headgate.capture.schema.results import (
+    CHUNK_BYTES,
+    CaptureResult,
+    CaptureResults,
+    merge_samples,
+    merge_stages,
+    size_of,
+)
 
 logger = logging.getLogger("headgate")
 
@@ -274,15 +281,20 @@ class ExpectedRequest:
         if self.is_missing(part):
             self._parts.setdefault((part.sample_index, part.instance), []).append(part)
 
-    def take_part(self, sample_index: int, instance: str, num_rows: int) -> object:
-        """See `ResultHub.take_part`."""
+    def take_parts(self, sample_index: int, instance: str, num_rows: int) -> list[Any]:
+        """See `ResultHub.take_parts`."""
         parts = self._parts.get((sample_index, instance), [])
         # They come from several threads: the order of their positions is not that of their arrival.
-        first = min(parts, key=lambda part: (part.num_rows, part.stage), default=None)
-        if first is None or first.num_rows > num_rows:
-            return None
-        parts.remove(first)
-        return first.result.payload
+        parts.sort(key=lambda part: (part.num_rows, part.stage))
+        num_taken = num_bytes = 0
+        for part in parts:
+            num_bytes += size_of(part.result.payload)
+            if part.num_rows > num_rows or (num_taken and num_bytes > CHUNK_BYTES):
+                break
+            num_taken += 1
+        taken = parts[:num_taken]
+        del parts[:num_taken]
+        return [part.result.payload for part in taken]
 
     def results(self, missing: CaptureResult) -> CaptureResults:
         """Merge the answers so far; `missing` stands for those of consumers that did not answer for a sample."""
@@ -355,11 +367,11 @@ class ExpectedResults:
             if (expected := self._requests.get(part.key)) is not None:
                 expected.add_part(part)
 
-    def take_part(self, key: str, sample_index: int, instance: str, num_rows: int) -> object:
-        """See `ResultHub.take_part`."""
+    def take_parts(self, key: str, sample_index: int, instance: str, num_rows: int) -> list[Any]:
+        """See `ResultHub.take_parts`."""
         with self._lock:
             expected = self._requests.get(key)
-            return None if expected is None else expected.take_part(sample_index, instance, num_rows)
+            return [] if expected is None else expected.take_parts(sample_index, instance, num_rows)
 
     def results(self, request: ExpectedRequest) -> CaptureResults:
         """Results of a request as they are now."""
@@ -490,11 +502,13 @@ class ResultHub:
         return self._table.deliver(answer)
 
     def deliver_part(self, part: Result) -> None:
-        """Take a part of an answer that is to come, for `take_part`."""
+        """Take a part of an answer that is to come, for `take_parts`."""
         self._table.add_part(part)
 
-    def take_part(self, key: str, instance: str, sample_index: int, num_rows: int) -> object:
-        """Return the earliest part of a running request's result that was not returned before; None if there is none.
+    def take_parts(self, key: str, instance: str, sample_index: int, num_rows: int) -> list[Any]:
+        """Return the payloads of parts of a running request's result that were not returned before, by position.
+
+        Together they take `CHUNK_BYTES` at most, or are one.
 
         Args:
             key: Of the request.
@@ -502,7 +516,7 @@ class ResultHub:
             sample_index: Which of the ``n`` samples.
             num_rows: Positions below it belong to tokens that the client has; a part with others is left for later.
         """
-        return self._table.take_part(key, sample_index, instance, num_rows)
+        return self._table.take_parts(key, sample_index, instance, num_rows)
 
     def wait(self, key: str, timeout_s: float) -> CaptureResults:
         """Wait until all results are there, for `timeout_s` seconds at most; missing results are ``pending``.

@@ -737,6 +737,14 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
         self.context = context
 
     @classmethod
+    def join_parts(cls, parts: Sequence[Any]) -> Any:
+        """Return the payload of a chunk that takes several parts, by position; here the list of them.
+
+        In the API server, on the event loop.
+        """
+        return list(parts)
+
+    @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
         """Raise `ConfigError` if the configured parameters are wrong. By default there are none.
 

@@ -228,6 +228,19 @@ CHUNK_VALUES = 4096
 """Numbers of a streamed result in one chunk, about: the event loop writes them between others'."""
 
 
+CHUNK_BYTES = 1 << 20
+"""Bytes of parts of results that one chunk of a stream takes, unless one part alone has more."""
+
+
+def size_of(payload: Any) -> int:
+    """Return about how many bytes a part of a result takes in a chunk."""
+    if isinstance(payload, dict):
+        return sum(map(size_of, payload.values()))
+    if isinstance(payload, list):
+        return sum(map(size_of, payload))
+    return len(payload) if isinstance(payload, str | bytes | msgspec.Raw) else 8
+
+
 def encode_rows(payload: Any) -> Any:
     """Return a part of a result with its lists, which have one entry for each position, as JSON."""
     if isinstance(payload, dict):

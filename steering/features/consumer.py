@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from pybase64 import b64encode
-from safetensors.numpy import save
+from pybase64 import b64decode, b64encode
+from safetensors.numpy import load, save
 
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
@@ -477,6 +477,10 @@ class FeaturesConsumer(StreamingConsumer):
         parse_params(params)
 
     @classmethod
+    def join_parts(cls, parts: Sequence[Any]) -> Any:
+        return _join(parts)
+
+    @classmethod
     def offers(cls, params: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
         return {"sae": list(params["saes"])}
 
@@ -605,9 +609,7 @@ class _RequestFeatures:
     def payload(self, num_rows: int) -> dict[str, Any]:
         """The payload of the rows at positions below `num_rows`; lists are JSON if they went out with a stream."""
         if self._sent and self._num_sent_rows <= num_rows:
-            labels = self._labels.of({int(one) for part in self._sent for one in part["labels"]})
-            whole: dict[str, Any] = join_rows([{**part, "labels": None} for part in self._sent])
-            return {**whole, "labels": labels}
+            return _join(self._sent)
         positions, outputs = self._joined()
         order = np.argsort(positions, kind="stable")
         order = order[positions[order] < num_rows]
@@ -653,7 +655,7 @@ class _RequestFeatures:
         if self._given is None:
             counts, listed = (values > self._above).sum(axis=1).tolist(), _whole(ids).tolist()
         else:
-            counts, listed = [self._count] * len(values), [self._given] * len(values)
+            counts, listed = [self._count] * len(values), [list(self._given) for _ in values]
         is_sound: list[bool] = np.all(np.isfinite(values), axis=1).tolist()
         if all(is_sound) and min(counts, default=self._count) == self._count:
             return listed, values.tolist()
@@ -662,6 +664,18 @@ class _RequestFeatures:
             [row[:count] if sound else None for row, _, count, sound in rows],
             [numbers[:count] if sound else None for _, numbers, count, sound in rows],
         )
+
+
+def _join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join encoded payloads of one request, by position."""
+    joined: dict[str, Any] = join_rows([{**part, "labels": None} for part in parts])
+    labels = {one: text for part in parts for one, text in part["labels"].items()}
+    joined["labels"] = {one: labels[one] for one in sorted(labels, key=int)}
+    if "data" in joined:
+        arrays = [load(b64decode(part["data"])) for part in parts]
+        data = save({name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]})
+        joined |= {"num_bytes": len(data), "data": b64encode(data).decode("ascii")}
+    return joined
 
 
 def _whole(ids: npt.NDArray[np.float32]) -> Int64Array:

@@ -111,8 +111,8 @@ def chunks_ms(result: Result | None) -> float:
         yield "data: [DONE]\n\n"
 
     def take_new(sample: int, num_rows: int) -> Mapping[str, object]:
-        new = table.take_part("k", sample, "x", num_rows)
-        return {} if new is None else {"x": {"payload": new}}
+        new = table.take_parts("k", sample, "x", num_rows)
+        return {"x": {"payload": new[0]}} if new else {}
 
     async def send() -> float:
         call, began = HttpCall(), time.process_time()

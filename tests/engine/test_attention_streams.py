@@ -23,6 +23,7 @@ COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
 FLAGS = [
     *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"),
     *("--max-num-batched-tokens", "32", "--max-num-seqs", "4"),
+    *("--stream-interval", "3"),  # a chunk takes the parts of several steps
     *("--capture-sites", json.dumps({"q": LAYERS, "k": LAYERS, "post_mlp": LAYERS})),
 ]
 READS = json.dumps({"consumer": "attention", "params": {}})

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -152,7 +151,7 @@ class FrontEnd:
         self._readouts = {config.consumers[bit].instance: facts for bit, facts in readouts.items()}
         self.capture_reader = CaptureRequestReader(config, model, consumers, num_front_ends, self._readouts, vocabulary)
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
-        self._partial = frozenset(name for name, consumer in consumers.items() if consumer.sends_parts)
+        self._partial = {name: consumer.join_parts for name, consumer in consumers.items() if consumer.sends_parts}
         self._answered = frozenset(name for name, consumer in consumers.items() if consumer.is_awaited)
         self._linger_s = {
             name: consumer.linger_s if config.linger_s is None else config.linger_s
@@ -182,7 +181,7 @@ class FrontEnd:
         call = current_call()
         key = ask.key if call is None else join_key(call.token, ask.key)
         claim = self._claims.claim(ask.own_names, None if call is None else call.token)
-        has_parts = not self._partial.isdisjoint(ask.specs)
+        has_parts = not self._partial.keys().isdisjoint(ask.specs)
         # Streams of events, whose calls have turns, have no chunks that take anything.
         is_streamed = has_parts and call is not None and not call.has_turns and params.output_kind.name == "DELTA"
         return replace(ask, reply=self.hub.address, key=key, claim=claim, is_streamed=is_streamed)
@@ -245,11 +244,15 @@ class FrontEnd:
         """Return what takes new parts of a running request's results, by sample and rows; None if nothing streams."""
         if not ask.is_streamed:
             return None
-        found = {name: partial(self.hub.take_part, ask.key, name) for name in self._partial.intersection(ask.specs)}
+        joining = {name: join for name, join in self._partial.items() if name in ask.specs}
 
         def take_new(sample_index: int, num_rows: int) -> Mapping[str, object]:
-            new = {name: taker(sample_index, num_rows) for name, taker in found.items()}
-            return {name: {"payload": payload} for name, payload in new.items() if payload is not None}
+            new = {name: self.hub.take_parts(ask.key, name, sample_index, num_rows) for name in joining}
+            return {
+                name: {"payload": parts[0] if len(parts) == 1 else joining[name](parts)}
+                for name, parts in new.items()
+                if parts
+            }
 
         return take_new
 

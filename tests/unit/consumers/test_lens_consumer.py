@@ -182,7 +182,9 @@ def test_the_answer_of_a_stream_is_that_of_others_however_blocks_come(params: di
     payload = consumer.finish(FinishedRequest(request=asked.info, final=asked.final, dropped_rows=0))
 
     assert plain(payload) == other.finish(quiet)
-    if not is_late:
+    if is_late:
+        assert sent == []  # no chunk has one layer without the other
+    else:
         assert [(rows, part["positions"]) for _, rows, part in sent] == [(4, [0, 1, 2, 3]), (8, [4, 5, 6, 7])]
 
 
@@ -212,6 +214,19 @@ def test_a_part_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
     assert [(rows, part["positions"]) for _, rows, part in sent] == [(2, [0, 1]), (3, [2]), (5, [3, 4]), (6, [5])]
     for layer in ("0", "2"):
         assert [row for _, _, part in sent for row in part["layers"][layer]["ids"]] == whole["layers"][layer]["ids"]
+
+
+def test_a_chunk_that_takes_several_parts_has_the_positions_of_all(params: dict[str, Any]) -> None:
+    consumer, sent = LensConsumer(params, CONTEXT), list[Any]()
+    consumer.send_part = lambda _, payload, rows: sent.append(payload)
+    feed = Feed(consumer, HEAD)
+    asked = streamed(params, {"layers": [0, 2], "top": 3, "tokens": [4]}, prompt=4, output=3)
+    feed.begin(asked)
+    for start, stop in ((0, 3), (3, 5), (5, 6)):
+        feed.step({asked: (start, stop)})
+
+    assert len(sent) == 3
+    assert plain(consumer.join_parts(sent)) == plain(feed.finish(asked))
 
 
 def test_a_stream_of_more_tokens_than_a_result_may_hold_is_an_error_and_gets_no_more_parts(

@@ -165,24 +165,36 @@ def test_parts_go_out_by_position_once_and_none_of_tokens_that_the_client_lacks(
     for each in (part("late", 9), part("second", 7), part("first", 5), part("other sample", 5, sample=1)):
         hub.deliver_part(each)
     hub.deliver_part(replace(part("forged", 1), key="guess"))
-    taken = [hub.take_part("k", "files", 0, num_rows) for num_rows in (4, 8, 8, 8)]
+    taken = [hub.take_parts("k", "files", 0, num_rows) for num_rows in (4, 8, 8)]
 
-    assert taken == [None, "first", "second", None]
-    assert hub.take_part("k", "files", 1, 8) == "other sample"
-    assert hub.take_part("k", "others", 0, 8) is None
+    assert taken == [[], ["first", "second"], []]
+    assert hub.take_parts("k", "files", 1, 8) == ["other sample"]
+    assert hub.take_parts("k", "others", 0, 8) == []
     sender.send_part(hub.address, part("sent", 8, sample=1))
     hub.expect("after it", instances=["files"])
     send(sender, hub, "after it", ok())
     assert hub.wait("after it", TIMEOUT_S).merged["files"].status == "ok"
-    assert hub.take_part("k", "files", 1, 8) == "sent"
+    assert hub.take_parts("k", "files", 1, 8) == ["sent"]
     assert hub.wait("k", 0).merged["files"].status == "pending"
     assert (hub.stats().results, hub.stats().unknown) == (1, 0)
     answer(hub, "k", ok("whole"))
     hub.deliver_part(part("too late", 5))
-    assert hub.take_part("k", "files", 0, 9) == "late"
-    assert hub.take_part("k", "files", 0, 9) is None
+    assert hub.take_parts("k", "files", 0, 9) == ["late"]
+    assert hub.take_parts("k", "files", 0, 9) == []
     hub.close("k")
-    assert hub.take_part("k", "files", 0, 9) is None
+    assert hub.take_parts("k", "files", 0, 9) == []
+
+
+def test_a_chunk_takes_parts_of_a_megabyte_or_one_that_is_larger(hub: ResultHub) -> None:
+    hub.expect("k", instances=["files"])
+    sizes = (300_000, 700_000, 2_000_000, 10, 10)
+    for number, size in enumerate(sizes):
+        payload = {"rows": ["x" * size], "number": number}
+        hub.deliver_part(Result(key="k", instance="files", result=ok(payload), num_rows=number + 1))
+
+    taken = [hub.take_parts("k", "files", 0, 9) for _ in range(4)]
+
+    assert [[part["number"] for part in parts] for parts in taken] == [[0, 1], [2], [3, 4], []]
 
 
 def test_answers_after_close_are_ignored_and_nothing_is_kept(hub: ResultHub, sender: ResultSender) -> None:

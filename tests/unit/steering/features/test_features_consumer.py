@@ -403,6 +403,38 @@ def test_a_stream_of_binary_parts_ends_with_binary_arrays(params: dict[str, Any]
         np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), whole[name])
 
 
+@pytest.mark.parametrize("encoding", ["lists", "binary"])
+def test_a_chunk_that_takes_several_parts_has_the_positions_of_all(
+    params: dict[str, Any], tmp_path: Path, encoding: str
+) -> None:
+    write_labels(tmp_path / "a.safetensors", {one: f"label {one}" for one in range(FEATURES)})
+    consumer, sent = FeaturesConsumer(params, CONTEXT), list[Any]()
+    consumer.send_part = lambda _, payload, num_rows: sent.append(payload)
+    feed = Feed(consumer)
+    asked = streamed_request(params, {"sae": "a", "top": 2, "encoding": encoding}, prompt=4, output=3)
+    feed.begin(asked)
+    for start, stop in ((0, 3), (3, 5), (5, 6)):
+        feed.step({asked: (start, stop)})
+    joined, whole = plain(consumer.join_parts(sent)), plain(feed.finish(asked))
+
+    assert len(sent) == 3
+    assert {name: joined[name] for name in whole if name != "labels"} == {
+        name: value for name, value in whole.items() if name != "labels"
+    }
+    assert sorted(joined["labels"].items()) == sorted(whole["labels"].items()) != []
+
+
+def test_given_features_are_a_list_of_each_row(params: dict[str, Any]) -> None:
+    feed, _ = feed_of(params)
+    asked = request(params, {"sae": "a", "features": [3, 1]}, prompt=3, output=1)
+    feed.begin(asked)
+    feed.step({asked: (0, 3)})
+    first, second, _ = feed.finish(asked)["ids"]
+    first.append(7)
+
+    assert second == asked.info.spec.options["features"] == [3, 1]
+
+
 def test_a_stream_of_more_values_than_a_result_may_hold_is_an_error_and_gets_no_more_parts(
     params: dict[str, Any],
 ) -> None:

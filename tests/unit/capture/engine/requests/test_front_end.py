@@ -136,13 +136,14 @@ def test_parts_are_sent_for_chunks_alone(
     assert asked is not None
     assert (asked.is_streamed, asked.to_wire(1, "r").get("streamed", False)) == (expected, expected)
     front.hub.expect(asked.key, instances=["rows"])
-    front.hub.deliver_part(
-        Result(key=asked.key, instance="rows", result=CaptureResult(status="ok", payload="part"), num_rows=3)
-    )
+    for payload, num_rows in (("part", 3), ("second", 4), ("third", 5)):
+        result = CaptureResult(status="ok", payload=payload)
+        front.hub.deliver_part(Result(key=asked.key, instance="rows", result=result, num_rows=num_rows))
     take_new = front.streamed(asked)
     assert (take_new is not None) == expected
     if take_new is not None:
-        assert [take_new(0, num_rows) for num_rows in (2, 3, 3)] == [{}, {"rows": {"payload": "part"}}, {}]
+        taken = [take_new(0, num_rows) for num_rows in (2, 3, 3, 5)]
+        assert taken == [{}, {"rows": {"payload": "part"}}, {}, {"rows": {"payload": ["second", "third"]}}]
 
 
 class Naming(Rows):
