@@ -42,7 +42,7 @@ from headgate.capture.schema.consumer import (
     read_params,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, read_flag, shown
-from headgate.capture.schema.results import CHUNK_VALUES, encode_rows, join_rows
+from headgate.capture.schema.results import CHUNK_VALUES, MAX_PARTS, encode_rows, join_rows
 from headgate.capture.schema.sites import HookPoint, Site, parse_layers
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.schema.vocabulary import Vocabulary, read_token, word_like
@@ -615,6 +615,8 @@ class _Reading:
             self._num_sent_rows = int(positions[part][-1]) + 1
             if self._sent is not None:
                 self._sent.append(payload)
+                if len(self._sent) >= MAX_PARTS:
+                    self._sent = [join_rows(self._sent)]
             yield self._num_sent_rows, payload
 
     def payload(self, num_rows: int) -> dict[str, Any]:

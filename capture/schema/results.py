@@ -258,6 +258,10 @@ def join_rows(parts: Sequence[Any]) -> Any:
     return first
 
 
+MAX_PARTS = 128
+"""Parts of a running request's result that are kept one by one: each has lists of its own for each layer."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportContext:
     """A client's question to a consumer whose state spans requests, and how much of it the client may see.

@@ -38,7 +38,7 @@ from headgate.capture.schema.consumer import (
     select_sites,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, finite, shown
-from headgate.capture.schema.results import CHUNK_VALUES, encode_rows, join_rows
+from headgate.capture.schema.results import CHUNK_VALUES, MAX_PARTS, encode_rows, join_rows
 from headgate.capture.schema.sites import Site, site_map
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.steering.features.importing import SaeSource, open_coder, sae_site
@@ -604,6 +604,8 @@ class _RequestFeatures:
             self._num_sent_rows = int(positions[part][-1]) + 1
             if not self._is_binary:
                 self._sent.append(payload)
+                if len(self._sent) >= MAX_PARTS:
+                    self._sent = [_join(self._sent)]
             yield self._num_sent_rows, payload
 
     def payload(self, num_rows: int) -> dict[str, Any]:

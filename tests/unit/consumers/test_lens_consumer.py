@@ -216,6 +216,24 @@ def test_a_part_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
         assert [row for _, _, part in sent for row in part["layers"][layer]["ids"]] == whole["layers"][layer]["ids"]
 
 
+@pytest.mark.parametrize("max_parts", [2, 3, 128])
+def test_parts_that_are_joined_while_a_request_runs_make_the_same_answer(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch, max_parts: int
+) -> None:
+    monkeypatch.setattr(lens_module, "MAX_PARTS", max_parts)
+    raw = {"layers": [0, 2], "top": 3, "tokens": [4]}
+    (feed, sent), other = feed_of(params), Feed(LensConsumer(params, CONTEXT), HEAD)
+    asked, quiet = streamed(params, raw, prompt=4, output=6), request(params, raw, prompt=4, output=6)
+    feed.begin(asked)
+    other.begin(quiet)
+    for start, stop in ((0, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 9)):
+        feed.step({asked: (start, stop)})
+        other.step({quiet: (start, stop)})
+
+    assert len(sent) == 6
+    assert plain(feed.finish(asked)) == plain(other.finish(quiet))
+
+
 def test_a_chunk_that_takes_several_parts_has_the_positions_of_all(params: dict[str, Any]) -> None:
     consumer, sent = LensConsumer(params, CONTEXT), list[Any]()
     consumer.send_part = lambda _, payload, rows: sent.append(payload)

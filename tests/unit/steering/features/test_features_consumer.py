@@ -403,6 +403,26 @@ def test_a_stream_of_binary_parts_ends_with_binary_arrays(params: dict[str, Any]
         np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), whole[name])
 
 
+@pytest.mark.parametrize("max_parts", [2, 3, 128])
+def test_parts_that_are_joined_while_a_request_runs_make_the_same_answer(
+    params: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_parts: int
+) -> None:
+    monkeypatch.setattr(consumer, "MAX_PARTS", max_parts)
+    write_labels(tmp_path / "a.safetensors", {one: f"label {one}" for one in range(FEATURES)})
+    feed, sent = feed_of(params)
+    asked = streamed_request(params, {"sae": "a", "top": 2}, prompt=4, output=6)
+    quiet = request(params, {"sae": "a", "top": 2}, prompt=4, output=6)
+    other = Feed(FeaturesConsumer(params, CONTEXT))
+    feed.begin(asked)
+    other.begin(quiet)
+    for start, stop in ((0, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 9)):
+        feed.step({asked: (start, stop)})
+        other.step({quiet: (start, stop)})
+
+    assert len(sent) == 6
+    assert plain(feed.finish(asked)) == plain(other.finish(quiet))
+
+
 @pytest.mark.parametrize("encoding", ["lists", "binary"])
 def test_a_chunk_that_takes_several_parts_has_the_positions_of_all(
     params: dict[str, Any], tmp_path: Path, encoding: str
