@@ -6,6 +6,7 @@ import base64
 import math
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -376,7 +377,11 @@ def test_top_gives_the_largest_keys_and_the_rest() -> None:
 
 @pytest.mark.parametrize("num_keys", [1, 5, 32, 63, 64, 100, 255, 256, 300, 1000, 1033])
 @pytest.mark.parametrize("num_nonzero", [0, 3, 40, 2000])
-def test_the_largest_weights_are_those_of_a_sort(num_keys: int, num_nonzero: int) -> None:
+@pytest.mark.parametrize("at_once", [1, 700, attention.RANKED_AT_ONCE])
+def test_the_largest_weights_are_those_of_a_sort(
+    num_keys: int, num_nonzero: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "RANKED_AT_ONCE", at_once)
     random = np.random.default_rng(num_keys)
     weights = np.exp(random.normal(0, 4, (3, 7, num_keys)).astype(np.float32))
     weights[0] = np.round(weights[0])  # many are equal, and many are 0
@@ -550,6 +555,35 @@ def test_parts_that_a_shutdown_cancels_are_no_failures(
     found.close(0)
     begin.set()
 
+    assert caplog.text == ""
+
+
+def test_parts_of_a_request_that_ended_early_are_no_failures(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = request({"layers": [1], "queries": "all"})
+    asked.info = replace(asked.info, origin=Origin("ipc://hub", "key", is_streamed=True))
+    begin, tried, found = Event(), Event(), consumer()
+    monkeypatch.setattr(found._work, "_threads", ThreadPoolExecutor(1))
+    blocking = found._work.submit("another request", begin.wait, 10)
+    send = found._send
+
+    def sending(*arguments: Any) -> None:
+        try:
+            send(*arguments)
+        finally:
+            tried.set()
+
+    monkeypatch.setattr(found, "_send", sending)
+    feed = Feed(found)
+    feed.begin(asked)
+    feed.step({asked: (0, 9)})
+    feed.abandon(asked)
+    begin.set()
+
+    assert blocking.result(10)
+    assert tried.wait(10)
+    found._work._threads.shutdown()
     assert caplog.text == ""
 
 

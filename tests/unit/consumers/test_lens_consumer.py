@@ -216,6 +216,23 @@ def test_a_part_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
         assert [row for _, _, part in sent for row in part["layers"][layer]["ids"]] == whole["layers"][layer]["ids"]
 
 
+def test_texts_are_looked_up_while_a_request_runs_and_not_at_its_end(params: dict[str, Any]) -> None:
+    class Counting(Letters):
+        def shown(self, token: int) -> str:
+            looked_up.append(token)
+            return super().shown(token)
+
+    looked_up: list[int] = []
+    feed = Feed(LensConsumer(params, replace(CONTEXT, vocabulary=Counting(VOCABULARY))), HEAD)
+    asked = request(params, {"layers": [0, 2], "top": 3}, prompt=4, output=3)
+    feed.begin(asked)
+    feed.step({asked: (0, 6)})
+    before = {*looked_up}
+
+    ids = [one for layer in feed.finish(asked)["layers"].values() for row in layer["ids"] for one in row]
+    assert before == {*ids}
+
+
 @pytest.mark.parametrize("max_parts", [2, 3, 128])
 def test_parts_that_are_joined_while_a_request_runs_make_the_same_answer(
     params: dict[str, Any], monkeypatch: pytest.MonkeyPatch, max_parts: int
