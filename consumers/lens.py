@@ -42,7 +42,7 @@ from headgate.capture.schema.consumer import (
     read_params,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, read_flag, shown
-from headgate.capture.schema.results import CHUNK_VALUES, MAX_PARTS, encode_rows, join_rows
+from headgate.capture.schema.results import StreamedParts, join_rows
 from headgate.capture.schema.sites import HookPoint, Site, parse_layers
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.schema.vocabulary import Vocabulary, read_token, word_like
@@ -581,55 +581,43 @@ class _Reading:
         self._left = settings.params.max_values
         self._parts: list[_Part] = []
         self._num_taken = 0
-        self._sent: list[dict[str, Any]] | None = []
-        """Parts that went out with a stream, as JSON; None if they are not all that is here."""
-        self._num_sent_rows = 0
-        """Positions of theirs are below it."""
+        self._sent = StreamedParts()
 
     def add(self, sites: Sequence[Site], positions: Int64Array, rows: npt.NDArray[np.float32]) -> None:
         """Take outputs ``[S, n, P]`` at some positions."""
         self._left -= rows.shape[0] * rows.shape[1] * self._num_tokens
         self.is_full = self.is_full or self._left < 0
         if self.is_full:
-            self._parts, self._sent = [], None
+            self._parts.clear()
+            self._sent.drop()
             return
         self._parts.append((tuple(sites), positions.copy(), rows.copy()))
 
-    def take_new(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield payloads of the rows that were added since the last call, as many as a chunk has.
-
-        Yields:
-            The number of rows up to the last position, and the payload: positions that every layer has.
-        """
+    def take_new(self) -> Iterator[tuple[int, Any]]:
+        """Return what `StreamedParts.encode` does for rows added since the last call, at positions of every layer."""
         parts = self._parts[self._num_taken :]
         self._num_taken = len(self._parts)
         sites, positions, rows = self._joined(parts)
         if len(sites) < len(self._spec.sites):
             positions = positions[:0]
         if len(positions) * len(self._spec.sites) != sum(len(part[0]) * len(part[1]) for part in parts):
-            self._sent = None
-        size = max(1, CHUNK_VALUES // (len(self._spec.sites) * self._num_tokens))
-        for start in range(0, len(positions), size):
-            part = slice(start, start + size)
-            payload = encode_rows(self._payload(sites, positions[part], rows[:, part]))
-            self._num_sent_rows = int(positions[part][-1]) + 1
-            if self._sent is not None:
-                self._sent.append(payload)
-                if len(self._sent) >= MAX_PARTS:
-                    self._sent = [join_rows(self._sent)]
-            yield self._num_sent_rows, payload
+            self._sent.drop()
+        num_values = len(self._spec.sites) * self._num_tokens
+        return self._sent.encode(
+            positions, num_values, lambda part: self._payload(sites, positions[part], rows[:, part])
+        )
 
     def payload(self, num_rows: int) -> dict[str, Any]:
         """The payload of the positions below `num_rows` that every layer has; JSON if it went out with a stream."""
-        if self._sent and self._num_sent_rows <= num_rows:
-            whole: dict[str, Any] = join_rows(self._sent)
+        whole: dict[str, Any] | None = self._sent.whole(num_rows)
+        if whole is not None:
             return whole
         sites, positions, rows = self._joined(self._parts)
         is_kept = positions < num_rows
         return self._payload(sites, positions[is_kept], rows[:, is_kept])
 
     def _joined(self, parts: Sequence[_Part]) -> _Part:
-        """Return the outputs of all parts at the positions that every site has; sites by layer."""
+        """Return the outputs of all parts at the positions that every site of theirs has."""
         if not parts:
             return (), np.empty(0, np.int64), np.empty((0, 0, self._settings.layout.size), np.float32)
         if all(part[0] == parts[0][0] for part in parts):  # almost always: no row was lost

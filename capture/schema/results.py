@@ -225,8 +225,7 @@ class RowKeeper(Protocol):
 
 
 CHUNK_VALUES = 4096
-"""Numbers of a streamed result in one chunk, about: the event loop writes them between others'."""
-
+"""Numbers of a part of a streamed result, about."""
 
 CHUNK_BYTES = 1 << 20
 """Bytes of parts of results that one chunk of a stream takes, unless one part alone has more."""
@@ -260,6 +259,50 @@ def join_rows(parts: Sequence[Any]) -> Any:
 
 MAX_PARTS = 128
 """Parts of a running request's result that are kept one by one: each has lists of its own for each layer."""
+
+
+class StreamedParts:
+    """The parts of one request's result that went out with a stream, as JSON: the whole result encodes nothing twice.
+
+    Args:
+        join: Joins parts that `encode_rows` made, of ascending positions.
+    """
+
+    def __init__(self, join: Callable[[Sequence[Any]], Any] = join_rows) -> None:
+        self._join = join
+        self._parts: list[Any] | None = []
+        """None once they are not the whole result."""
+        self._num_rows = 0
+        """Positions of theirs are below it."""
+
+    def encode(
+        self, positions: Int64Array, num_values: int, payload_of: Callable[[slice], Any]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield parts with the payloads of new rows, each after the number of rows up to its last position.
+
+        Args:
+            positions: int64, ascending, of the new rows.
+            num_values: Numbers of one row.
+            payload_of: Makes the payload of some of them.
+        """
+        size = max(1, CHUNK_VALUES // num_values)
+        for start in range(0, len(positions), size):
+            rows = slice(start, start + size)
+            part = encode_rows(payload_of(rows))
+            self._num_rows = int(positions[rows][-1]) + 1
+            if self._parts is not None:
+                self._parts.append(part)
+                if len(self._parts) >= MAX_PARTS:
+                    self._parts = [self._join(self._parts)]
+            yield self._num_rows, part
+
+    def drop(self) -> None:
+        """Keep no parts, now and later: they are not the whole result, or it is not made of them."""
+        self._parts = None
+
+    def whole(self, num_rows: int) -> Any:
+        """Return the result of the rows below `num_rows`; None if there are none, or the parts do not make it."""
+        return self._join(self._parts) if self._parts and self._num_rows <= num_rows else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,7 +38,7 @@ from headgate.capture.schema.consumer import (
     select_sites,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, finite, shown
-from headgate.capture.schema.results import CHUNK_VALUES, MAX_PARTS, encode_rows, join_rows
+from headgate.capture.schema.results import StreamedParts, join_rows
 from headgate.capture.schema.sites import Site, site_map
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.steering.features.importing import SaeSource, open_coder, sae_site
@@ -568,11 +568,10 @@ class _RequestFeatures:
         self.is_full = False
         self._sae: str = options["sae"]
         self._labels = labels
-        self._sent: list[dict[str, Any]] = []
-        """Parts that went out with a stream, as JSON."""
-        self._num_sent_rows = 0
-        """Positions of theirs are below it."""
         self._is_binary = options.get(ENCODING) == BINARY
+        self._sent = StreamedParts(_join)
+        if self._is_binary:
+            self._sent.drop()  # what clients get is made of arrays
         self._given: list[int] | None = options.get("features")
         self._above: float = options.get("above", 0.0)
         self._count: int = options.get("top", 0) if self._given is None else len(self._given)
@@ -586,32 +585,24 @@ class _RequestFeatures:
         if self._left < 0:
             self.is_full = True
             self._parts.clear()
+            self._sent.drop()
         if not self.is_full:
             ids, values = outputs[:, : self._count], outputs[:, self._top : self._top + self._count]
             # Copies: slices would keep the rows of every request of the block.
             self._parts.append((positions.copy(), np.stack((ids, values))))
 
-    def take_new(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield payloads of the rows that were added last, as many as a chunk has, each after its number of rows."""
+    def take_new(self) -> Iterator[tuple[int, Any]]:
+        """Return what `StreamedParts.encode` does for the rows that were added last."""
         if self.is_full:
-            self._sent.clear()
-            return
+            return iter(())
         positions, outputs = self._parts[-1]
-        size = max(1, CHUNK_VALUES // self._count)
-        for start in range(0, len(positions), size):
-            part = slice(start, start + size)
-            payload = encode_rows(self._payload(positions[part], outputs[:, part]))
-            self._num_sent_rows = int(positions[part][-1]) + 1
-            if not self._is_binary:
-                self._sent.append(payload)
-                if len(self._sent) >= MAX_PARTS:
-                    self._sent = [_join(self._sent)]
-            yield self._num_sent_rows, payload
+        return self._sent.encode(positions, self._count, lambda part: self._payload(positions[part], outputs[:, part]))
 
     def payload(self, num_rows: int) -> dict[str, Any]:
         """The payload of the rows at positions below `num_rows`; lists are JSON if they went out with a stream."""
-        if self._sent and self._num_sent_rows <= num_rows:
-            return _join(self._sent)
+        whole: dict[str, Any] | None = self._sent.whole(num_rows)
+        if whole is not None:
+            return whole
         positions, outputs = self._joined()
         order = np.argsort(positions, kind="stable")
         order = order[positions[order] < num_rows]

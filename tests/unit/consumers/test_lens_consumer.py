@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.lens import LensKind, save
+from headgate.capture.schema import results
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RowBlock, SpecContext
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.results import Origin
@@ -203,7 +204,7 @@ def test_a_stream_whose_last_tokens_were_taken_back_has_the_rest(params: dict[st
 def test_a_part_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
     params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lens_module, "CHUNK_VALUES", 16)  # two positions
+    monkeypatch.setattr(results, "CHUNK_VALUES", 16)  # two positions
     feed, sent = feed_of(params)
     asked = streamed(params, {"layers": [0, 2], "top": 3, "tokens": [4]}, prompt=4, output=3)
     feed.begin(asked)
@@ -237,7 +238,7 @@ def test_texts_are_looked_up_while_a_request_runs_and_not_at_its_end(params: dic
 def test_parts_that_are_joined_while_a_request_runs_make_the_same_answer(
     params: dict[str, Any], monkeypatch: pytest.MonkeyPatch, max_parts: int
 ) -> None:
-    monkeypatch.setattr(lens_module, "MAX_PARTS", max_parts)
+    monkeypatch.setattr(results, "MAX_PARTS", max_parts)
     raw = {"layers": [0, 2], "top": 3, "tokens": [4]}
     (feed, sent), other = feed_of(params), Feed(LensConsumer(params, CONTEXT), HEAD)
     asked, quiet = streamed(params, raw, prompt=4, output=6), request(params, raw, prompt=4, output=6)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from headgate.capture.schema import results
 from headgate.capture.schema.consumer import CaptureConsumer, ConsumerContext, RowArguments, SpecContext
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, RequestError
 from headgate.capture.schema.results import CaptureResult, Origin, whole_rows
@@ -376,7 +377,7 @@ def test_a_stream_whose_last_tokens_were_taken_back_has_the_rest(params: dict[st
 def test_a_part_of_a_stream_has_so_many_values_and_the_next_ones_the_rest(
     params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumer, "CHUNK_VALUES", 4)  # two positions
+    monkeypatch.setattr(results, "CHUNK_VALUES", 4)  # two positions
     feed, sent = feed_of(params)
     asked = streamed_request(params, {"sae": "a", "top": 2}, prompt=4, output=3)
     feed.begin(asked)
@@ -407,7 +408,7 @@ def test_a_stream_of_binary_parts_ends_with_binary_arrays(params: dict[str, Any]
 def test_parts_that_are_joined_while_a_request_runs_make_the_same_answer(
     params: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_parts: int
 ) -> None:
-    monkeypatch.setattr(consumer, "MAX_PARTS", max_parts)
+    monkeypatch.setattr(results, "MAX_PARTS", max_parts)
     write_labels(tmp_path / "a.safetensors", {one: f"label {one}" for one in range(FEATURES)})
     feed, sent = feed_of(params)
     asked = streamed_request(params, {"sae": "a", "top": 2}, prompt=4, output=6)
