@@ -562,9 +562,9 @@ class _Request:
 
 
 class _Work:
-    """Calls for requests on threads: each one's in their order, and of requests that have ended before all others'.
+    """Calls for requests on threads: one request's in their order, and those for requests that have ended first.
 
-    Clients of these wait for nothing else, while rows of many running requests came together with their last ones.
+    The client of an ended request waits for its patterns alone; rows of many running ones come together with its last.
 
     Args:
         num_threads: Number of threads.

@@ -288,8 +288,10 @@ class ExpectedRequest:
         parts.sort(key=lambda part: (part.num_rows, part.stage))
         num_taken = num_bytes = 0
         for part in parts:
+            if part.num_rows > num_rows:
+                break
             num_bytes += size_of(part.result.payload)
-            if part.num_rows > num_rows or (num_taken and num_bytes > CHUNK_BYTES):
+            if num_taken and num_bytes > CHUNK_BYTES:
                 break
             num_taken += 1
         taken = parts[:num_taken]

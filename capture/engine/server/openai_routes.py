@@ -264,7 +264,7 @@ def states_of(call: HttpCall) -> list[tuple[int, object]]:
 def plain_results(call: HttpCall) -> Any:
     """Return what `encoded_results` says as JSON values; None if there is nothing."""
     found = encoded_results(call)
-    return None if found is None else msgspec.json.decode(msgspec.json.encode(found))
+    return None if found is None else _plain(found)
 
 
 def encoded_results(call: HttpCall) -> object:
