@@ -53,7 +53,7 @@ LAYERS = {
     ),
     "headgate.steering": (
         *(
-            ["ops"],
+            ["ops", "lru_cache"],
             ["vectors", "features"],
             ["lenses"],
             ["probes"],

@@ -36,9 +36,10 @@ from headgate.steering.gates.gate import (
 )
 from headgate.steering.gates.lowering import GatedPrograms, Own, lower_gates
 from headgate.steering.gates.trace import GateSource
+from headgate.steering.lru_cache import LruCache
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.operations import Lookup
-from headgate.steering.programs.program import KeptPrograms, Program, bytes_of, joined
+from headgate.steering.programs.program import MAX_KEPT_BYTES, Program, bytes_of, joined
 from headgate.steering.programs.wire import ContentWire, content_from_wire, content_to_wire
 from headgate.steering.spec import SteeringSpec, programs_to_wire
 from headgate.steering.vectors.dtypes import StoredType
@@ -97,7 +98,7 @@ class GateCache:
     """The last gates and what they became, by their content: many requests of a load bring the same. Any thread."""
 
     def __init__(self) -> None:
-        self._kept: KeptPrograms[tuple[KnownGates, LoweredGates | None]] = KeptPrograms()
+        self._kept: LruCache[tuple[KnownGates, LoweredGates | None]] = LruCache(MAX_KEPT_BYTES)
 
     def read(self, wire: ContentWire, key: bytes) -> KnownGates:
         """Return the gates of a wire form, with their content key."""

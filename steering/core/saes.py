@@ -17,8 +17,9 @@ from headgate.steering.features.importing import open_coder, sae_site
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.gates.gate import is_reached
+from headgate.steering.lru_cache import LruCache
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, feature_entries, sae_key
-from headgate.steering.programs.program import Entry, KeptPrograms, Program, bytes_of
+from headgate.steering.programs.program import MAX_KEPT_BYTES, Entry, Program, bytes_of
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 
@@ -138,7 +139,7 @@ class SaeRegistry:
         self._dtype: StoredType = dtype
         self._max_per_site = max_per_site
         self.by_name: Mapping[str, Sae] = {}
-        self._made: KeptPrograms[Program] = KeptPrograms()
+        self._made: LruCache[Program] = LruCache(MAX_KEPT_BYTES)
         """By edits and SAEs: many requests of a load change the same features."""
 
     def put(self, sae: Sae) -> None:

@@ -45,6 +45,7 @@ from headgate.steering.documents.vectors import Vectors, check_scale, read_tier
 from headgate.steering.gates.gate import WHO_KNOWS_RULES, Gate, names_of, probe_key, rule_key
 from headgate.steering.gates.trace import RETURN_TRACE, TRACE, SteeringTrace, join_notes, read_asked
 from headgate.steering.lenses.directions import LensDirections
+from headgate.steering.lru_cache import LruCache
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import ModuleRef, SteeringSpec, to_wire
@@ -297,8 +298,6 @@ def _phase(
     return total
 
 
-Result = TypeVar("Result")
-
 MAX_BYTES = 32 << 20
 """Content whose results are kept, in all. A result takes once or twice as much memory."""
 MAX_ENTRY_BYTES = 512 << 10
@@ -362,38 +361,6 @@ def _are_leaves(values: Iterable[object]) -> bool:
     return _LEAVES.issuperset(map(type, values))
 
 
-class ContentCache(Generic[Result]):
-    """Results by the content of what they were made from, those used last. Any thread.
-
-    Args:
-        max_bytes: Upper limit for the bytes of all content.
-    """
-
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._results: OrderedDict[ContentKey, Result] = OrderedDict()
-        self._lock = Lock()
-
-    def find(self, key: ContentKey) -> Result | None:
-        """Return the result that was kept; None if there is none."""
-        with self._lock:
-            if key not in self._results:
-                return None
-            self._results.move_to_end(key)
-            return self._results[key]
-
-    def keep(self, key: ContentKey, result: Result) -> None:
-        """Keep a result, at the expense of the least recently used ones."""
-        with self._lock:
-            if key not in self._results:
-                self._num_bytes += key.num_bytes
-            self._results[key] = result
-            while self._num_bytes > self._max_bytes:
-                dropped, _ = self._results.popitem(last=False)
-                self._num_bytes -= dropped.num_bytes
-
-
 _Identity = tuple[tuple[str, int], ...]
 
 FIELD_DOCS = {
@@ -444,7 +411,7 @@ class SteeringReader:
         self.steerable = steerable
         self.sae_root = sae_root
         self._cache: IdentityCache[PartRequest | None] = IdentityCache()
-        self._known: ContentCache[PartRequest] = ContentCache()
+        self._known: LruCache[PartRequest] = LruCache(MAX_BYTES)
 
     def read(self, values: Mapping[str, Any]) -> PartRequest | None:
         """Read the fields; equal content is read once, and so are the same objects whose content is the same."""
@@ -468,7 +435,7 @@ class SteeringReader:
     def _read_content(self, key: ContentKey, values: Mapping[str, Any]) -> PartRequest | None:
         found = self._known.find(key)
         if found is None and (found := self._read(values)) is not None:
-            self._known.keep(key, found)
+            self._known.keep(key, found, key.num_bytes)
         return found
 
     def has_sources(self, values: Mapping[str, Any]) -> bool:
@@ -603,6 +570,9 @@ def open_reader(section: Mapping[str, Any], model: ModelInfo, vocabulary: Vocabu
     directions = LensDirections(config.lenses, model, vocabulary)
     steerable = replace(steerable, directions=directions, knows_positions=not model.has_drafts)
     return SteeringReader(steerable, config.sae_root)
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)

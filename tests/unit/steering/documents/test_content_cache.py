@@ -10,7 +10,8 @@ import pytest
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import SteeringConfig
-from headgate.steering.documents.request import MAX_ENTRY_BYTES, ContentCache, SteeringReader, content_of
+from headgate.steering.documents.request import MAX_ENTRY_BYTES, SteeringReader, content_of
+from headgate.steering.lru_cache import LruCache
 
 HIDDEN = 8
 CONFIG = SteeringConfig(op_sites={"post_mlp": "all"})
@@ -131,15 +132,15 @@ def test_an_array_that_was_changed_in_place_is_read_anew():
 
 
 def test_the_cache_keeps_what_was_used_last():
-    cache = ContentCache(max_bytes=250)
+    cache = LruCache(max_bytes=250)
     keys = [content_of({"steering_ops": "x" * 100 + str(number)}) for number in range(3)]
     first, second, third = (key for key in keys if key is not None)
-    cache.keep(first, "first")
-    cache.keep(second, "second")
-    cache.keep(second, "second")
+    cache.keep(first, "first", first.num_bytes)
+    cache.keep(second, "second", second.num_bytes)
+    cache.keep(second, "second", second.num_bytes)
     assert cache.find(first) == "first"
 
-    cache.keep(third, "third")
+    cache.keep(third, "third", third.num_bytes)
 
     assert [cache.find(key) for key in (first, second, third)] == ["first", None, "third"]
 
